@@ -1,0 +1,208 @@
+"""The configuration of a run: every key, its default, its rule and its meaning.
+
+A configuration is a TOML file of the sections below; ``hybrid/config_file.py`` reads it. Nothing here
+imports torch, so ``--help`` and a mistyped key answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybrid.topology import Topology
+
+FORMATS = ("synthetic", "criteo", "csv", "parquet")
+NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
+DDP_MODES = ("none", "inside", "outside")
+UPDATE_MODES = ("sync", "async")
+TABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+
+
+def option(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    above: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A configuration key: its default, what it means, and the rule its value must keep."""
+    rule = {"minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
+    return field(default=default, metadata={"meaning": meaning, **rule})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where results go."""
+
+    name: str = option("run", "name of the run; its folder is runs/NAME-DATE-TIME")
+    folder: str = option("", "run folder; empty for a new one under runs/")
+    seed: int = option(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSection:
+    """How many processes, and how they find each other."""
+
+    trainers: int = option(2, "number of trainers", minimum=1)
+    workers: int = option(2, "number of workers", minimum=1)
+    master_address: str = option("127.0.0.1", "address on which the master listens")
+    master_port: int = option(
+        0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535
+    )
+    interface: str = option("lo", "network interface of all traffic, such as lo or eth0")
+    transport: str = option(
+        "auto",
+        "RPC transport: shm polls shared memory, uv is TCP; auto takes uv where processes outnumber cores",
+        choices=("auto", "uv", "shm"),
+    )
+    threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
+    start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
+    rpc_timeout_seconds: float = option(60.0, "how long one call may take", above=0)
+    step_timeout_seconds: float = option(
+        60.0, "how long a worker waits for the gradients of all trainers", above=0
+    )
+    stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.trainers, self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The samples: files, columns, and how values become numbers."""
+
+    format: str = option("synthetic", "kind of the input", choices=FORMATS)
+    path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
+    test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
+    test_fraction: float = option(
+        0.1, "share of rows held out where test_path is empty", minimum=0.0, maximum=0.9
+    )
+    columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
+    delimiter: str = option(",", "separator of CSV columns")
+    label: str = option("label", "name of the label column")
+    positive_labels: tuple[str, ...] = option(("1",), "label values that mean 1")
+    negative_labels: tuple[str, ...] = option(("0",), "label values that mean 0")
+    dense: tuple[str, ...] = option((), "names of the numeric columns")
+    sparse: tuple[str, ...] = option((), "names of the categorical columns")
+    multi_hot_separator: str = option(
+        "", "splits a categorical field into several ids; empty means one id a field"
+    )
+    missing: tuple[str, ...] = option(("", "?"), "field values that mean missing")
+    numeric_transform: str = option(
+        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=("none", "log")
+    )
+    standardise: bool = option(True, "scale numeric columns to mean 0 and deviation 1 over the training rows")
+    vocabulary: str = option(
+        "build", "build numbers the values seen; hash uses the hashing trick", choices=("build", "hash")
+    )
+    vocabulary_min_count: int = option(
+        1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
+    )
+    hash_rows: int = option(100_000, "rows of each table (vocabulary = hash)", minimum=2)
+    bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
+    max_bad_fraction: float = option(
+        0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
+    )
+    cache_folder: str = option(
+        "", "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)"
+    )
+    shuffle: bool = option(True, "shuffle the training rows anew each epoch")
+    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1)
+    synthetic_rows: int = option(600_000, "training rows of the synthetic click log", minimum=1)
+    synthetic_test_rows: int = option(50_000, "test rows of the synthetic click log", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSection:
+    """Defaults of all tables; a section [tables.NAME] overrides them for one."""
+
+    dim: int = option(16, "width of a row", minimum=1)
+    pooling: str = option("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
+    optimizer: str = option("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
+    learning_rate: float = option(0.05, "learning rate of the rows", above=0)
+    eps: float = option(1e-8, "eps of the row optimizer", minimum=0)
+    beta1: float = option(0.9, "first beta of adam", minimum=0, maximum=0.999999)
+    beta2: float = option(0.999, "second beta of adam", minimum=0, maximum=0.999999)
+    placement: str = option(
+        "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
+    )
+    deduplicate: str = option(
+        "auto",
+        "send each id once a step: always, never, or where it saves bytes",
+        choices=("auto", "on", "off"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSection:
+    """Overrides for one table; a key left out takes the value of [embedding]."""
+
+    dim: int | None = option(None, "width of a row", minimum=1)
+    pooling: str | None = option(None, "pooling of a bag", choices=("sum", "mean", "max"))
+    optimizer: str | None = option(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
+    learning_rate: float | None = option(None, "learning rate of the rows", above=0)
+    placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
+    workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
+    features: tuple[str, ...] = option((), "columns that share this table; empty for the one of its name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSection:
+    """The dense net that each trainer holds, and how it is trained."""
+
+    net: str = option(
+        "dlrm", "dlrm, dcn_v2, deepfm, wide_deep, or your own as module:function (see the README)"
+    )
+    bottom_mlp: tuple[int, ...] = option((64, 32), "hidden units of the net over numeric features (dlrm)")
+    top_mlp: tuple[int, ...] = option((128, 64), "hidden units of the net over everything")
+    cross_layers: int = option(2, "cross layers (dcn_v2)", minimum=1)
+    remote_mlp: tuple[int, ...] = option(
+        (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
+    )
+    remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
+    optimizer: str = option("Adam", "name of a torch.optim class")
+    learning_rate: float = option(0.001, "learning rate of the dense net", above=0)
+    ddp: str = option(
+        "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long and how."""
+
+    epochs: int = option(1, "passes over the training rows", minimum=1)
+    max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
+    batch_size: int = option(2048, "samples of a step over all trainers together", minimum=1)
+    update: str = option(
+        "sync", "sync: one exact step for all trainers; async: each on arrival", choices=UPDATE_MODES
+    )
+    log_every_steps: int = option(10, "steps between two lines of progress", minimum=1)
+    eval_every_steps: int = option(0, "steps between two evaluations; 0 for one an epoch", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The whole configuration; immutable, hashable by its canonical text, free of torch."""
+
+    run: RunSection = RunSection()
+    cluster: ClusterSection = ClusterSection()
+    data: DataSection = DataSection()
+    embedding: EmbeddingSection = EmbeddingSection()
+    dense: DenseSection = DenseSection()
+    train: TrainSection = TrainSection()
+    tables: Mapping[str, TableSection] = field(default_factory=dict)
+
+    def replace(self, **sections: Any) -> RunConfig:
+        """A copy with some sections replaced."""
+        return dataclasses.replace(self, **sections)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, ready for TOML or JSON."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,315 @@
+"""Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out.
+
+``python -m hybrid.config_file`` prints the reference of every key, kept as docs/config.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hybrid.config import NETS, RunConfig, TableSection
+from hybrid.errors import ConfigError
+
+_NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port")
+_KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
+_LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section: its type and the rule its value must keep."""
+
+    name: str
+    kind: Any
+    is_list: bool
+    default: Any
+    meaning: str
+    minimum: float | None
+    maximum: float | None
+    above: float | None
+    choices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, field: dataclasses.Field[Any], hint: Any) -> Key:
+        is_list = get_origin(hint) is tuple
+        kind = get_args(hint)[0] if get_args(hint) else hint  # tuple[T, ...] and T | None
+        return cls(field.name, kind, is_list, field.default, **field.metadata)
+
+    @property
+    def rule(self) -> str:
+        """What a value must be, in words, for example ``an integer, at least 1``."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        kind = _LISTS[self.kind] if self.is_list else _KINDS[self.kind]
+        bounds = [
+            f"{words} {bound:g}"
+            for words, bound in (("above", self.above), ("at least", self.minimum), ("at most", self.maximum))
+            if bound is not None
+        ]
+        return ", ".join([kind, *bounds])
+
+    def read(self, value: Any) -> Any:
+        """``value`` as this key holds it: TOML lists become tuples and integers floats where due."""
+        if self.is_list:
+            if isinstance(value, list):
+                return tuple(value)
+            lone = type(value) is self.kind and "," not in str(value)
+            return (value,) if lone else value
+        whole = self.kind is float and type(value) is int and abs(value) <= sys.float_info.max
+        return float(value) if whole else value
+
+    def parse(self, text: str) -> Any:
+        """The value that ``--set`` gives as ``text``: TOML, or the text itself."""
+        try:
+            document = tomllib.loads(f"value = {text}")
+        except ValueError:
+            return text
+        value = document.pop("value")
+        is_toml = not document and (self.kind is not str or isinstance(value, str | list))
+        return value if is_toml else text
+
+    def check(self, dotted: str, value: Any) -> None:
+        """ConfigError where ``value`` breaks the rule of this key."""
+        elements = value if self.is_list else (value,)
+        if not isinstance(elements, tuple) or not all(self._accepts(element) for element in elements):
+            raise ConfigError(dotted, f"must be {self.rule}", value)
+
+    def _accepts(self, value: Any) -> bool:
+        if type(value) is not self.kind and not (self.kind is float and type(value) is int):
+            return False  # type(), since a bool is an instance of int
+        if self.choices:
+            return value in self.choices
+        if self.kind not in (int, float):
+            return True
+        return (
+            abs(value) <= sys.float_info.max  # False for NaN and infinity
+            and (self.above is None or value > self.above)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+        )
+
+
+def _keys(section: Any) -> dict[str, Key]:
+    hints = get_type_hints(section)
+    return {field.name: Key.of(field, hints[field.name]) for field in dataclasses.fields(section)}
+
+
+_SECTION_TYPES: dict[str, Any] = {
+    name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
+}
+_SECTIONS = {name: _keys(section) for name, section in _SECTION_TYPES.items()}
+_TABLE = _keys(TableSection)
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration, apply overrides, check every rule.
+
+    Args:
+        path: TOML file; None for all defaults. Relative paths inside it stay relative to the
+            current folder.
+        overrides: ``section.key=value`` or ``tables.NAME.key=value``, later ones winning. A value is
+            TOML; text keys take it unquoted too; one value makes a list of one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value breaks a rule.
+    """
+    sections = {} if path is None else _by_section(_read_toml(path))
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
+        if not equals:
+            raise ConfigError(f"--set {text}", "must be section.key=value")
+        sections.setdefault(section, {})[name] = _find(section, name).parse(value)
+    plain = {name: _build(cls, name, sections.pop(name, {})) for name, cls in _SECTION_TYPES.items()}
+    tables = {
+        section.removeprefix("tables."): _build(TableSection, section, values)
+        for section, values in sections.items()
+    }
+    config = RunConfig(**plain, tables=tables)
+    validate(config)
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise ConfigError(str(path), f"is not valid TOML: {error}") from error
+
+
+def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a TOML document by name; each table is a section ``tables.NAME``."""
+    sections = {}
+    for section, values in document.items():
+        if section not in _SECTIONS and section != "tables":
+            raise _unknown(section, next(iter(values), "") if isinstance(values, dict) else "")
+        if not isinstance(values, dict):
+            raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
+        if section == "tables":
+            for table, table_values in values.items():
+                if not isinstance(table_values, dict):
+                    raise _unknown(section, table)
+                sections[f"tables.{table}"] = table_values
+        else:
+            sections[section] = values
+    return sections
+
+
+def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
+    return section_type(**{name: _find(section, name).read(value) for name, value in values.items()})
+
+
+def _find(section: str, name: str) -> Key:
+    keys = _TABLE if section.startswith("tables.") else _SECTIONS.get(section, {})
+    if name not in keys:
+        raise _unknown(section, name)
+    return keys[name]
+
+
+def _unknown(section: str, name: str) -> ConfigError:
+    dotted = ".".join(part for part in (section, name) if part)
+    if section.startswith("tables."):
+        valid = [f"{section}.{key}" for key in _TABLE]
+    else:
+        known = (*_SECTIONS.items(), ("tables.NAME", _TABLE))
+        valid = [f"{heading}.{key}" for heading, keys in known for key in keys]
+    same_name = [key for key in valid if key.endswith(f".{name or section}")]
+    nearest = difflib.get_close_matches(dotted, same_name or valid, n=1, cutoff=0.0)[0]
+    return ConfigError(dotted, f"no such key; did you mean {nearest}?")
+
+
+def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
+    """Section, name, key and value of all of ``config``; table keys left out are not there."""
+    for section, keys in _SECTIONS.items():
+        for name, key in keys.items():
+            yield section, name, key, getattr(getattr(config, section), name)
+    for table, values in config.tables.items():
+        for name, key in _TABLE.items():
+            if (value := getattr(values, name)) is not None:
+                yield f"tables.{table}", name, key, value
+
+
+def validate(config: RunConfig) -> None:
+    """ConfigError where a value breaks its own rule or one that ties several keys together."""
+    for section, name, key, value in _items(config):
+        key.check(f"{section}.{name}", value)
+    _validate_data(config)
+    _validate_dense(config)
+    _validate_tables(config)
+
+
+def _validate_data(config: RunConfig) -> None:
+    data = config.data
+    if data.format != "synthetic" and not data.path:
+        raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
+    if data.format in ("csv", "parquet"):
+        if not data.label:
+            raise ConfigError("data.label", "must name the label column", data.label)
+        if not data.sparse:
+            raise ConfigError("data.sparse", "must name at least one categorical column")
+        for name in ("dense", "sparse"):
+            columns = getattr(data, name)
+            if data.label in columns:
+                raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
+            if len(set(columns)) < len(columns):
+                raise ConfigError(f"data.{name}", "must name each column once", columns)
+    if len(data.delimiter) != 1:
+        raise ConfigError("data.delimiter", "must be one character", data.delimiter)
+    if shared := set(data.positive_labels) & set(data.negative_labels):
+        rule = "must not share values with data.positive_labels"
+        raise ConfigError("data.negative_labels", rule, min(shared))
+
+
+def _validate_dense(config: RunConfig) -> None:
+    dense = config.dense
+    if dense.net not in NETS and not re.fullmatch(r"\w+(\.\w+)*:\w+", dense.net):
+        raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", dense.device):
+        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
+    for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
+        units = getattr(dense, name)
+        if min(units, default=1) < 1:
+            raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
+    if dense.remote_worker >= config.cluster.workers:
+        rule = f"must be below cluster.workers, which is {config.cluster.workers}"
+        raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def _validate_tables(config: RunConfig) -> None:
+    reader: dict[str, str] = {}
+    for name, table in config.tables.items():
+        for index in table.workers:
+            if not 0 <= index < config.cluster.workers:
+                rule = f"must hold worker indices from 0 to {config.cluster.workers - 1}"
+                raise ConfigError(f"tables.{name}.workers", rule, index)
+        for feature in table.features or (name,):
+            if feature in reader:
+                rule = f"must not hold a column that tables.{reader[feature]} reads already"
+                raise ConfigError(f"tables.{name}.features", rule, feature)
+            reader[feature] = name
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole configuration as TOML text that ``load_config`` reads back equal."""
+    blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in _SECTIONS}
+    for table in config.tables:
+        blocks[f"tables.{table}"] = [f"[tables.{_toml_value(table)}]"]
+    for section, name, _, value in _items(config):
+        blocks[section].append(f"{name} = {_toml_value(value)}")
+    return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml_value(element) for element in value)}]"
+    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def fingerprint(config: RunConfig) -> str:
+    """SHA-256, in hex, of everything that a run's result depends on (not folder, name or port)."""
+    values = {f"{section}.{name}": key.read(value) for section, name, key, value in _items(config)}
+    for dotted in _NOT_PART_OF_THE_RESULT:
+        del values[dotted]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def describe() -> str:
+    """Every key with its default, rule and meaning, as Markdown tables by section."""
+    lines = [
+        "# Configuration",
+        "",
+        "A configuration is a TOML file of the sections below; every key has a default. On the command",
+        "line `--set section.key=value` overrides one. This page is written by",
+        "`python -m hybrid.config_file > docs/config.md`.",
+    ]
+    sections = [(name, _SECTION_TYPES[name], keys) for name, keys in _SECTIONS.items()]
+    for name, section, keys in [*sections, ("tables.NAME", TableSection, _TABLE)]:
+        lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
+        lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
+        lines += [_describe_key(key) for key in keys.values()]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_key(key: Key) -> str:
+    default = "as [embedding]" if key.default is None else f"`{_toml_value(key.default)}`"
+    cells = [f"`{key.name}`", default, key.rule, key.meaning]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print(describe(), end="")

@@ -1,0 +1,140 @@
+"""A trainer's batches, read ahead in the background."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Self
+
+from hybrid.batch import Batch
+from hybrid.data.order import Order, SequentialOrder, ShuffledOrder
+from hybrid.data.storage import PreparedDataset
+from hybrid.errors import DataError
+
+READ_TIMEOUT_SECONDS = 120.0
+JOIN_TIMEOUT_SECONDS = 5.0
+
+
+class BatchLoader:
+    """Cuts a data set into global batches and reads one trainer's share of each.
+
+    Step ``s`` of an epoch is ``order[s * batch_size : (s + 1) * batch_size]``, the same samples in the same
+    order for any number of trainers; each takes a contiguous share, and shares differ by one at most. The
+    last batch may be smaller, and a share of it empty.
+
+    Args:
+        dataset: the split to read.
+        batch_size: samples of a step over all trainers.
+        trainer_index, num_trainers: whose share.
+        seed: of the shuffle.
+        shuffle: draw a new order each epoch; otherwise rows come as they are.
+        prefetch_batches: how many batches are read ahead.
+    """
+
+    def __init__(
+        self,
+        dataset: PreparedDataset,
+        *,
+        batch_size: int,
+        trainer_index: int = 0,
+        num_trainers: int = 1,
+        seed: int = 0,
+        shuffle: bool = False,
+        prefetch_batches: int = 2,
+    ) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._trainer_index = trainer_index
+        self._num_trainers = num_trainers
+        self._seed = seed
+        self._shuffle = shuffle
+        self._prefetch_batches = prefetch_batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that pass over every sample once."""
+        return -(-self._dataset.num_samples // self._batch_size)
+
+    def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
+        """The batches of ``epoch`` from ``first_step`` on; close the stream, or use it in a ``with``."""
+        order: Order = SequentialOrder()
+        if self._shuffle:
+            order = ShuffledOrder(self._dataset.num_samples, self._seed, epoch)
+        steps = range(first_step, self.steps_per_epoch)
+        return BatchStream(lambda step: self._read(order, step), steps, self._prefetch_batches)
+
+    def _read(self, order: Order, step: int) -> Batch:
+        first = step * self._batch_size
+        size = min(self._batch_size, self._dataset.num_samples - first)
+        start, stop = share(size, self._trainer_index, self._num_trainers)
+        return self._dataset.gather(order.indices(first + start, first + stop), size)
+
+
+def share(size: int, index: int, parts: int) -> tuple[int, int]:
+    """Start and stop of part ``index`` of ``size`` items in ``parts`` contiguous, balanced parts."""
+    small, larger = divmod(size, parts)
+    start = index * small + min(index, larger)
+    return start, start + small + (index < larger)
+
+
+class BatchStream(Iterator[Batch]):
+    """Batches read by a thread of its own, at most ``depth`` ahead of the one that takes them.
+
+    An error in the thread is raised where the batch is taken. ``close`` ends the thread at once.
+    """
+
+    def __init__(self, read: Callable[[int], Batch], steps: range, depth: int) -> None:
+        self._read = read
+        self._steps = steps
+        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        if self._closed.is_set():
+            raise StopIteration
+        try:
+            item = self._ready.get(timeout=READ_TIMEOUT_SECONDS)
+        except queue.Empty:
+            self.close()
+            raise DataError(
+                f"no batch in {READ_TIMEOUT_SECONDS:.0f} s; check the disk of data.cache_folder"
+            ) from None
+        if isinstance(item, Batch):
+            self._free.release()
+            return item
+        self.close()
+        if item is not None:
+            raise item
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the reading thread; taking a further batch gives none."""
+        self._closed.set()
+        self._free.release()
+        self._thread.join(timeout=JOIN_TIMEOUT_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            for step in self._steps:
+                while not self._free.acquire(timeout=1.0):
+                    if self._closed.is_set():
+                        return
+                if self._closed.is_set():
+                    return
+                self._ready.put(self._read(step))
+            self._ready.put(None)
+        except BaseException as error:  # handed to whoever takes the batches
+            self._ready.put(error)

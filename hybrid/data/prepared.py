@@ -1,0 +1,244 @@
+"""From a configuration to a prepared data set: made once, reused, shared by concurrent runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.config import DataSection, RunConfig
+from hybrid.data import storage, synthetic
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.sources import Source, list_files
+from hybrid.data.storage import DatasetReport, PreparedDataset, SplitWriter
+from hybrid.errors import ConfigError, DataError
+
+TRAIN, TEST = "train", "test"
+STALE_SECONDS = 24 * 3600.0
+
+_BUILDING = ".building-"
+_SYNTHETIC_KEYS = ("format", "synthetic_rows", "synthetic_test_rows")
+_NOT_OF_THE_DATA = ("cache_folder", "shuffle", "prefetch_batches", "synthetic_rows", "synthetic_test_rows")
+
+
+def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], None] | None = None) -> Path:
+    """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
+
+    The folder's name is a fingerprint of all that its content depends on. It appears whole or not at all, so
+    runs that share ``cache_folder`` may prepare at the same time: the first to finish wins.
+
+    Args:
+        config: the run.
+        cache_folder: where prepared data sets are kept; made where it does not exist.
+        progress: told what is going on, a line at a time.
+
+    Raises:
+        ConfigError: a key does not fit the files.
+        DataError: the files cannot be used.
+    """
+    tell = progress or (lambda line: None)
+    train_files, test_files = _files(config.data)
+    target = cache_folder / _fingerprint(config, train_files, test_files)
+    if (target / storage.MANIFEST).exists():
+        tell(f"prepared data found in {target}")
+        return target
+    started = time.monotonic()
+    with _building(target) as folder:
+        if config.data.format == "synthetic":
+            tell("making the synthetic click log")
+            reports = _write_synthetic(config, folder)
+        else:
+            tell(f"preparing {', '.join(map(str, train_files + test_files))}")
+            reports = _write_files(config, train_files, test_files, folder)
+    train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
+    tell(
+        f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
+    )
+    return target
+
+
+def encode_files(
+    config: RunConfig,
+    paths: Sequence[str],
+    encoder: FeatureEncoder,
+    folder: Path,
+    *,
+    with_labels: bool = True,
+) -> PreparedDataset:
+    """Encode files with a fitted encoder, to evaluate or to predict.
+
+    Args:
+        config: says how the files are written; the columns are those of ``encoder``.
+        paths: files or folders, as in data.path.
+        encoder: from ``prepare`` or from a checkpoint.
+        folder: where the samples are written; must not hold any yet.
+        with_labels: whether every row must have a label; without, the label column may be absent.
+
+    Returns:
+        The samples in the order of the rows; ``source_rows`` tells which of the rows were usable.
+
+    Raises:
+        ConfigError, DataError: as in ``prepare``.
+    """
+    if config.data.format == "synthetic":
+        raise ConfigError("data.format", "must be the format of the files to read", "synthetic")
+    spec = encoder.input_spec
+    data = dataclasses.replace(
+        config.data, dense=spec.dense_features, sparse=tuple(f.name for f in spec.sparse_features)
+    )
+    source = Source(list_files(paths, "the paths given"), data, with_labels)
+    report = _write_split(source, encoder, folder / TEST)
+    if not report.num_rows:
+        raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
+    encoder.save(folder)
+    storage.write_manifest(folder, spec, {TEST: report})
+    return PreparedDataset.open(folder, TEST)
+
+
+def _files(data: DataSection) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    if data.format == "synthetic":
+        return (), ()
+    test = list_files(data.test_path, "data.test_path") if data.test_path else ()
+    return list_files(data.path, "data.path"), test
+
+
+def _fingerprint(config: RunConfig, *files: tuple[Path, ...]) -> str:
+    """A name for all that the prepared content depends on."""
+    section = dataclasses.asdict(config.data)
+    if config.data.format == "synthetic":
+        keys = {key: section[key] for key in _SYNTHETIC_KEYS}
+    else:
+        keys = {key: value for key, value in section.items() if key not in _NOT_OF_THE_DATA}
+    stamps = [
+        [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in group]
+        for group in files
+    ]
+    seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
+    text = json.dumps([storage.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+@contextmanager
+def _building(target: Path) -> Iterator[Path]:
+    """A folder to build in, which becomes ``target`` at the end; on failure nothing is left."""
+    folder = target.parent / f"{_BUILDING}{target.name}-{uuid.uuid4().hex}"
+    try:
+        folder.mkdir(parents=True)
+        _remove_stale(target.parent)
+        yield folder
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if not (target / storage.MANIFEST).exists():
+                raise
+            # Another run finished the same data set first; its content is the same.
+    except OSError as error:
+        raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(cache_folder: Path) -> None:
+    """Remove what killed runs left half built."""
+    for folder in cache_folder.glob(f"{_BUILDING}*"):
+        try:
+            age = time.time() - folder.stat().st_mtime
+        except FileNotFoundError:  # its run has just finished
+            continue
+        if age > STALE_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_synthetic(config: RunConfig, folder: Path) -> dict[str, DatasetReport]:
+    log = synthetic.ClickLog(config.run.seed)
+    spec = log.encoder.input_spec
+    with SplitWriter(folder / TRAIN, spec) as writer:
+        for block in log.blocks(TRAIN, config.data.synthetic_rows):
+            writer.append(block.samples, block.labels_B, block.rows_B)
+    reports = {TRAIN: writer.report()}
+    truth = []
+    with SplitWriter(folder / TEST, spec) as writer:
+        for block in log.blocks(TEST, config.data.synthetic_test_rows):
+            writer.append(block.samples, block.labels_B, block.rows_B)
+            truth.append((block.labels_B, block.logits_B))
+    labels_B, logits_B = map(np.concatenate, zip(*truth, strict=True))
+    auc, log_loss = synthetic.best_scores(labels_B, logits_B)
+    reports[TEST] = dataclasses.replace(writer.report(), best_auc=auc, best_log_loss=log_loss)
+    log.encoder.save(folder)
+    storage.write_manifest(folder, spec, reports)
+    return reports
+
+
+def _write_files(
+    config: RunConfig, train_files: tuple[Path, ...], test_files: tuple[Path, ...], folder: Path
+) -> dict[str, DatasetReport]:
+    source = Source(train_files, config.data)
+    hold_out = _HoldOut(config.run.seed, 0.0 if test_files else config.data.test_fraction)
+    log = source.new_log()
+    training = (block.select(~hold_out.mask(block.source_rows_B)) for block in source.blocks(log))
+    encoder = FeatureEncoder.fit(training, config.data)
+    log.finish()
+    if test_files:
+        test_source = Source(test_files, config.data)
+        reports = {
+            TRAIN: _write_split(source, encoder, folder / TRAIN),
+            TEST: _write_split(test_source, encoder, folder / TEST),
+        }
+        if not reports[TEST].num_rows:
+            raise DataError(f"{', '.join(map(str, test_files))}: no rows; check data.test_path")
+    else:
+        reports = _write_held_out(source, encoder, folder, hold_out)
+    encoder.save(folder)
+    storage.write_manifest(folder, encoder.input_spec, reports)
+    return reports
+
+
+def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> DatasetReport:
+    log = source.new_log()
+    with SplitWriter(folder, encoder.input_spec, with_labels=source.with_labels) as writer:
+        for block in source.blocks(log):
+            writer.append(encoder.encode(block), block.labels_B, block.source_rows_B)
+    return writer.report(log.finish())
+
+
+def _write_held_out(
+    source: Source, encoder: FeatureEncoder, folder: Path, hold_out: _HoldOut
+) -> dict[str, DatasetReport]:
+    log = source.new_log()
+    spec = encoder.input_spec
+    with SplitWriter(folder / TRAIN, spec) as train, SplitWriter(folder / TEST, spec) as test:
+        for block in source.blocks(log):
+            mask_B = hold_out.mask(block.source_rows_B)
+            for writer, part in ((train, block.select(~mask_B)), (test, block.select(mask_B))):
+                writer.append(encoder.encode(part), part.labels_B, part.source_rows_B)
+    return {TRAIN: train.report(log.finish()), TEST: test.report()}
+
+
+class _HoldOut:
+    """Chooses about ``fraction`` of the rows for testing, each by a hash of (seed, row)."""
+
+    def __init__(self, seed: int, fraction: float) -> None:
+        self._key = _mix(np.array([seed % 2**64], np.uint64))
+        self._threshold = np.uint64(fraction * 2**64)
+
+    def mask(self, rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the rows, numbered from 0 over all files, are held out."""
+        return _mix(rows_B.astype(np.uint64) ^ self._key) < self._threshold
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit of x moves all of the result."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

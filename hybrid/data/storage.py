@@ -1,0 +1,236 @@
+"""A prepared data set on disk: writing it, and gathering batches from it.
+
+A folder holds ``manifest.json``, ``features.json`` and one folder a split, of plain ``.npy`` files::
+
+    dense.npy        float32 (N, F)
+    ids.npy          int32 (N, K), the features of exactly one id a sample
+    labels.npy       uint8 (N,), absent where the samples have no labels
+    source_rows.npy  int64 (N,), the row of the input each sample came from
+    bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.encode import EncodedBlock
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.errors import DataError
+
+FORMAT_VERSION = 1  # raise it whenever the same configuration would be prepared differently
+MANIFEST = "manifest.json"
+NO_BAD_ROWS = BadRowReport({}, ())
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What is known about a split.
+
+    Attributes:
+        num_rows: samples.
+        positive_fraction: share with label 1; None without labels or samples.
+        bad_rows: rows of the input that were skipped (those of a held-out split are in "train").
+        best_auc, best_log_loss: what the true probabilities reach on these samples, where they are known.
+    """
+
+    num_rows: int
+    positive_fraction: float | None
+    bad_rows: BadRowReport
+    best_auc: float | None = None
+    best_log_loss: float | None = None
+
+
+class _GrowingArray:
+    """A ``.npy`` file that grows along its first axis; its final shape is written when it is closed."""
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, row_shape: tuple[int, ...] = ()) -> None:
+        self._file = path.open("wb")
+        self._dtype = np.dtype(dtype)
+        self._row_shape = row_shape
+        self._num_rows = 0
+        self._write_header()
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._num_rows += len(rows)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._write_header()  # numpy pads headers so that the first axis can grow in place
+        self._file.close()
+
+    def _write_header(self) -> None:
+        shape = (self._num_rows, *self._row_shape)
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+class SplitWriter:
+    """Writes one split of a prepared data set, block by block, as a context manager."""
+
+    def __init__(self, folder: Path, spec: InputSpec, *, with_labels: bool = True) -> None:
+        folder.mkdir(parents=True)
+        self._folder = folder
+        self._files = ExitStack()
+        self._num_rows = 0
+        self._num_positive = 0
+        features = spec.sparse_features
+        self._dense = self._array("dense", np.float32, len(spec.dense_features))
+        self._ids = self._array("ids", np.int32, sum(not feature.multi_hot for feature in features))
+        self._source_rows = self._array("source_rows", np.int64)
+        self._labels = self._array("labels", np.uint8) if with_labels else None
+        multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
+        self._bag_ids = [self._array(f"bag_{k}_ids", np.int32) for k in multi_hot]
+        self._bag_offsets = [self._array(f"bag_{k}_offsets", np.int64) for k in multi_hot]
+        self._bag_ends = [0] * len(multi_hot)
+        for offsets in self._bag_offsets:
+            offsets.append(np.zeros(1, np.int64))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._files.close()
+
+    def append(
+        self,
+        block: EncodedBlock,
+        labels_B: npt.NDArray[np.uint8] | None,
+        source_rows_B: npt.NDArray[np.int64],
+    ) -> None:
+        """Add B samples."""
+        self._dense.append(block.dense_BF)
+        self._ids.append(block.ids_BK)
+        self._source_rows.append(source_rows_B)
+        self._num_rows += len(source_rows_B)
+        if self._labels is not None:
+            assert labels_B is not None
+            self._labels.append(labels_B)
+            self._num_positive += int(labels_B.sum())
+        for i, bag in enumerate(block.bags):
+            self._bag_ids[i].append(bag.ids_L)
+            self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
+            self._bag_ends[i] += len(bag.ids_L)
+
+    def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
+        """What was written."""
+        known = self._labels is not None and self._num_rows
+        fraction = self._num_positive / self._num_rows if known else None
+        return DatasetReport(self._num_rows, fraction, bad_rows)
+
+    def _array(self, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _GrowingArray:
+        array = _GrowingArray(self._folder / f"{name}.npy", dtype, row_shape)
+        self._files.callback(array.close)
+        return array
+
+
+def write_manifest(folder: Path, spec: InputSpec, reports: dict[str, DatasetReport]) -> None:
+    """Write the manifest, which makes ``folder`` a whole data set."""
+    splits = {split: asdict(report) for split, report in reports.items()}
+    content = {"format": FORMAT_VERSION, "input": asdict(spec), "splits": splits}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+class PreparedDataset:
+    """One split of a prepared data set, memory-mapped: any rows, in any order.
+
+    Attributes:
+        input_spec: columns of the batches.
+        report: sizes, class balance, bad rows.
+        source_rows: int64 (N,), 0-based row of the input each sample came from.
+    """
+
+    def __init__(self, folder: Path, split: str, input_spec: InputSpec, report: DatasetReport) -> None:
+        self.folder = folder
+        self.input_spec = input_spec
+        self.report = report
+        self.has_labels = (folder / split / "labels.npy").exists()
+        self._split = folder / split
+        self._dense = self._map("dense")
+        self._ids = self._map("ids")
+        self._labels = self._map("labels") if self.has_labels else None
+        self.source_rows: npt.NDArray[np.int64] = self._map("source_rows")
+        self._bags = {
+            k: (self._map(f"bag_{k}_ids"), self._map(f"bag_{k}_offsets"))
+            for k, feature in enumerate(input_spec.sparse_features)
+            if feature.multi_hot
+        }
+
+    @classmethod
+    def open(cls, folder: Path, split: str) -> PreparedDataset:
+        """The split "train" or "test" of what ``prepare`` made; DataError where it is not whole."""
+        path = folder / MANIFEST
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] != FORMAT_VERSION:
+                raise DataError(f"{path}: made by another version; delete {folder} to prepare it anew")
+            sparse = tuple(FeatureSpec(**feature) for feature in content["input"]["sparse_features"])
+            spec = InputSpec(tuple(content["input"]["dense_features"]), sparse)
+            report = content["splits"][split]
+            bad_rows = BadRowReport(report["bad_rows"]["counts"], tuple(report["bad_rows"]["examples"]))
+            return cls(folder, split, spec, DatasetReport(**{**report, "bad_rows": bad_rows}))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}: not a whole prepared data set ({error}); delete {folder} to prepare it anew"
+            ) from error
+
+    @property
+    def num_samples(self) -> int:
+        return self.report.num_rows
+
+    def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
+        """The samples ``rows`` (B,), in that order, as a share of a step of ``global_size`` samples.
+
+        Without labels in the data set, ``labels_B`` is NaN, so that no one takes it for an answer.
+        """
+        dense_BF = torch.from_numpy(self._dense.take(rows, axis=0))
+        if self._labels is None:
+            labels_B = torch.full((len(rows),), torch.nan)
+        else:
+            labels_B = torch.from_numpy(self._labels.take(rows).astype(np.float32))
+        return Batch(dense_BF, self._gather_sparse(rows), labels_B, global_size)
+
+    def _gather_sparse(self, rows: npt.NDArray[np.int64]) -> SparseFeatures:
+        num_features = len(self.input_spec.sparse_features)
+        ids_KB = self._ids.take(rows, axis=0).T.astype(np.int64, order="C")
+        if not self._bags:
+            return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, num_features)
+        one_id = iter(ids_KB)
+        ids, lengths = [], [np.zeros(1, np.int64)]
+        for k in range(num_features):
+            if k in self._bags:
+                ids_L, lengths_B = _gather_bags(*self._bags[k], rows)
+            else:
+                ids_L, lengths_B = next(one_id), np.ones(len(rows), np.int64)
+            ids.append(ids_L)
+            lengths.append(lengths_B)
+        offsets = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
+        return SparseFeatures(torch.from_numpy(np.concatenate(ids)), offsets, None, num_features)
+
+    def _map(self, name: str) -> npt.NDArray[Any]:
+        # As a plain ndarray: slicing the memmap class costs more than the rows of a small batch.
+        return np.asarray(np.load(self._split / f"{name}.npy", mmap_mode="r"))
+
+
+def _gather_bags(
+    ids_L: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The ids of the bags ``rows`` one after the other, and the length of each."""
+    starts_B = offsets[rows]
+    lengths_B = offsets[rows + 1] - starts_B
+    before_B = np.cumsum(lengths_B) - lengths_B
+    positions = np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum())
+    return ids_L[positions].astype(np.int64), lengths_B

@@ -1,0 +1,130 @@
+"""The built-in click log: Criteo's shape, a planted truth, and so a known best score.
+
+The label of a sample is drawn with probability sigmoid(logit), where::
+
+    logit = bias + effects of three numeric columns (two linear, one bent)
+                 + an effect of each id of the columns that matter
+                 + products of factors of the ids of some of them (a factorisation machine of rank 1)
+
+The rest of the columns, up to 100,000 rows, mean nothing: they exercise size and cost a good model nothing.
+Ids are skewed as in real logs: u uniform, id = floor(rows * u**3). Everything follows from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.data.encode import DenseEncoding, EncodedBlock, FeatureEncoder, SparseEncoding
+from hybrid.data.layout import CRITEO_DENSE, CRITEO_SPARSE
+
+# fmt: off
+TABLE_ROWS = (
+    10, 20, 30, 40,                                                       # effects and products
+    100, 300, 1_000,                                                      # effects
+    50, 60, 80, 100, 150, 200, 200, 300, 300, 400, 500, 600, 800, 1_000,  # no effect
+    2_000, 5_000, 10_000, 30_000, 100_000,
+)
+# fmt: on
+NUM_PRODUCTS = 4
+NUM_EFFECTS = 7
+PRODUCT_SCALE = 0.7
+EFFECT_SCALE = 0.4
+BIAS = -1.6
+BLOCK_ROWS = 65_536
+
+_TRUTH_STREAM = 0
+_SAMPLE_STREAMS = {"train": 1, "test": 2}
+
+
+class SyntheticBlock(NamedTuple):
+    """B samples, their rows (int64), labels (uint8), and the true logits (float32) of these."""
+
+    samples: EncodedBlock
+    rows_B: npt.NDArray[np.int64]
+    labels_B: npt.NDArray[np.uint8]
+    logits_B: npt.NDArray[np.float32]
+
+
+class ClickLog:
+    """The click log of a seed.
+
+    Args:
+        seed: of the truth and of the samples.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        rng = np.random.default_rng((seed, _TRUTH_STREAM))
+        self._effects = [_planted(rng, EFFECT_SCALE, rows) for rows in TABLE_ROWS[:NUM_EFFECTS]]
+        self._factors = [_planted(rng, PRODUCT_SCALE, rows) for rows in TABLE_ROWS[:NUM_PRODUCTS]]
+
+    @property
+    def encoder(self) -> FeatureEncoder:
+        """The columns: numbers as they are, and categorical values that are rows already."""
+        sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
+        return FeatureEncoder("none", tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
+
+    def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
+        """``num_rows`` samples of the split "train" or "test", block by block."""
+        for block, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
+            rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
+            size = min(BLOCK_ROWS, num_rows - start)
+            dense_BF = rng.standard_normal((size, len(CRITEO_DENSE)), np.float32)
+            ids_KB = np.stack([_skewed_ids(rng, rows, size) for rows in TABLE_ROWS])
+            logits_B = self._logits(dense_BF, ids_KB)
+            labels_B = (rng.random(size, np.float32) < sigmoid(logits_B)).astype(np.uint8)
+            rows_B = np.arange(start, start + size)
+            yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, labels_B, logits_B)
+
+    def _logits(
+        self, dense_BF: npt.NDArray[np.float32], ids_KB: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.float32]:
+        x = dense_BF.T
+        logits_B: npt.NDArray[np.float32] = BIAS + 0.5 * x[0] - 0.4 * x[1] + 0.4 * np.tanh(x[2])
+        for effect, ids_B in zip(self._effects, ids_KB, strict=False):
+            logits_B += effect[ids_B]
+        # The sum of the products of all pairs, as in Rendle's factorisation machines (2010, equation 5).
+        factors_KB = np.stack([factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)])
+        logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
+        return logits_B
+
+
+def best_scores(
+    labels_B: npt.NDArray[np.uint8], logits_B: npt.NDArray[np.float32]
+) -> tuple[float | None, float]:
+    """AUC (None where one class is missing) and log loss of the true logits; only luck does better."""
+    order = np.argsort(logits_B, kind="stable")
+    _, first, counts = np.unique(logits_B[order], return_index=True, return_counts=True)
+    ranks_B = np.repeat(first + (counts + 1) / 2, counts)
+    positive_B = labels_B[order].astype(bool)
+    num_positive, num_negative = int(positive_B.sum()), int((~positive_B).sum())
+    logits = logits_B.astype(np.float64)
+    log_loss = float(np.mean(np.logaddexp(0, logits) - labels_B * logits))
+    if not num_positive or not num_negative:
+        return None, log_loss
+    wins = ranks_B[positive_B].sum() - num_positive * (num_positive + 1) / 2
+    return float(wins / (num_positive * num_negative)), log_loss
+
+
+def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """exp(x) / (1 + exp(x))."""
+    odds_B: npt.NDArray[np.float32] = np.exp(logits_B)
+    return odds_B / (1 + odds_B)
+
+
+def _planted(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
+    """Values for each id, of mean 0 and deviation ``scale`` over skewed ids, whatever the seed."""
+    share = np.diff(np.cbrt(np.arange(rows + 1) / rows))
+    values = rng.standard_normal(rows)
+    values -= share @ values
+    return (scale * values / np.sqrt(share @ values**2)).astype(np.float32)
+
+
+def _skewed_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int32]:
+    u = rng.random(size, np.float32)
+    # u < 1, yet num_rows * u**3 may round up to num_rows.
+    return np.minimum((num_rows * u * u * u).astype(np.int32), num_rows - 1)

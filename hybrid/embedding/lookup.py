@@ -1,0 +1,143 @@
+"""The trainer's side: from the ids of a batch to pooled vectors, one call a worker a step.
+
+Features that hold exactly one id a sample travel as rows: each distinct row is fetched once and spread
+over the samples here, and its gradients are summed here before they go back; on skewed ids that is a
+fraction of the bytes. Multi-hot features are pooled by the worker: one vector a sample comes back,
+however many ids went there. ``hybrid/embedding/routes.py`` has the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.routes import BatchIds, Finish, Item, Items, Route, make_routes
+from hybrid.embedding.shard import Ticket
+from hybrid.embedding.spec import InputSpec, Pooling, TableSpec
+
+
+class PendingTensors(Protocol):
+    """A worker's answer on its way."""
+
+    def wait(self) -> list[Tensor]: ...
+
+
+class TableHost(Protocol):
+    """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors: ...
+
+
+class PendingLookup:
+    """A lookup under way; ``wait`` gives ``pooled_BE``, the features' vectors side by side."""
+
+    def __init__(
+        self, answers: Mapping[int, PendingTensors], finishes: Sequence[tuple[Route, Finish]]
+    ) -> None:
+        self._answers = answers
+        self._finishes = finishes
+
+    def wait(self) -> Tensor:
+        results = {worker: answer.wait() for worker, answer in self._answers.items()}
+        if len(self._finishes) == 1:
+            ((route, finish),) = self._finishes
+            if list(route.features) == sorted(route.features):
+                return finish(results).flatten(1)
+        pieces: dict[int, Tensor] = {}
+        for route, finish in self._finishes:
+            pieces.update(zip(route.features, finish(results).unbind(1), strict=True))
+        return torch.cat([pieces[k] for k in sorted(pieces)], dim=1)
+
+
+class Embeddings:
+    """All tables of a model, as a trainer sees them.
+
+    Args:
+        tables, input_spec: the tables, and the features that read them.
+        placement: which worker holds which rows.
+        hosts: for every worker that holds a shard, whoever answers for it.
+        trainer: index of this trainer.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        input_spec: InputSpec,
+        placement: Placement,
+        hosts: Mapping[int, TableHost],
+        trainer: int = 0,
+    ) -> None:
+        self._features = input_spec.sparse_features
+        table_of = {feature: table for table in tables for feature in table.features}
+        self._tables = [table_of[f.name] for f in self._features]
+        self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
+        self._placement = placement
+        self._hosts = hosts
+        self._trainer = trainer
+        self._routes: dict[frozenset[int], list[Route]] = {}
+
+    @property
+    def widths(self) -> list[int]:
+        """Width of each feature's vector, in feature order."""
+        return [t.dim for t in self._tables]
+
+    def lookup(self, sparse: SparseFeatures, step: int, train: bool = True) -> PendingLookup:
+        """Start looking up a batch; nothing waits here.
+
+        Args:
+            sparse: ids of K features for B samples.
+            step: the lookup sees the updates of all steps before this one.
+            train: whether a backward pass will follow; it must then reach every lookup exactly once.
+
+        Raises:
+            ValueError: an id is not a row of its table, a feature that is not multi-hot has other than
+                one id in a sample, or weights meet a pooling other than sum.
+        """
+        ids = BatchIds(sparse)
+        self._check(sparse, ids)
+        items: Items = {worker: [] for worker in self._hosts}
+        finishes = [(route, route.start(ids, items)) for route in self._routes_for(sparse)]
+        ticket = Ticket(self._trainer, step, train)
+        answers = {worker: host.lookup(ticket, items[worker]) for worker, host in self._hosts.items()}
+        return PendingLookup(answers, finishes)
+
+    def _routes_for(self, sparse: SparseFeatures) -> list[Route]:
+        every = range(len(self._features))
+        weighted = sparse.weights_L is not None
+        bags = frozenset(
+            k for k in every if weighted or (sparse.offsets is not None and self._features[k].multi_hot)
+        )
+        if bags not in self._routes:
+            rows = [k for k in every if k not in bags]
+            self._routes[bags] = make_routes(rows, sorted(bags), self._tables, self._placement)
+        return self._routes[bags]
+
+    def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
+        if sparse.num_features != len(self._features):
+            raise ValueError(
+                f"the batch has {sparse.num_features} sparse features, not {len(self._features)}"
+            )
+        limits_L = torch.repeat_interleave(self._num_rows_K, ids.counts_K)
+        outside_L = (sparse.ids_L < 0) | (sparse.ids_L >= limits_L)
+        if outside_L.any():
+            first = int(outside_L.nonzero()[0])
+            k = int((ids.counts_K.cumsum(0) <= first).sum())
+            raise ValueError(
+                f"feature {self._features[k].name}: id {int(sparse.ids_L[first])} is not a row of table "
+                f"{self._tables[k].name} ({self._tables[k].num_rows} rows)"
+            )
+        if sparse.offsets is not None:
+            one_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
+            wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
+            if wrong_KB.any():
+                k, sample = wrong_KB.nonzero()[0].tolist()
+                raise ValueError(
+                    f"feature {self._features[k].name}: sample {sample} must hold exactly one id"
+                )
+        if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
+            raise ValueError("per-sample weights need sum pooling of every table")

@@ -1,0 +1,154 @@
+"""Which worker holds which rows.
+
+A table lies whole on one worker (table-wise) or is split over several (row-wise). A split is cyclic:
+of S shards, shard s holds rows s, s + S, s + 2S, ... Vocabularies number the frequent values first, so
+contiguous ranges would put all the traffic on the worker with the first range; cyclic ones share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybrid.embedding.spec import OptimizerSpec, TableSpec
+from hybrid.errors import ConfigError
+
+BYTES_PER_VALUE = 4
+BYTES_PER_ID = 8
+# Splitting a small table saves no memory worth having and costs one more message segment a step.
+MIN_SPLIT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rows ``index``, ``index + count``, ``index + 2 * count``, ... of one table, on one worker."""
+
+    table: TableSpec
+    worker: int
+    index: int = 0
+    count: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        return (self.table.num_rows - self.index + self.count - 1) // self.count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its rows and of their optimizer state."""
+        return self.num_rows * bytes_per_row(self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Shards of one worker that share width and optimizer; stored as one tensor, looked up as one.
+
+    Shard i occupies rows ``starts[i] : starts[i] + shards[i].num_rows`` of the group.
+    """
+
+    dim: int
+    optimizer: OptimizerSpec
+    shards: tuple[Shard, ...]
+    starts: tuple[int, ...]
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Every shard of every table; the same value on every process of a run."""
+
+    shards: tuple[Shard, ...]
+    num_workers: int
+
+    def of_worker(self, worker: int) -> tuple[Shard, ...]:
+        return tuple(s for s in self.shards if s.worker == worker)
+
+    def of_table(self, name: str) -> tuple[Shard, ...]:
+        """The shards of one table, in the order of their index."""
+        return tuple(sorted((s for s in self.shards if s.table.name == name), key=lambda s: s.index))
+
+    def groups(self, worker: int) -> tuple[Group, ...]:
+        """How a worker lays out its shards; trainers address rows by it, so both sides derive it here."""
+        keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}
+        for shard in self.of_worker(worker):
+            keyed.setdefault((shard.table.dim, shard.table.optimizer), []).append(shard)
+        groups = []
+        for (dim, optimizer), shards in keyed.items():
+            starts, total = [], 0
+            for shard in shards:
+                starts.append(total)
+                total += shard.num_rows
+            groups.append(Group(dim, optimizer, tuple(shards), tuple(starts), total))
+        return tuple(groups)
+
+
+def state_values_per_row(table: TableSpec) -> int:
+    """Float32 values of optimizer state that one row of ``table`` carries."""
+    return {"sgd": 0, "adagrad": table.dim, "rowwise_adagrad": 1, "adam": 2 * table.dim + 1}[
+        table.optimizer.name
+    ]
+
+
+def bytes_per_row(table: TableSpec) -> int:
+    return (table.dim + state_values_per_row(table)) * BYTES_PER_VALUE
+
+
+def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
+    """Bytes on the wire that one sample costs this table: ids there, rows here, gradients back."""
+    ids = sum(ids_per_sample.get(f, 1.0) for f in table.features)
+    return ids * BYTES_PER_ID + 2 * len(table.features) * table.dim * BYTES_PER_VALUE
+
+
+def plan(
+    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float] | None = None
+) -> Placement:
+    """Place ``tables`` on ``num_workers`` workers, balancing bytes held and bytes moved.
+
+    Tables go largest first (as in Graham's LPT rule, 1969), each to the worker that keeps the sum of
+    squares of all workers' shares of bytes and of traffic least: a table with many bytes goes where few
+    bytes are, one with much traffic where little is. With placement "auto" a table larger than a
+    worker's fair share of the bytes is split over all its allowed workers.
+
+    Args:
+        ids_per_sample: mean number of ids of each feature; 1 where absent.
+
+    Raises:
+        ConfigError: a table names a worker that does not exist.
+    """
+    traffic = {t.name: bytes_per_sample(t, ids_per_sample or {}) for t in tables}
+    total_bytes = sum(t.num_rows * bytes_per_row(t) for t in tables) or 1
+    total_traffic = sum(traffic.values()) or 1.0
+
+    shares = {
+        t.name: (t.num_rows * bytes_per_row(t) / total_bytes, traffic[t.name] / total_traffic) for t in tables
+    }
+    held, moved = [0.0] * num_workers, [0.0] * num_workers
+    shards: list[Shard] = []
+    for table in sorted(tables, key=lambda t: (-sum(shares[t.name]), t.name)):
+        num_bytes, num_moved = shares[table.name]
+        allowed = _allowed_workers(table, num_workers)
+        if _is_split(table, total_bytes / num_workers) and len(allowed) > 1:
+            targets = allowed[: table.num_rows]  # no shard is empty
+        else:
+            targets = [min(allowed, key=lambda w: (held[w] * num_bytes + moved[w] * num_moved, w))]
+        for index, worker in enumerate(targets):
+            shards.append(Shard(table, worker, index, len(targets)))
+            held[worker] += num_bytes / len(targets)
+            moved[worker] += num_moved / len(targets)
+    order = {t.name: i for i, t in enumerate(tables)}
+    return Placement(tuple(sorted(shards, key=lambda s: (order[s.table.name], s.index))), num_workers)
+
+
+def _allowed_workers(table: TableSpec, num_workers: int) -> list[int]:
+    beyond = [w for w in table.workers if not 0 <= w < num_workers]
+    if beyond:
+        raise ConfigError(
+            f"tables.{table.name}.workers", f"must be below cluster.workers = {num_workers}", beyond
+        )
+    return list(dict.fromkeys(table.workers or range(num_workers)))
+
+
+def _is_split(table: TableSpec, fair_share_bytes: float) -> bool:
+    if table.placement != "auto":
+        return table.placement == "row"
+    num_bytes = table.num_rows * bytes_per_row(table)
+    return num_bytes > fair_share_bytes and num_bytes >= MIN_SPLIT_BYTES

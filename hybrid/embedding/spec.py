@@ -1,0 +1,73 @@
+"""What a table is: its name, size, pooling and optimizer, and which features read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Pooling(StrEnum):
+    """How the rows of one bag become one vector. An empty bag gives zeros."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """One sparse feature of the input.
+
+    Attributes:
+        name: column name.
+        num_rows: one more than the largest id.
+        multi_hot: whether a sample may hold any number of ids; otherwise it holds exactly one.
+    """
+
+    name: str
+    num_rows: int
+    multi_hot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """The columns of a data set, in the order of the tensors of a batch."""
+
+    dense_features: tuple[str, ...]
+    sparse_features: tuple[FeatureSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSpec:
+    """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/optimizer.py``)."""
+
+    name: str
+    learning_rate: float
+    eps: float = 1e-8
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSpec:
+    """One embedding table and the features that look it up.
+
+    Attributes:
+        name: unique name; the table's initial rows depend on it and the seed alone.
+        num_rows, dim: its shape.
+        pooling: how the rows of a bag become one vector.
+        features: names of the features that read this table.
+        optimizer: how its rows are updated.
+        init_scale: rows start uniform in [-init_scale, init_scale].
+        placement: "auto", "table" (whole on one worker) or "row" (split over workers).
+        workers: worker indices it may be placed on; empty for any.
+    """
+
+    name: str
+    num_rows: int
+    dim: int
+    pooling: Pooling
+    features: tuple[str, ...]
+    optimizer: OptimizerSpec
+    init_scale: float
+    placement: str = "auto"
+    workers: tuple[int, ...] = ()

@@ -1,0 +1,48 @@
+"""The errors a user can meet, one tree.
+
+    HybridError
+    ├── ConfigError       a key of the configuration breaks a rule
+    ├── DataError         an input file cannot be used
+    ├── CheckpointError   a checkpoint is missing, broken, or of another model
+    └── ClusterError      a role is missing, failed, or was lost
+
+Every message is one line that says what happened and what to do; stacks go to the log of the role.
+"""
+
+from __future__ import annotations
+
+
+class HybridError(Exception):
+    """Base of every error that is the user's to mend; the command line prints it as one line."""
+
+
+class ConfigError(HybridError):
+    """A configuration key breaks a rule.
+
+    Args:
+        key: dotted name, for example ``train.batch_size``.
+        rule: what the key must be, and the nearest valid spelling where there is one.
+        value: the value found, or None where the key itself is at fault.
+    """
+
+    def __init__(self, key: str, rule: str, value: object = None) -> None:
+        found = "" if value is None else f" = {value!r}"
+        super().__init__(f"{key}{found}: {rule}")
+        self.key = key
+        self.value = value
+        self.rule = rule
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, object]]:
+        return type(self), (self.key, self.rule, self.value)
+
+
+class DataError(HybridError):
+    """An input file is missing, has the wrong shape, or holds too many bad rows."""
+
+
+class CheckpointError(HybridError):
+    """A checkpoint is missing, incomplete, altered, or belongs to another model."""
+
+
+class ClusterError(HybridError):
+    """A role is missing at start, failed, or was lost while running."""

@@ -1,0 +1,75 @@
+"""Who is who in a cluster: role and index to rank and RPC name, and back.
+
+Ranks are laid out as::
+
+    rank 0          master
+    rank 1 .. T     trainer 0 .. T-1
+    rank T+1 .. T+W worker 0 .. W-1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RoleKind(StrEnum):
+    """The three kinds of process in a cluster."""
+
+    MASTER = "master"
+    TRAINER = "trainer"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Role:
+    """One process of the cluster: its kind and its index among its kind."""
+
+    kind: RoleKind
+    index: int = 0
+
+    @property
+    def rpc_name(self) -> str:
+        """The name under which RPC knows this process, such as ``trainer1``."""
+        return self.kind if self.kind is RoleKind.MASTER else f"{self.kind}{self.index}"
+
+    def __str__(self) -> str:
+        return self.kind if self.kind is RoleKind.MASTER else f"{self.kind} {self.index}"
+
+
+MASTER = Role(RoleKind.MASTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The shape of a cluster: one master, ``num_trainers`` trainers, ``num_workers`` workers."""
+
+    num_trainers: int
+    num_workers: int
+
+    @property
+    def world_size(self) -> int:
+        return 1 + self.num_trainers + self.num_workers
+
+    @property
+    def trainers(self) -> tuple[Role, ...]:
+        return tuple(Role(RoleKind.TRAINER, i) for i in range(self.num_trainers))
+
+    @property
+    def workers(self) -> tuple[Role, ...]:
+        return tuple(Role(RoleKind.WORKER, i) for i in range(self.num_workers))
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Every role, in the order of ranks."""
+        return (MASTER, *self.trainers, *self.workers)
+
+    def rank(self, role: Role) -> int:
+        """The RPC rank of ``role``; ValueError where the cluster has no such role."""
+        try:
+            return self.roles.index(role)
+        except ValueError:
+            raise ValueError(f"{role} is not in a cluster of {self}") from None
+
+    def __str__(self) -> str:
+        return f"1 master, {self.num_trainers} trainer(s), {self.num_workers} worker(s)"

@@ -1,0 +1,285 @@
+"""Everything that crosses process borders by RPC: the functions called, and their client stubs.
+
+No other file touches ``torch.distributed.rpc``. A call runs a method of an object on the process that
+owns it; what it returns or raises comes back as a value (:class:`Failure`), because RPC keeps the type
+of three kinds of exception only. Lookups are the exception: they take part in distributed autograd, so
+their answer must be bare tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hybrid.embedding.routes import Item
+from hybrid.embedding.shard import TableShards, Ticket
+from hybrid.errors import ClusterError, HybridError
+from hybrid.memory import available_memory_bytes
+from hybrid.topology import Role, Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.optim import DistributedOptimizer
+
+Owned = TypeVar("Owned")
+
+_scheme_numbers = itertools.count()
+_MIN_RPC_THREADS = 16
+
+
+def start(
+    role: Role,
+    topology: Topology,
+    store: dist.Store,
+    *,
+    interface: str,
+    transport: str,
+    timeout_seconds: float,
+) -> None:
+    """Join the RPC group of a cluster; returns when every role has joined.
+
+    Args:
+        store: the cluster's key-value store, connected.
+        interface: network interface that this process listens on.
+        transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
+        timeout_seconds: of every call, unless it names its own.
+    """
+    os.environ["TP_SOCKET_IFNAME"] = interface
+    rank, world_size = topology.rank(role), topology.world_size
+    scheme = f"hybrid{next(_scheme_numbers)}"
+    register_rendezvous_handler(
+        scheme, lambda *_args, **_kwargs: iter([(dist.PrefixStore("rpc", store), rank, world_size)])
+    )
+    if transport == "auto":
+        # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
+        transport = "uv" if world_size > (os.cpu_count() or 1) else "shm"
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=max(_MIN_RPC_THREADS, world_size + 4),
+        rpc_timeout=timeout_seconds,
+        init_method=f"{scheme}://",
+        _transports=["uv"] if transport == "uv" else ["shm", "uv"],
+    )
+    with warnings.catch_warnings():
+        # torch warns of a use of its own within init_rpc.
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        rpc.init_rpc(role.rpc_name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def stop(timeout_seconds: float, graceful: bool = True) -> None:
+    """Leave the RPC group.
+
+    Args:
+        timeout_seconds: how long to wait for the other roles.
+        graceful: wait until every role leaves; False where one may be gone.
+    """
+    rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that a call raised on the process where it ran."""
+
+    message: str
+    is_users: bool
+    host: str
+    stack: str
+
+
+class RemoteError(ClusterError):
+    """A role answered a call with an exception of its own."""
+
+    def __init__(self, role: Role, failure: Failure) -> None:
+        where = f"{role} on {failure.host}: "
+        super().__init__(failure.message if failure.is_users else where + failure.message)
+        self.role = role
+        self.failure = failure
+
+
+class LostError(ClusterError):
+    """A role did not answer: it is gone, frozen, or out of reach."""
+
+    def __init__(self, role: Role, cause: str) -> None:
+        super().__init__(f"{role} does not answer ({cause})")
+        self.role = role
+
+
+class Pending:
+    """A call under way."""
+
+    def __init__(self, role: Role, future: torch.futures.Future[Any]) -> None:
+        self.role = role
+        self._future = future
+        self._done = done = threading.Event()
+        # The callback must not hold self: through the C++ future that is a cycle no collector sees.
+        future.add_done_callback(lambda _: done.set())
+
+    def done(self, wait_seconds: float = 0.0) -> bool:
+        """Whether the answer has come; waits up to ``wait_seconds`` for it, open to signals."""
+        return self._done.wait(wait_seconds)
+
+    def wait(self) -> Any:
+        """The answer.
+
+        Raises:
+            RemoteError: the call raised an exception.
+            LostError: no answer came within the call's timeout, or the connection broke.
+        """
+        try:
+            value = self._future.wait()
+        except RuntimeError as error:
+            raise LostError(self.role, first_line(error)) from error
+        if isinstance(value, Failure):
+            raise RemoteError(self.role, value)
+        return value
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Remote(Generic[Owned]):
+    """A stub of an object that lives on another process."""
+
+    def __init__(self, role: Role, rref: rpc.RRef[Any]) -> None:
+        self.role = role
+        self._rref = rref
+
+    def call(self, method: str, *args: Any, timeout_seconds: float | None = None) -> Pending:
+        """Start ``method(*args)`` on the object, where it lives."""
+        timeout = rpc.constants.UNSET_RPC_TIMEOUT if timeout_seconds is None else timeout_seconds
+        future = rpc.rpc_async(self.role.rpc_name, _invoke, args=(self._rref, method, args), timeout=timeout)
+        return Pending(self.role, future)
+
+    def local_value(self) -> Owned:
+        """The object itself, on the process that owns it."""
+        return cast(Owned, self._rref.local_value())
+
+
+class RemoteTables(Remote[TableShards]):
+    """A stub of a worker's tables."""
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> torch.futures.Future[list[Tensor]]:
+        """See :meth:`TableShards.lookup`; within a context, part of its graph."""
+        plain = [(group, tuple(bags)) for group, bags in items]
+        answer: torch.futures.Future[list[Tensor]] = rpc.rpc_async(
+            self.role.rpc_name, _lookup, args=(self._rref, tuple(ticket), plain)
+        )
+        return answer
+
+
+class RemoteNet(nn.Module):
+    """A dense net that lives on a worker; calling it is part of the distributed autograd graph."""
+
+    def __init__(self, role: Role, rref: rpc.RRef[Any]) -> None:
+        super().__init__()
+        self.role = role
+        self._rref = rref
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        """The remote net's output for ``hidden_BH``, which travels there as it is."""
+        output: Tensor = rpc.rpc_sync(self.role.rpc_name, _forward, args=(self._rref, hidden_BH))
+        return output
+
+    def optimizer(self, make: Callable[..., torch.optim.Optimizer], *args: Any) -> DistributedOptimizer:
+        """torch's ``DistributedOptimizer`` over the remote parameters, with ``make(parameters, *args)``.
+
+        Its ``step(context_id)`` applies this trainer's gradients of that context, on the worker. ``make``
+        is a function rather than an optimizer class, which torch would replace by its deprecated
+        TorchScript twin, one that takes no lock.
+        """
+        from torch.distributed.optim import DistributedOptimizer  # importing it compiles TorchScript
+
+        parameters = rpc.rpc_sync(self.role.rpc_name, _parameter_rrefs, args=(self._rref,))
+        return DistributedOptimizer(make, parameters, *args)
+
+    def remote(self) -> Remote[nn.Module]:
+        """The stub for calls other than forward."""
+        return Remote(self.role, self._rref)
+
+
+def create(role: Role, cls: type[Owned], *args: Any, timeout_seconds: float) -> Pending:
+    """Start constructing ``cls(*args)`` on ``role``; the answer is its :class:`Remote`."""
+    future = rpc.rpc_async(role.rpc_name, _construct, args=(role, cls, args), timeout=timeout_seconds)
+    return Pending(role, future)
+
+
+def create_module(role: Role, cls: type[nn.Module], *args: Any) -> rpc.RRef[Any]:
+    """Construct a module on ``role`` as a ``RemoteModule``; the reference to it.
+
+    Raises:
+        RemoteError: its constructor raised an exception.
+        LostError: the role did not answer.
+    """
+    try:
+        return RemoteModule(f"{role.rpc_name}/cpu", cls, args).get_module_rref()
+    except RuntimeError as error:
+        raise LostError(role, first_line(error)) from error
+
+
+def ping(role: Role, timeout_seconds: float) -> Pending:
+    """Ask ``role`` for a sign of life; the answer is its :class:`Vitals`."""
+    return Pending(role, rpc.rpc_async(role.rpc_name, _vitals, timeout=timeout_seconds))
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a process says of itself, and of the memory its host has free."""
+
+    host: str
+    pid: int
+    available_bytes: int
+
+
+def _vitals() -> Vitals:
+    return Vitals(socket.gethostname(), os.getpid(), available_memory_bytes())
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _lookup(
+    rref: rpc.RRef[TableShards], ticket: tuple[int, int, bool], items: list[tuple[int, Any]]
+) -> torch.futures.Future[list[Tensor]]:
+    tables: TableShards = rref.local_value()
+    return tables.lookup(Ticket(*ticket), items)
+
+
+def _forward(rref: rpc.RRef[nn.Module], hidden_BH: Tensor) -> Tensor:
+    output: Tensor = rref.local_value()(hidden_BH)
+    return output
+
+
+def _parameter_rrefs(rref: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
+    return [rpc.RRef(p) for p in rref.local_value().parameters()]
+
+
+def _construct(role: Role, cls: type[Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return Remote(role, rpc.RRef(cls(*args)))
+    except Exception as error:  # comes back as a value
+        return _failure(error)
+
+
+def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
+    try:
+        return getattr(rref.local_value(), method)(*args)
+    except Exception as error:  # comes back as a value
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    users = isinstance(error, HybridError)
+    message = str(error) if users else f"{type(error).__name__}: {first_line(error)}"
+    return Failure(message, users, socket.gethostname(), traceback.format_exc())

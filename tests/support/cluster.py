@@ -1,0 +1,138 @@
+"""Clusters for tests: every role a forked process, kept alive between cases.
+
+A case is a function that runs in the master's process, with the cluster as its first argument::
+
+    cluster.run(losses_of, config, 20)      # def losses_of(cluster: Cluster, config, steps): ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from hybrid.config import RunConfig
+from hybrid.topology import MASTER, Role, RoleKind
+from workers import trainer, worker
+from workers.bootstrap import Cluster, announce_stop, join
+from workers.listener import listen
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+STOP_SECONDS = 20.0
+CASE_SECONDS = 60.0
+PRELOAD = ["torch._dynamo", "workers.session", "workers.trainer", "workers.worker", "support.cluster"]
+
+SMALL = RunConfig()
+SMALL = SMALL.replace(
+    data=dataclasses.replace(SMALL.data, synthetic_rows=3000, synthetic_test_rows=500),
+    train=dataclasses.replace(SMALL.train, batch_size=128),
+    dense=dataclasses.replace(SMALL.dense, optimizer="SGD", learning_rate=0.1, device="cpu"),
+)
+
+
+def small_config(**sections: dict[str, Any]) -> RunConfig:
+    """The small configuration with some keys replaced, by section."""
+    return SMALL.replace(
+        **{name: dataclasses.replace(getattr(SMALL, name), **keys) for name, keys in sections.items()}
+    )
+
+
+class CaseError(Exception):
+    """A case raised an exception in the master's process; the text begins with its type."""
+
+
+@dataclass(frozen=True)
+class RunningCluster:
+    """A cluster whose master runs what it is sent."""
+
+    master: Connection
+
+    def run(self, case: Callable[Concatenate[Cluster, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``case(cluster, *args)`` in the master's process; its result."""
+        self.master.send((case, args, kwargs))
+        assert self.master.poll(CASE_SECONDS), f"{case.__name__} did not end within {CASE_SECONDS} s"
+        raised, result = self.master.recv()
+        if raised:
+            raise CaseError(result)
+        return result  # type: ignore[no-any-return]
+
+
+def _serve(role: Role, config: RunConfig, listener: socket | None, cases: Connection | None) -> None:
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if role.kind is RoleKind.TRAINER:
+        trainer.run(config, role.index)
+    elif role.kind is RoleKind.WORKER:
+        worker.run(config, role.index)
+    else:
+        assert cases is not None
+        with join(MASTER, config, listener) as cluster:
+            while (sent := cases.recv()) is not None:
+                cases.send(_run(cluster, *sent))
+            announce_stop(cluster)
+
+
+def _run(cluster: Cluster, case: Callable[..., Any], args: Any, kwargs: Any) -> tuple[bool, Any]:
+    try:
+        return False, case(cluster, *args, **kwargs)
+    except Exception as error:  # raised where the case was sent from
+        return True, f"{type(error).__name__}: {error}\n\n{traceback.format_exc()}"
+
+
+@contextmanager
+def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
+    """A cluster for the length of a ``with`` block; at its end every role must stop in peace."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
+        processes = []
+        for role in config.cluster.topology.roles:
+            extra = (listener, theirs) if role == MASTER else (None, None)
+            processes.append(context.Process(target=_serve, args=(role, config, *extra), name=str(role)))
+            processes[-1].start()
+    try:
+        yield RunningCluster(ours)
+        ours.send(None)
+        for process in processes:
+            process.join(STOP_SECONDS)
+        assert {p.name: p.exitcode for p in processes} == {p.name: 0 for p in processes}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(STOP_SECONDS)
+
+
+class Clusters:
+    """Hands out a running cluster of a wanted shape; keeps the last one until another is wanted."""
+
+    def __init__(self) -> None:
+        self._shape: tuple[int, int] | None = None
+        self._stack = ExitStack()
+        self._cluster: RunningCluster | None = None
+
+    def get(self, trainers: int, workers: int) -> RunningCluster:
+        """A cluster of one master, ``trainers`` and ``workers``."""
+        if self._cluster is None or self._shape != (trainers, workers):
+            self.close()
+            config = small_config(cluster={"trainers": trainers, "workers": workers})
+            self._cluster = self._stack.enter_context(running_cluster(config))
+            self._shape = (trainers, workers)
+        return self._cluster
+
+    def close(self) -> None:
+        """Stop the cluster that is running, if one is."""
+        self._cluster = None
+        self._stack.close()

@@ -1,0 +1,131 @@
+"""Values to numbers: vocabularies, hashing, scaling, and the file that keeps them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hybrid.config import DataSection
+from hybrid.data.encode import Bags, FeatureEncoder, SparseEncoding, stable_hash
+from hybrid.data.sources import RawBlock
+from hybrid.embedding.spec import FeatureSpec
+from hybrid.errors import DataError
+
+DATA = DataSection(format="csv", dense=("x",), sparse=("city",))
+
+
+def raw(x: list[float], city: Sequence[str | list[str] | None]) -> RawBlock:
+    kind = pa.list_(pa.string()) if any(isinstance(value, list) for value in city) else pa.string()
+    dense_BF = np.array(x, np.float64)[:, None]
+    return RawBlock(dense_BF, (pa.array(city, kind),), None, np.arange(len(x)))
+
+
+def test_vocabulary_goes_by_falling_frequency_then_value() -> None:
+    blocks = [raw([0, 0, 0], ["b", "c", "a"]), raw([0, 0, 0], ["c", None, "d"])]
+    encoder = FeatureEncoder.fit(blocks, DATA)
+    assert encoder.sparse[0].values == ("c", "a", "b", "d")
+    assert encoder.input_spec.sparse_features == (FeatureSpec("city", 5),)
+    encoded = encoder.encode(raw([0] * 5, ["c", "a", "d", None, "new"]))
+    assert encoded.ids_BK.tolist() == [[1], [2], [4], [0], [0]]
+    assert encoded.ids_BK.dtype == np.int32
+
+
+def test_rare_values_share_row_zero() -> None:
+    data = DataSection(dense=("x",), sparse=("city",), vocabulary_min_count=2)
+    encoder = FeatureEncoder.fit([raw([0, 0, 0], ["a", "b", "a"])], data)
+    assert encoder.encode(raw([0, 0], ["a", "b"])).ids_BK.tolist() == [[1], [0]]
+
+
+def test_hashing_keeps_row_zero_for_missing_values() -> None:
+    data = DataSection(dense=("x",), sparse=("city",), vocabulary="hash", hash_rows=5)
+    encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
+    values = [f"v{i}" for i in range(200)]
+    ids = encoder.encode(raw([0] * 201, [*values, None])).ids_BK[:, 0]
+    assert set(ids[:-1].tolist()) == {1, 2, 3, 4}
+    assert ids[-1] == 0
+
+
+def test_the_hash_is_the_same_in_every_process() -> None:
+    assert stable_hash("68fd1e64") == 16152645408540456209
+    code = "from hybrid.data.encode import stable_hash; print(stable_hash('ü'))"
+    root = Path(__file__).parents[3]
+    other = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert int(other.stdout) == stable_hash("ü")
+
+
+def test_identity_takes_rows_as_they_are() -> None:
+    encoding = SparseEncoding("c", "identity", 10)
+    assert [encoding.row(value) for value in ("0", "9", "10", "-1", "x", "")] == [0, 9, 0, 0, 0, 0]
+
+
+def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> None:
+    rng = np.random.default_rng(0)
+    values = 1e6 + rng.standard_normal(1000)
+    values[::7] = np.nan
+    blocks = [raw(part.tolist(), ["a"] * len(part)) for part in np.array_split(values, 9)]
+    encoder = FeatureEncoder.fit(blocks, DATA)
+    assert encoder.dense[0].mean == pytest.approx(np.nanmean(values), abs=1e-9)
+    assert encoder.dense[0].deviation == pytest.approx(np.nanstd(values), rel=1e-9)
+    encoded = encoder.encode(raw([np.nan, float(np.nanmean(values))], ["a", "a"]))
+    np.testing.assert_allclose(encoded.dense_BF, [[0], [0]], atol=1e-9)
+    assert encoded.dense_BF.dtype == np.float32
+
+
+def test_log_transform_and_no_scaling() -> None:
+    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", standardise=False)
+    encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
+    encoded = encoder.encode(raw([np.e - 1, 1 - np.e, np.nan], ["a"] * 3))
+    np.testing.assert_allclose(encoded.dense_BF[:, 0], [1, -1, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e30])
+def test_a_constant_column_becomes_zero(value: float) -> None:
+    encoder = FeatureEncoder.fit([raw([value] * 3, ["a"] * 3)] * 3, DATA)
+    assert encoder.encode(raw([value], ["a"])).dense_BF.item() == pytest.approx(0, abs=1e-9)
+
+
+def test_bags_of_ids() -> None:
+    encoder = FeatureEncoder.fit([raw([0, 0], [["a", "b"], ["a"]])], DATA)
+    assert encoder.input_spec.sparse_features == (FeatureSpec("city", 3, multi_hot=True),)
+    encoded = encoder.encode(raw([0, 0, 0], [["b", "new"], [], ["a"]]))
+    assert encoded.ids_BK.shape == (3, 0)
+    [bags] = encoded.bags
+    assert (bags.ids_L.tolist(), bags.lengths_B.tolist()) == ([2, 0, 1], [2, 0, 1])
+    [selected] = encoded.select(np.array([True, True, False])).bags
+    assert (selected.ids_L.tolist(), selected.lengths_B.tolist()) == ([2, 0], [2, 0])
+
+
+def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
+    encoder = FeatureEncoder.fit([raw([0, 0], [["a"], []])], DATA)
+    assert encoder.input_spec.sparse_features == (FeatureSpec("city", 2),)
+    assert not isinstance(encoder.sparse[0].encode(pa.array([["a"]])), Bags)
+    encoded = encoder.encode(raw([0, 0, 0], [["a", "a"], ["a"], []]))
+    assert encoded.ids_BK.tolist() == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize("vocabulary", ["build", "hash"])
+def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
+    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", vocabulary=vocabulary)
+    block = raw([0.1, 1 / 3, np.nan], ["Zürich", 'a"\\\n', "東京"])
+    encoder = FeatureEncoder.fit([block], data)
+    encoder.save(tmp_path)
+    loaded = FeatureEncoder.load(tmp_path)
+    assert loaded == encoder
+    np.testing.assert_array_equal(loaded.encode(block).dense_BF, encoder.encode(block).dense_BF)
+    np.testing.assert_array_equal(loaded.encode(block).ids_BK, encoder.encode(block).ids_BK)
+
+
+def test_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no row is left to train on; check data\.path"):
+        FeatureEncoder.fit([], DATA)
+    with pytest.raises(DataError, match=r"features\.json: cannot be read"):
+        FeatureEncoder.load(tmp_path)
+    (tmp_path / "features.json").write_text('{"format": 99}')
+    with pytest.raises(DataError, match="format 99, this version reads 1"):
+        FeatureEncoder.load(tmp_path)

@@ -1,0 +1,250 @@
+"""Prepared data sets: made once, whole or not at all, and gathered from at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid.config import DataSection, RunConfig, RunSection
+from hybrid.data import storage
+from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
+from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.storage import PreparedDataset, SplitWriter
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.errors import ConfigError, DataError
+
+NUM_ROWS = 1000
+
+
+def config_of(path: Path, **changes: Any) -> RunConfig:
+    data = DataSection(format="csv", path=(str(path),), dense=("x",), sparse=("city", "tags"))
+    return RunConfig(data=dataclasses.replace(data, **changes))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """A CSV whose row i holds x = i, city = c(i % 5), and i % 3 tags."""
+    rows = [f"{i % 2},{i},c{i % 5},{'|'.join(f't{j}' for j in range(i % 3))}" for i in range(NUM_ROWS)]
+    path = tmp_path / "train.csv"
+    path.write_text("label,x,city,tags\n" + "\n".join(rows))
+    return path
+
+
+def ids_of(dataset: PreparedDataset, rows: list[int]) -> torch.Tensor:
+    return dataset.gather(np.array(rows), 1).sparse_features.ids_L
+
+
+def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> None:
+    config = config_of(table, standardise=False, test_path=(str(table),))
+    folder = prepare(config, tmp_path / "cache")
+    for split in ("train", "test"):
+        dataset = PreparedDataset.open(folder, split)
+        assert dataset.num_samples == NUM_ROWS
+        assert dataset.source_rows.tolist() == list(range(NUM_ROWS))
+        batch = dataset.gather(np.array([999, 0, 7]), global_size=12)
+        assert batch.dense_features.tolist() == [[999], [0], [7]]
+        assert batch.labels.tolist() == [1, 0, 1]
+        assert batch.global_size == 12
+        assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
+    assert dataset.report.positive_fraction == 0.5
+    assert FeatureEncoder.load(folder).input_spec == dataset.input_spec
+
+
+def test_one_id_features_gather_without_offsets(tmp_path: Path, table: Path) -> None:
+    folder = prepare(config_of(table, test_fraction=0.0), tmp_path / "cache")
+    dataset = PreparedDataset.open(folder, "train")
+    values = FeatureEncoder.load(folder).sparse[1].values
+    assert set(values) == {"t0", "t0|t1"}
+    sparse = dataset.gather(np.array([3, 2, 1, 0]), 4).sparse_features
+    tags = [0, 1 + values.index("t0|t1"), 1 + values.index("t0"), 0]
+    assert sparse.ids_L.tolist() == [4, 3, 2, 1, *tags]  # c0 .. c4 are equally frequent
+    assert (sparse.offsets, sparse.weights_L, sparse.num_features, sparse.batch_size) == (None, None, 2, 4)
+    assert sparse.ids_L.dtype == torch.int64
+
+
+def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
+    folder = prepare(config_of(table, multi_hot_separator="|", test_fraction=0.0), tmp_path / "cache")
+    dataset = PreparedDataset.open(folder, "train")
+    sparse = dataset.gather(np.array([5, 0, 2, 1]), 4).sparse_features
+    assert sparse.offsets is not None
+    assert sparse.offsets.tolist() == [0, 1, 2, 3, 4, 6, 6, 8, 9]
+    assert sparse.ids_L.tolist() == [1, 1, 3, 2, 1, 2, 1, 2, 1]
+    assert [feature.multi_hot for feature in dataset.input_spec.sparse_features] == [False, True]
+    empty = dataset.gather(np.array([], np.int64), 4)
+    assert empty.labels.shape == (0,)
+    assert empty.sparse_features.offsets is not None
+    assert empty.sparse_features.offsets.tolist() == [0]
+
+
+def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
+    spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True),))
+    with SplitWriter(tmp_path / "train", spec) as writer:
+        for lengths in ([1, 0], [], [2, 1]):
+            size = len(lengths)
+            bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
+            block = EncodedBlock(np.zeros((size, 0), np.float32), np.zeros((size, 0), np.int32), (bags,))
+            writer.append(block, np.zeros(size, np.uint8), np.arange(size))
+    storage.write_manifest(tmp_path, spec, {"train": writer.report()})
+    sparse = PreparedDataset.open(tmp_path, "train").gather(np.arange(4), 4).sparse_features
+    assert sparse.ids_L.tolist() == [0, 0, 1, 2]
+    assert sparse.offsets is not None
+    assert sparse.offsets.tolist() == [0, 1, 1, 3, 4]
+
+
+def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path) -> None:
+    config = config_of(table, test_fraction=0.2, standardise=False)
+    splits = {}
+    for seed in (1, 2):
+        folder = prepare(config.replace(run=RunSection(seed=seed)), tmp_path / "cache")
+        train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+        together = np.concatenate([train.source_rows, test.source_rows])
+        assert sorted(together.tolist()) == list(range(NUM_ROWS))
+        assert 150 < test.num_samples < 250
+        assert test.source_rows.min() < 50
+        rows = test.gather(np.arange(test.num_samples), 1).dense_features[:, 0]
+        assert rows.tolist() == test.source_rows.tolist()
+        splits[seed] = test.source_rows.tolist()
+    assert splits[1] != splits[2]
+
+
+def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text("label,x,city\n" + "".join(f"1,{i},v{i}\n" for i in range(200)))
+    config = config_of(path, sparse=("city",), test_fraction=0.3)
+    folder = prepare(config, tmp_path / "cache")
+    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+    assert not ids_of(test, list(range(test.num_samples))).any()
+    assert sorted(ids_of(train, list(range(train.num_samples)))) == list(range(1, train.num_samples + 1))
+    dense = train.gather(np.arange(train.num_samples), 1).dense_features
+    assert dense.mean().item() == pytest.approx(0, abs=1e-6)
+    assert dense.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+
+
+def test_prepared_data_is_reused_until_something_changes(tmp_path: Path, table: Path) -> None:
+    cache = tmp_path / "cache"
+    config = config_of(table)
+    first = prepare(config, cache)
+    stamp = (first / storage.MANIFEST).stat().st_mtime_ns
+    said: list[str] = []
+    assert prepare(config_of(table, shuffle=False, prefetch_batches=9), cache, said.append) == first
+    assert (first / storage.MANIFEST).stat().st_mtime_ns == stamp
+    assert said == [f"prepared data found in {first}"]
+    others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
+    assert len({first, *(prepare(other, cache) for other in others)}) == 3
+    os.utime(table, ns=(1, 1))
+    assert prepare(config, cache) != first
+
+
+def test_runs_that_prepare_at_the_same_time_agree(tmp_path: Path, table: Path) -> None:
+    config = config_of(table)
+    with ThreadPoolExecutor(4) as pool:
+        folders = list(pool.map(lambda _: prepare(config, tmp_path / "cache"), range(4)))
+    assert len(set(folders)) == 1
+    assert PreparedDataset.open(folders[0], "train").num_samples > 0
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
+
+
+def test_a_failed_preparation_leaves_nothing(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def disk_full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write_manifest", disk_full)
+    with pytest.raises(DataError, match=r"No space left on device.*data\.cache_folder"):
+        prepare(config_of(table), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_what_killed_runs_left_is_removed_after_a_day(tmp_path: Path, table: Path) -> None:
+    old, new = (tmp_path / "cache" / f".building-x-{name}" for name in ("old", "new"))
+    old.mkdir(parents=True)
+    new.mkdir()
+    os.utime(old, (0, 0))
+    prepare(config_of(table), tmp_path / "cache")
+    assert not old.exists()
+    assert new.exists()
+
+
+def test_bad_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
+    table.write_text(table.read_text().replace("\n1,7,", "\n1,seven,"))
+    folder = prepare(config_of(table), tmp_path / "cache")
+    report = PreparedDataset.open(folder, "train").report
+    assert report.bad_rows.total == 1
+    assert report.bad_rows.examples == (f"{table}:9: x is 'seven', expected a finite number",)
+    assert PreparedDataset.open(folder, "test").report.bad_rows.total == 0
+    assert 7 not in PreparedDataset.open(folder, "train").source_rows
+
+
+def test_new_files_are_encoded_as_the_training_rows_were(tmp_path: Path, table: Path) -> None:
+    config = config_of(table, test_fraction=0.0)
+    folder = prepare(config, tmp_path / "cache")
+    encoder = FeatureEncoder.load(folder)
+    again = encode_files(config, [str(table)], encoder, tmp_path / "again")
+    train = PreparedDataset.open(folder, "train")
+    rows = np.arange(NUM_ROWS)
+    for left, right in zip(train.gather(rows, 1)[::2], again.gather(rows, 1)[::2], strict=True):
+        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
+    assert torch.equal(ids_of(train, rows.tolist()), ids_of(again, rows.tolist()))
+
+
+def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: Path, table: Path) -> None:
+    config = config_of(table, standardise=False)
+    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
+    new = tmp_path / "new.csv"
+    new.write_text("tags,city,x\n" + "t0,c1,1\nbroken\nt0,nowhere,3\n" + "t0,c1,9\n" * 20)
+    dataset = encode_files(config, [str(new)], encoder, tmp_path / "new", with_labels=False)
+    assert dataset.source_rows[:3].tolist() == [0, 2, 3]
+    assert dataset.report.positive_fraction is None
+    assert not dataset.has_labels
+    batch = dataset.gather(np.array([0, 1]), 2)
+    assert batch.dense_features.tolist() == [[1], [3]]
+    assert batch.labels.isnan().all()
+    assert batch.sparse_features.ids_L[1] == 0
+
+
+@pytest.mark.parametrize("text", ["", "\n\n"])
+def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text(text)
+    columns = ("label", "x", "city", "tags")
+    with pytest.raises(DataError, match="no row is left to train on"):
+        prepare(config_of(empty, columns=columns), tmp_path / "cache")
+    config = config_of(table, columns=columns, max_bad_fraction=0.2, test_path=(str(empty),))
+    with pytest.raises(DataError, match=r"empty\.csv: no rows; check data\.test_path"):
+        prepare(config, tmp_path / "cache")
+
+
+def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
+    with pytest.raises(DataError, match=r"manifest\.json: not a whole prepared data set .*delete"):
+        PreparedDataset.open(tmp_path, "train")
+    folder = prepare(config_of(table), tmp_path / "cache")
+    with pytest.raises(DataError, match="not a whole prepared data set"):
+        PreparedDataset.open(folder, "validation")
+    os.truncate(folder / "train" / "dense.npy", 200)
+    with pytest.raises(DataError, match="not a whole prepared data set"):
+        PreparedDataset.open(folder, "train")
+    (folder / storage.MANIFEST).write_text('{"format": 0}')
+    with pytest.raises(DataError, match="made by another version"):
+        PreparedDataset.open(folder, "train")
+
+
+def test_synthetic_data_has_no_files_to_encode(tmp_path: Path) -> None:
+    encoder = FeatureEncoder("none", (), ())
+    with pytest.raises(ConfigError, match=r"data\.format = 'synthetic'"):
+        encode_files(RunConfig(), ["a.csv"], encoder, tmp_path / "new")
+
+
+def test_fingerprint_covers_the_format_version(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare(config_of(table), tmp_path / "cache")
+    monkeypatch.setattr(storage, "FORMAT_VERSION", 99)
+    assert prepare(config_of(table), tmp_path / "cache") != first

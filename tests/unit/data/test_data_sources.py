@@ -1,0 +1,278 @@
+"""Raw files to parsed rows: formats, missing values, bad rows and what is said about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid.config import DataSection
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.sources import RawBlock, Source, list_files
+from hybrid.errors import ConfigError, DataError
+
+CSV = DataSection(
+    format="csv",
+    columns=("label", "x", "y", "city"),
+    dense=("x", "y"),
+    sparse=("city",),
+    max_bad_fraction=1.0,
+)
+
+
+def read(
+    data: DataSection, *paths: Path, with_labels: bool = True, block_bytes: int = 1 << 20
+) -> tuple[RawBlock, BadRowReport]:
+    """All rows of ``paths`` as one block, and the report of the bad ones."""
+    source = Source(list_files(tuple(map(str, paths)), "data.path"), data, with_labels, block_bytes)
+    log = source.new_log()
+    blocks = list(source.blocks(log))
+    assert blocks, "the test wants rows"
+    labels = [b.labels_B for b in blocks if b.labels_B is not None]
+    block = RawBlock(
+        np.concatenate([b.dense_BF for b in blocks]),
+        tuple(pa.concat_arrays(columns) for columns in zip(*(b.sparse for b in blocks), strict=True)),
+        np.concatenate(labels) if labels else None,
+        np.concatenate([b.source_rows_B for b in blocks]),
+    )
+    return block, log.finish()
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def edit(data: DataSection = CSV, **changes: Any) -> DataSection:
+    return dataclasses.replace(data, **changes)
+
+
+def test_csv_strips_blanks_and_knows_missing_values(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "1, 2.5, ?, Rome \r\n\r\n         \r\n0, -1e3,, ?\n0, +4, .5, Oslo")
+    block, report = read(CSV, path)
+    np.testing.assert_array_equal(block.dense_BF, [[2.5, np.nan], [-1e3, np.nan], [4.0, 0.5]])
+    assert block.sparse[0].to_pylist() == ["Rome", None, "Oslo"]
+    assert block.labels_B is not None
+    assert block.labels_B.tolist() == [1, 0, 0]
+    assert block.source_rows_B.tolist() == [0, 1, 2]
+    assert report.total == 0
+
+
+def test_header_quotes_byte_order_mark_and_column_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", b'\xef\xbb\xbf"city" ; label;note; x;y\n"a;b";1;n;1;2\nc;0;;3;4\n')
+    block, _ = read(edit(columns=(), delimiter=";"), path)
+    assert block.sparse[0].to_pylist() == ["a;b", "c"]
+    np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 7, 64, 1 << 20])
+def test_blocks_do_not_show_in_the_result(tmp_path: Path, block_bytes: int) -> None:
+    rows = [f"{i % 2},{i},{-i},v{i % 3}" for i in range(50)]
+    rows[3:3] = ["", "0,1"]
+    rows.append("2,1,1,z")
+    path = write(tmp_path / "a.csv", "\n".join(rows))
+    block, report = read(CSV, path, block_bytes=block_bytes)
+    assert block.dense_BF[:, 0].tolist() == list(range(50))
+    assert block.source_rows_B.tolist() == [i for i in range(51) if i != 3]
+    assert report.examples == (
+        f"{path}:5: 2 columns, expected 4",
+        f"{path}:53: label is '2', expected '1' or '0'",
+    )
+
+
+def test_every_kind_of_bad_row_is_skipped_counted_and_located(tmp_path: Path) -> None:
+    lines = [
+        "1,1,1,a",
+        "1,1,1",
+        "yes,1,1,a",
+        "1,abc,1,a",
+        "1,1,nan,a",
+        "1,1,1e999,a",
+        "1,0x10,1,a",
+        '1,1,1,"open',
+        "0,2,2,b",
+    ]
+    path = write(tmp_path / "a.csv", "\n".join(lines).encode() + b"\n1,1,1,\xff\xfe\n0,3,3,c\n")
+    block, report = read(CSV, path)
+    assert block.dense_BF[:, 0].tolist() == [1, 2, 3]
+    assert block.source_rows_B.tolist() == [0, 8, 10]
+    assert report.counts == {
+        "wrong_column_count": 1,
+        "unknown_label": 1,
+        "not_a_number": 4,
+        "broken_text": 2,
+    }
+    assert [example.removeprefix(f"{path}:") for example in report.examples] == [
+        "2: 3 columns, expected 4",
+        "3: label is 'yes', expected '1' or '0'",
+        "4: x is 'abc', expected a finite number",
+        "5: y is 'nan', expected a finite number",
+        "6: y is '1e999', expected a finite number",
+        "7: x is '0x10', expected a finite number",
+        "8: a quote is not closed",
+        "10: not UTF-8 text",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (b'1,1,1,"open', "a quote is not closed"),
+        (b"1,1,1,\xff", "not UTF-8 text"),
+        (b"\xff", "not UTF-8 text"),
+    ],
+)
+def test_a_broken_line_spoils_no_other(tmp_path: Path, line: bytes, found: str) -> None:
+    path = write(tmp_path / "a.csv", "1,2,3,ä\n".encode() * 2 + line + b"\n\n" + b"1,2,3,b\n1,2\n" * 2)
+    block, report = read(CSV, path)
+    assert block.source_rows_B.tolist() == [0, 1, 3, 5]
+    assert [example.removeprefix(f"{path}:") for example in report.examples] == [
+        f"3: {found}",
+        "6: 2 columns, expected 4",
+        "8: 2 columns, expected 4",
+    ]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_a_quote_left_open_on_the_last_line(tmp_path: Path, block_bytes: int) -> None:
+    path = write(tmp_path / "a.csv", '1,2,3,a\n1,2,3,"b\n')
+    block, report = read(CSV, path, block_bytes=block_bytes)
+    assert block.sparse[0].to_pylist() == ["a"]
+    assert report.examples == (f"{path}:2: a quote is not closed",)
+
+
+def test_a_quote_within_a_field_is_just_a_character(tmp_path: Path) -> None:
+    block, report = read(CSV, write(tmp_path / "a.csv", '1,1,1,5" pipe\n0,2,2,"6"" pipe"\n'))
+    assert block.sparse[0].to_pylist() == ['5" pipe', '6" pipe']
+    assert report.total == 0
+
+
+def test_bad_rows_fail_at_the_first(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "1,1,1,a\n7,1,1,a\n1,1\n")
+    with pytest.raises(DataError, match=r"a\.csv:2: label is '7', expected '1' or '0'; set data\.positive"):
+        read(edit(bad_rows="fail"), path)
+
+
+def test_too_many_bad_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "1,1,1,a\n" * 8 + "1\n2\n")
+    read(edit(max_bad_fraction=0.2), path)
+    with pytest.raises(DataError, match=r"2 of 10 rows are bad.*max_bad_fraction = 0\.1;.*a\.csv:9: 1 col"):
+        read(edit(max_bad_fraction=0.1), path)
+
+
+def test_a_file_of_nothing_but_bad_rows_says_what_is_wrong(tmp_path: Path) -> None:
+    narrow = write(tmp_path / "narrow.csv", "1;1;1;a\n0;1;1;b\n")
+    with pytest.raises(DataError, match=r"narrow\.csv: no row .* 1 column, expected 4; check data\.columns"):
+        read(CSV, narrow)
+    income = write(tmp_path / "income.csv", ">50K,1,1,a\n" * 20_000)
+    with pytest.raises(DataError, match=r"label is '>50K', expected '1' or '0'; set data\.positive_labels"):
+        read(CSV, income, block_bytes=1000)
+
+
+def test_labels_may_be_absent_only_for_prediction(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "1,2,Rome\n3,4,Oslo\n")
+    block, _ = read(CSV, path, with_labels=False)
+    assert block.labels_B is None
+    np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
+    with pytest.raises(DataError, match="3 columns, expected 4"):
+        read(CSV, path)
+    labelled = write(tmp_path / "b.csv", "junk,1,2,Rome\n")
+    assert read(CSV, labelled, with_labels=False)[0].dense_BF.tolist() == [[1, 2]]
+
+
+def test_criteo_reads_gzip_negative_huge_and_empty_fields(tmp_path: Path) -> None:
+    numbers = ["-3", "", "123456789012345", *["0"] * 10]
+    line = "\t".join(["1", *numbers, 'a"b', "", *["68fd1e64"] * 24]) + "\n"
+    path = tmp_path / "day_0.csv"
+    path.write_bytes(gzip.compress(line.encode() * 3))
+    block, report = read(DataSection(format="criteo"), path)
+    assert block.dense_BF.shape == (3, 13)
+    np.testing.assert_array_equal(block.dense_BF[0, :3], [-3, np.nan, 123456789012345])
+    assert [column[0].as_py() for column in block.sparse[:3]] == ['a"b', None, "68fd1e64"]
+    assert report.total == 0
+
+
+def test_several_files_and_folders_in_order(tmp_path: Path) -> None:
+    for name, value in [("b.csv", 2), ("a.csv", 1), (".hidden", 9), ("_SUCCESS", 9)]:
+        write(tmp_path / name, f"1,{value},0,a\n\nbad\n")
+    block, report = read(CSV, tmp_path, tmp_path / "a.csv")
+    assert block.dense_BF[:, 0].tolist() == [1, 2, 1]
+    assert block.source_rows_B.tolist() == [0, 2, 4]
+    assert report.counts["wrong_column_count"] == 3
+
+
+def test_multi_hot_fields_are_split(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "1,0,0,a | b||a\n0,0,0,\n1,0,0,c\n")
+    block, _ = read(edit(multi_hot_separator="|"), path)
+    assert block.sparse[0].to_pylist() == [["a", "b", "a"], [], ["c"]]
+
+
+def test_parquet_of_many_types(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "label": [True, False, True, None],
+            "x": pa.array([1, None, 3, 4], pa.int32()),
+            "y": pa.array(["2.5", "", "bad", "1"]),
+            "city": pa.array([7.0, float("nan"), 8.5, 1.0]),
+            "kind": pa.array(["a", None, "b", "c"]).dictionary_encode(),
+            "tags": pa.array([[1, 2], None, [3], []], pa.list_(pa.int64())),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    data = edit(format="parquet", sparse=("city", "kind", "tags"))
+    block, report = read(data, tmp_path / "a.parquet")
+    np.testing.assert_array_equal(block.dense_BF, [[1, 2.5], [np.nan, np.nan]])
+    assert [column.to_pylist() for column in block.sparse] == [["7", None], ["a", None], [["1", "2"], []]]
+    assert [example.split(":", 1)[1] for example in report.examples] == [
+        "3: y is 'bad', expected a finite number",
+        "4: label is 'None', expected '1' or '0'",
+    ]
+
+
+def test_parquet_column_of_the_wrong_type(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"label": [1], "x": [[1.0]], "y": [1], "city": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: .*check the types"):
+        read(edit(format="parquet"), tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dense": ("x", "yy")}, r"data\.dense = 'yy': .*a\.csv has no such column; did you mean 'y'\?"),
+        ({"sparse": ("town",)}, r"data\.sparse = 'town'"),
+        ({"label": "lable"}, r"data\.label = 'lable': .*did you mean 'label'\?"),
+        ({"columns": (), "label": "1"}, r"data\.dense = 'x'"),
+        ({"delimiter": "||"}, r"data\.delimiter"),
+        ({"negative_labels": ("1",)}, r"data\.negative_labels"),
+        ({"positive_labels": ()}, r"data\.positive_labels"),
+        ({"sparse": ("city", "city")}, r"data\.sparse = 'city': names a column twice"),
+        ({"sparse": ("label",)}, r"data\.sparse = 'label': must not name the label"),
+        ({"dense": (), "sparse": ()}, r"data\.sparse: must name"),
+    ],
+)
+def test_keys_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(edit(**changes), write(tmp_path / "a.csv", "1,1,1,a\n"))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path: must name"):
+        list_files((), "data.path")
+    with pytest.raises(DataError, match=r"gone\.csv: no such file or folder; check data\.test_path"):
+        list_files((str(tmp_path / "gone.csv"),), "data.test_path")
+    with pytest.raises(DataError, match="the folder holds no files"):
+        list_files((str(tmp_path),), "data.path")
+    cut = write(tmp_path / "cut.csv", gzip.compress(b"1,1,1,a\n" * 100)[:-10])
+    with pytest.raises(DataError, match=r"cut\.csv: cannot be read .*data\.path"):
+        read(CSV, cut)
+    text = write(tmp_path / "a.parquet", "1,1,1,a\n")
+    with pytest.raises(DataError, match=r"a\.parquet: is not a readable Parquet file"):
+        read(edit(format="parquet"), text)
+    with pytest.raises(DataError, match="the file is empty, expected a header"):
+        read(edit(columns=()), write(tmp_path / "empty.csv", ""))

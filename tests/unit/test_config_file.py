@@ -1,0 +1,295 @@
+"""Configuration files: what is read, what is refused and in which words, and what is written back."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid.config import (
+    ClusterSection,
+    DataSection,
+    DenseSection,
+    RunConfig,
+    RunSection,
+    TableSection,
+    TrainSection,
+)
+from hybrid.config_file import describe, fingerprint, load_config, to_toml, validate
+from hybrid.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return load_config(path, overrides)
+
+
+def test_without_a_file_every_key_has_its_default() -> None:
+    assert load_config(None) == RunConfig()
+
+
+def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
+    config = _load(
+        tmp_path,
+        """
+        [data]
+        format = "criteo"
+        path = ["day_0.gz", "day_1.gz"]
+        standardise = false
+        [train]
+        batch_size = 4096
+        [cluster]
+        rpc_timeout_seconds = 5
+        [tables.user]
+        dim = 8
+        workers = [1]
+        features = ["user", "friend"]
+        [tables."item.id"]
+        """,
+    )
+    assert config.data.path == ("day_0.gz", "day_1.gz")
+    assert config.data.standardise is False
+    assert config.train.batch_size == 4096
+    assert config.cluster.rpc_timeout_seconds == 5.0
+    assert type(config.cluster.rpc_timeout_seconds) is float
+    assert config.tables == {
+        "user": TableSection(dim=8, workers=(1,), features=("user", "friend")),
+        "item.id": TableSection(),
+    }
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xef\xbb\xbf[train]\r\nepochs = 3\r\n")
+    assert load_config(path).train.epochs == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.batch_size=512", "train", "batch_size", 512),
+        (" train.batch_size = 512 ", "train", "batch_size", 512),
+        ("dense.net=dcn_v2", "dense", "net", "dcn_v2"),
+        ('dense.net="dcn_v2"', "dense", "net", "dcn_v2"),
+        ("dense.net=my.nets:two_towers", "dense", "net", "my.nets:two_towers"),
+        ("run.name=7", "run", "name", "7"),
+        ("run.folder=2024-01-31", "run", "folder", "2024-01-31"),
+        ("run.folder=a=b", "run", "folder", "a=b"),
+        ("data.delimiter=\t", "data", "delimiter", "\t"),
+        ("data.path=/x/y.csv", "data", "path", ("/x/y.csv",)),
+        ('data.path=["/x/y.csv", "/z.csv"]', "data", "path", ("/x/y.csv", "/z.csv")),
+        ("data.positive_labels=1.5", "data", "positive_labels", ("1.5",)),
+        ("dense.top_mlp=64", "dense", "top_mlp", (64,)),
+        ("dense.top_mlp=[]", "dense", "top_mlp", ()),
+        ("data.shuffle=false", "data", "shuffle", False),
+        ("embedding.learning_rate=1", "embedding", "learning_rate", 1.0),
+    ],
+)
+def test_overrides(override: str, section: str, key: str, value: object) -> None:
+    found = getattr(getattr(load_config(None, [override]), section), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_overrides_of_tables_may_name_tables_with_dots() -> None:
+    config = load_config(None, ["tables.user.dim=8", "tables.item.id.pooling=mean"])
+    assert config.tables == {"user": TableSection(dim=8), "item.id": TableSection(pooling="mean")}
+
+
+def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
+    config = _load(tmp_path, "[train]\nepochs = 2\n", "train.epochs=3", "train.epochs=4")
+    assert config.train.epochs == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.batch_size=big", "train.batch_size = 'big': must be an integer, at least 1"),
+        ("train.batch_size=0", "train.batch_size = 0: must be an integer, at least 1"),
+        ("train.batch_size=true", "train.batch_size = True: must be an integer, at least 1"),
+        ("train.batch_size=2.0", "train.batch_size = 2.0: must be an integer, at least 1"),
+        ("train.batch_size=[2]", "train.batch_size = [2]: must be an integer, at least 1"),
+        (
+            "cluster.master_port=70000",
+            "cluster.master_port = 70000: must be an integer, at least 0, at most 65535",
+        ),
+        ("dense.learning_rate=0", "dense.learning_rate = 0.0: must be a finite number, above 0"),
+        ("dense.learning_rate=nan", "dense.learning_rate = nan: must be a finite number, above 0"),
+        ("dense.learning_rate=inf", "dense.learning_rate = inf: must be a finite number, above 0"),
+        ("dense.learning_rate=true", "dense.learning_rate = True: must be a finite number, above 0"),
+        ("data.shuffle=1", "data.shuffle = 1: must be true or false"),
+        ("data.format=tsv", "data.format = 'tsv': must be one of synthetic, criteo, csv, parquet"),
+        ("data.path=a,b", "data.path = 'a,b': must be a list of text"),
+        ("data.path=[1]", "data.path = (1,): must be a list of text"),
+        ("dense.top_mlp=wide", "dense.top_mlp = 'wide': must be a list of integers"),
+        ("dense.top_mlp=[1.5]", "dense.top_mlp = (1.5,): must be a list of integers"),
+        ("dense.top_mlp=[64, 0]", "dense.top_mlp = (64, 0): must hold integers of at least 1"),
+        (
+            "tables.user.dim=0",
+            "tables.user.dim = 0: must be an integer, at least 1",
+        ),
+        (
+            "train.batch_size=4\nepochs=2",
+            "train.batch_size = '4\\nepochs=2': must be an integer, at least 1",
+        ),
+        ("train.batch_size", "--set train.batch_size: must be section.key=value"),
+    ],
+)
+def test_a_value_that_breaks_its_rule(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert str(caught.value) == message
+
+
+def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
+    with pytest.raises(ConfigError, match="must be a finite number, above 0"):
+        load_config(None, ["dense.learning_rate=1" + "0" * 400])
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("[train]\nbatchsize = 1", "train.batchsize", "train.batch_size"),
+        ("[data]\nbatch_size = 1", "data.batch_size", "train.batch_size"),
+        ("[cluster]\nnet = 1", "cluster.net", "dense.net"),
+        ("[trian]\nepochs = 1", "trian.epochs", "train.epochs"),
+        ("[trian]", "trian", "train.update"),
+        ("batch_size = 1", "batch_size", "train.batch_size"),
+        ("[tables.user]\ndims = 1", "tables.user.dims", "tables.user.dim"),
+        ("[tables]\npooling = 'sum'", "tables.pooling", "tables.NAME.pooling"),
+        ("[train]\n'' = 1", "train", "train.update"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, text)
+    assert str(caught.value) == f"{key}: no such key; did you mean {nearest}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [("dense.nett=x", "dense.net"), ("train=x", "train"), ("tables.dim=x", "NAME.dim")],
+)
+def test_an_unknown_override_names_the_nearest(override: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no such key; did you mean [\w.]*{nearest}"):
+        load_config(None, [override])
+
+
+def test_a_scalar_where_a_section_belongs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^train = 3: must be a section: a line \[train\]"):
+        _load(tmp_path, "train = 3")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.toml: cannot read the configuration: No such file"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="cannot read the configuration: Is a directory"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"run.toml: is not valid TOML: .*line 2"):
+        _load(tmp_path, "[train]\nepochs = \n")
+    (tmp_path / "latin.toml").write_bytes(b"# \xe9")
+    with pytest.raises(ConfigError, match=r"latin.toml: is not UTF-8 text"):
+        load_config(tmp_path / "latin.toml")
+
+
+CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (RunConfig(dense=DenseSection(remote_worker=2)), "dense.remote_worker"),
+        (RunConfig(dense=DenseSection(net="dlmr")), "dense.net"),
+        (RunConfig(dense=DenseSection(net="a b:c")), "dense.net"),
+        (RunConfig(dense=DenseSection(device="gpu")), "dense.device"),
+        (RunConfig(cluster=ClusterSection(workers=1), tables={"u": TableSection(workers=(0, 1))}),
+         "tables.u.workers"),
+        (RunConfig(tables={"u": TableSection(workers=(-1,))}), "tables.u.workers"),
+        (RunConfig(tables={"u": TableSection(features=("a",)), "a": TableSection()}), "tables.a.features"),
+        (RunConfig(data=DataSection(format="criteo")), "data.path"),
+        (RunConfig(data=dataclasses.replace(CSV, path=())), "data.path"),
+        (RunConfig(data=dataclasses.replace(CSV, label="")), "data.label"),
+        (RunConfig(data=dataclasses.replace(CSV, sparse=())), "data.sparse"),
+        (RunConfig(data=dataclasses.replace(CSV, dense=("label",))), "data.dense"),
+        (RunConfig(data=dataclasses.replace(CSV, sparse=("u", "u"))), "data.sparse"),
+        (RunConfig(data=DataSection(delimiter="")), "data.delimiter"),
+        (RunConfig(data=DataSection(positive_labels=("1", "yes"), negative_labels=("yes",))),
+         "data.negative_labels"),
+        (RunConfig(train=TrainSection(batch_size=0)), "train.batch_size"),
+    ],
+)  # fmt: skip
+def test_rules_hold_for_configurations_built_in_code(config: RunConfig, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
+
+
+def test_valid_configurations_built_in_code_pass() -> None:
+    validate(RunConfig())
+    validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1", remote_worker=1)))
+
+
+FULL = RunConfig(
+    run=RunSection(name='quoted "π" \\ \x00\x1f\x7f\n𝄞', folder="runs/a b"),
+    data=dataclasses.replace(CSV, delimiter="\t", missing=("", "?", "n/a")),
+    dense=DenseSection(top_mlp=(), learning_rate=1e-300),
+    train=TrainSection(eval_every_steps=7),
+    tables={
+        "user": TableSection(dim=8, workers=(0, 1), learning_rate=2.5e22),
+        'odd "name".x': TableSection(pooling="max"),
+        "": TableSection(),
+    },
+)
+
+
+@pytest.mark.parametrize("config", [RunConfig(), FULL], ids=["defaults", "full"])
+def test_toml_is_read_back_equal(tmp_path: Path, config: RunConfig) -> None:
+    assert _load(tmp_path, to_toml(config)) == config
+
+
+def test_toml_of_integers_in_float_keys_is_read_back_equal(tmp_path: Path) -> None:
+    config = RunConfig(cluster=ClusterSection(rpc_timeout_seconds=5))
+    assert _load(tmp_path, to_toml(config)) == config
+    assert fingerprint(_load(tmp_path, to_toml(config))) == fingerprint(config)
+
+
+def test_fingerprint_leaves_out_what_does_not_change_the_result() -> None:
+    base = fingerprint(RunConfig())
+    same = RunConfig(run=RunSection(name="other", folder="runs/x"), cluster=ClusterSection(master_port=12345))
+    assert fingerprint(same) == base
+    others = [
+        RunConfig(run=RunSection(seed=2)),
+        RunConfig(train=TrainSection(epochs=2)),
+        RunConfig(tables={"user": TableSection()}),
+        RunConfig(tables={"user": TableSection(dim=8)}),
+        FULL,
+    ]
+    assert len({base, *map(fingerprint, others)}) == 1 + len(others)
+    assert len(base) == 64
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == describe(), (
+        "run python -m hybrid.config_file > docs/config.md"
+    )
+
+
+def test_the_reference_names_every_key() -> None:
+    page = describe()
+    for section in dataclasses.fields(RunConfig):
+        if section.name != "tables":
+            assert f"## [{section.name}]" in page
+            for field in dataclasses.fields(getattr(RunConfig(), section.name)):
+                assert f"| `{field.name}` |" in page
+
+
+def test_importing_does_not_import_torch() -> None:
+    code = "import sys, hybrid.config_file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,0 +1,213 @@
+"""Pooling and row gradients against autograd; initial rows; the private torch functions relied upon."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, row_gradients
+from hybrid.embedding.spec import Pooling
+
+ROWS, DIM = 13, 3
+DTYPES = [torch.float32, torch.float64]
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
+EMPTY_INDEX = torch.empty(0, dtype=torch.int64)
+
+# Bags with none, one, several and repeated ids; the first and the last are empty.
+BAGS = [[], [3, 3, 12], [0], [], [5, 3, 1, 0], [12, 12], []]
+
+
+def bags_of(lists: list[list[int]], pooling: Pooling = Pooling.SUM, weighted: bool = False) -> Bags:
+    ids_L = torch.tensor([i for bag in lists for i in bag], dtype=torch.int64)
+    offsets = torch.tensor([0] + [len(bag) for bag in lists]).cumsum(0)
+    weights_L = torch.linspace(-1, 2, len(ids_L)) if weighted else None
+    return Bags(ids_L, offsets, weights_L, pooling)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def plain_pool(weight_RD: Tensor, bags: Bags) -> Tensor:
+    """Pooling bag by bag with plain tensor arithmetic."""
+    offsets = bags.offsets.tolist() if bags.offsets is not None else list(range(len(bags.ids_L) + 1))
+    pooled = []
+    for start, stop in itertools.pairwise(offsets):
+        rows_LD = weight_RD[bags.ids_L[start:stop]]
+        if bags.weights_L is not None:
+            rows_LD = rows_LD * bags.weights_L[start:stop, None].to(rows_LD.dtype)
+        if start == stop:
+            pooled.append(weight_RD.new_zeros(weight_RD.shape[1]))
+        elif bags.pooling is Pooling.SUM:
+            pooled.append(rows_LD.sum(0))
+        elif bags.pooling is Pooling.MEAN:
+            pooled.append(rows_LD.mean(0))
+        else:
+            # As EmbeddingBag does, the first of equal rows takes the whole gradient.
+            pooled.append(rows_LD.gather(0, rows_LD.argmax(0, keepdim=True))[0])
+    return torch.stack(pooled) if pooled else weight_RD.new_zeros(0, weight_RD.shape[1])
+
+
+CASES = [
+    pytest.param(bags_of(BAGS, Pooling.SUM), id="sum"),
+    pytest.param(bags_of(BAGS, Pooling.MEAN), id="mean"),
+    pytest.param(bags_of(BAGS, Pooling.MAX), id="max"),
+    pytest.param(bags_of(BAGS, Pooling.SUM, weighted=True), id="weighted"),
+    pytest.param(Bags(torch.tensor([4, 0, 4, 12, 0])), id="one id each"),
+    *(pytest.param(bags_of([[], [], []], pooling), id=f"empty bags, {pooling}") for pooling in Pooling),
+    *(pytest.param(bags_of([], pooling), id=f"no bags, {pooling}") for pooling in Pooling),
+    pytest.param(Bags(EMPTY_INDEX), id="no ids"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bags", CASES)
+def test_pooling_and_row_gradients_equal_autograd(bags: Bags, dtype: torch.dtype) -> None:
+    weight_RD = random(ROWS, DIM, dtype=dtype).requires_grad_()
+    expected_BD = plain_pool(weight_RD, bags)
+    pooled_BD = pool(weight_RD.detach(), bags)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(pooled_BD, expected_BD.detach(), rtol=tolerance, atol=tolerance)
+
+    grad_BD = random(*pooled_BD.shape, dtype=dtype, seed=1)
+    rows_U, grad_UD = row_gradients(bags, grad_BD, weight_RD.detach())
+    assert rows_U.tolist() == sorted(set(bags.ids_L.tolist()))
+    dense_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_copy(0, rows_U, grad_UD)
+    (expected_RD,) = torch.autograd.grad((expected_BD * grad_BD).sum() + 0 * weight_RD.sum(), weight_RD)
+    torch.testing.assert_close(dense_RD, expected_RD, rtol=tolerance, atol=tolerance)
+
+
+def test_a_part_of_the_gradient_reaches_only_the_first_of_equal_largest_rows() -> None:
+    weight_RD = torch.tensor([[1.0, 5.0], [5.0, 1.0], [5.0, 5.0]])
+    rows_U, grad_UD = row_gradients(bags_of([[0, 1, 2]], Pooling.MAX), torch.tensor([[1.0, 1.0]]), weight_RD)
+    assert rows_U.tolist() == [0, 1, 2]
+    assert grad_UD.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_the_same_bags_give_the_same_bits(pooling: Pooling) -> None:
+    generator = torch.Generator().manual_seed(2)
+    ids_L = torch.randint(0, 7, (3000,), generator=generator)
+    bags = Bags(ids_L, torch.arange(0, 3001, 5), None, pooling)
+    grad_BD = random(600, 16, dtype=torch.float32)
+    weight_RD = random(7, 16, dtype=torch.float32)
+    first = row_gradients(bags, grad_BD, weight_RD)[1]
+    assert all(torch.equal(first, row_gradients(bags, grad_BD, weight_RD)[1]) for _ in range(5))
+
+
+@pytest.mark.parametrize("weighted", [(False, False), (True, True), (True, False), (False, True)])
+def test_concatenated_bags_pool_as_their_parts(weighted: tuple[bool, bool]) -> None:
+    weight_RD = random(ROWS, DIM, dtype=torch.float64)
+    parts = [bags_of(BAGS, weighted=weighted[0]), bags_of(BAGS[::-1][:4], weighted=weighted[1])]
+    expected_BD = torch.cat([pool(weight_RD, part) for part in parts])
+    torch.testing.assert_close(pool(weight_RD, concatenate(parts)), expected_BD, rtol=1e-14, atol=1e-14)
+
+
+def test_concatenating_mixes_bags_with_and_without_offsets() -> None:
+    single, many = Bags(torch.tensor([1, 2])), bags_of(BAGS)
+    mixed = concatenate([single, many, single])
+    assert mixed.offsets is not None
+    assert mixed.ids_L.tolist() == [1, 2, *(i for bag in BAGS for i in bag), 1, 2]
+    weight_RD = random(ROWS, DIM, dtype=torch.float64)
+    expected_BD = torch.cat([pool(weight_RD, b) for b in (single, many, single)])
+    torch.testing.assert_close(pool(weight_RD, mixed), expected_BD, rtol=1e-14, atol=1e-14)
+
+
+def test_concatenating_single_ids_needs_no_offsets() -> None:
+    one = Bags(torch.tensor([1, 2]))
+    assert concatenate([one]) is one
+    both = concatenate([one, one])
+    assert both.offsets is None
+    assert both.ids_L.tolist() == [1, 2, 1, 2]
+
+
+def test_torch_still_has_the_private_functions_as_used_here() -> None:
+    """A torch that changes them must fail here first, loudly."""
+    assert str(torch.ops.aten._embedding_bag.default._schema) == (
+        "aten::_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq=False, "
+        "int mode=0, bool sparse=False, Tensor? per_sample_weights=None, bool include_last_offset=False, "
+        "int padding_idx=-1) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    assert str(torch.ops.aten._embedding_bag_dense_backward.default._schema) == (
+        "aten::_embedding_bag_dense_backward(Tensor grad, Tensor indices, Tensor offset2bag, "
+        "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, "
+        "Tensor? per_sample_weights, int padding_idx=-1) -> Tensor"
+    )
+    assert str(torch.ops.aten.embedding_dense_backward.default._schema) == (
+        "aten::embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, "
+        "SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"
+    )
+
+
+def test_torch_numbers_the_poolings_as_here_and_returns_the_largest_rows_last() -> None:
+    weight_RD = random(ROWS, DIM, dtype=torch.float64)
+    ids_L, starts = torch.tensor([1, 5, 2]), torch.tensor([0, 3])
+    for mode, pooling in enumerate(Pooling):
+        result = torch.ops.aten._embedding_bag(weight_RD, ids_L, starts, False, mode, False, None, True)
+        assert torch.equal(result[0], F.embedding_bag(ids_L[None], weight_RD, mode=pooling.value))
+    assert torch.equal(result[3][0], ids_L[weight_RD[ids_L].argmax(0)])
+
+
+def rows(num_rows: int, dim: int, seed: int = 1, table: str = "t", index: int = 0, count: int = 1) -> Tensor:
+    out_RD = torch.empty(num_rows, dim)
+    initialise_rows(out_RD, seed, table, 1.0, index, count)
+    return out_RD
+
+
+def test_initial_rows_are_uniform() -> None:
+    values_N = rows(50_000, 4).flatten().double().sort().values
+    size = len(values_N)
+    assert values_N[0] >= -1.0
+    assert values_N[-1] <= 1.0
+    assert abs(values_N.mean()) < 4 / (3 * size) ** 0.5
+    assert values_N.var() == pytest.approx(1 / 3, rel=0.01)
+    # Kolmogorov-Smirnov distance to the uniform distribution; a true sample exceeds this once in 10^5.
+    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert ((values_N + 1) / 2 - ranks_N).abs().max() < 2.5 / size**0.5
+
+
+@pytest.mark.parametrize(
+    ("seed", "table"), [(2, "t"), (0, "t"), (1, "u"), (1, "C2")], ids=["seed", "seed 0", "table", "other"]
+)
+def test_tables_and_seeds_are_uncorrelated(seed: int, table: str) -> None:
+    first, other = rows(10_000, 8).flatten(), rows(10_000, 8, seed, table).flatten()
+    assert not set(first[:1000].tolist()) >= set(other[:1000].tolist())
+    assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 4 / 80_000**0.5
+
+
+def test_columns_and_neighbouring_rows_are_uncorrelated() -> None:
+    whole = rows(20_000, 4)
+    shifted = torch.cat([whole[:-1], whole[1:]], dim=1)
+    correlations = torch.corrcoef(shifted.t()) - torch.eye(8)
+    assert correlations.abs().max() < 5 / 20_000**0.5
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_shards_have_the_rows_of_the_whole(count: int) -> None:
+    whole = rows(100, 5)
+    for index in range(count):
+        assert torch.equal(rows(len(whole[index::count]), 5, index=index, count=count), whole[index::count])
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rows(100, 5)
+    monkeypatch.setattr("hybrid.embedding.kernels._INIT_BLOCK_VALUES", 35)
+    assert torch.equal(rows(100, 5), whole)
+
+
+def test_scale_and_width_of_initial_values() -> None:
+    small = torch.empty(100, 5, dtype=torch.float64)
+    initialise_rows(small, 1, "t", 0.125)
+    assert torch.equal(small, rows(100, 5).double() * 0.125)
+
+
+def test_initial_rows_stay_as_they_are_between_versions() -> None:
+    """A run resumed or compared across versions starts from the same table."""
+    golden = torch.tensor(
+        [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
+    )
+    torch.testing.assert_close(rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)

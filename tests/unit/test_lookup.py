@@ -1,0 +1,217 @@
+"""Lookups and updates against ``torch.nn.EmbeddingBag``, with the workers' tables in this process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.update import UpdateMode
+
+SGD = OptimizerSpec("sgd", 0.5)
+DTYPE = torch.float64
+
+
+class Tables:
+    """Tables on workers, all in this process, and the same rows in plain torch modules."""
+
+    def __init__(self, tables: list[TableSpec], features: list[FeatureSpec], num_workers: int) -> None:
+        self.spec = InputSpec((), tuple(features))
+        self.placement = plan(tables, num_workers)
+        self.hosts = {
+            worker: TableShards(self.placement, worker, 7, 1, UpdateMode.SYNC, 10.0, DTYPE)
+            for worker in range(num_workers)
+            if self.placement.of_worker(worker)
+        }
+        self.embeddings = Embeddings(tables, self.spec, self.placement, self.hosts)
+        table_of = {feature: table for table in tables for feature in table.features}
+        self.reference = {t.name: self.rows(t).requires_grad_() for t in tables}
+        self.table_of = [table_of[f.name] for f in features]
+
+    def rows(self, table: TableSpec) -> Tensor:
+        """All rows of a table, put together from its shards."""
+        whole = torch.empty(table.num_rows, table.dim, dtype=DTYPE)
+        for shard in self.placement.of_table(table.name):
+            whole[shard.index :: shard.count] = self.hosts[shard.worker].shard_tensors(shard)["weight"]
+        return whole
+
+    def expected(self, sparse: SparseFeatures) -> Tensor:
+        """The pooled vectors by ``embedding_bag`` on whole tables."""
+        size = sparse.batch_size
+        offsets = sparse.offsets if sparse.offsets is not None else torch.arange(len(sparse.ids_L) + 1)
+        pieces = []
+        for k, table in enumerate(self.table_of):
+            bounds = offsets[k * size : (k + 1) * size + 1]
+            ids = sparse.ids_L[bounds[0] : bounds[-1]]
+            weights = None if sparse.weights_L is None else sparse.weights_L[bounds[0] : bounds[-1]]
+            pieces.append(
+                torch.nn.functional.embedding_bag(
+                    ids,
+                    self.reference[table.name],
+                    bounds - bounds[0],
+                    mode=table.pooling.value,
+                    per_sample_weights=weights,
+                    include_last_offset=True,
+                )
+            )
+        return torch.cat(pieces, dim=1)
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+
+def table(
+    name: str, num_rows: int = 11, dim: int = 3, pooling: Pooling = Pooling.SUM, **more: object
+) -> TableSpec:
+    fields: dict[str, object] = {"features": (name,), "optimizer": SGD, "init_scale": 1.0, **more}
+    return TableSpec(name, num_rows, dim, pooling, **fields)  # type: ignore[arg-type]
+
+
+def random_bags(num_rows: list[int], size: int, longest: int, seed: int) -> list[list[list[int]]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [
+            torch.randint(
+                0, rows, (int(torch.randint(0, longest + 1, (), generator=generator)),), generator=generator
+            ).tolist()
+            for _ in range(size)
+        ]
+        for rows in num_rows
+    ]
+
+
+def check_steps(tables: Tables, batches: list[SparseFeatures]) -> None:
+    """Pooled vectors, and rows after SGD steps, equal plain torch's."""
+    try:
+        for step, sparse in enumerate(batches):
+            pooled = tables.embeddings.lookup(sparse, step).wait()
+            expected = tables.expected(sparse)
+            torch.testing.assert_close(pooled, expected, rtol=1e-12, atol=1e-12)
+            grad = torch.linspace(-1, 1, pooled.numel(), dtype=DTYPE).view_as(pooled)
+            pooled.backward(grad)
+            rows = list(tables.reference.values())
+            grads = torch.autograd.grad(expected, rows, grad, allow_unused=True)
+            with torch.no_grad():
+                for row, row_grad in zip(rows, grads, strict=True):
+                    if row_grad is not None:
+                        row -= SGD.learning_rate * row_grad
+        final = tables.embeddings.lookup(batches[0], len(batches), train=False).wait()
+        torch.testing.assert_close(final, tables.expected(batches[0]), rtol=1e-12, atol=1e-12)
+    finally:
+        tables.close()
+
+
+PLACEMENTS = ["table", "row"]
+CASES = list(itertools.product(PLACEMENTS, [1, 2, 3]))
+
+
+@pytest.mark.parametrize(("placement", "workers"), CASES)
+def test_one_id_a_sample(placement: str, workers: int) -> None:
+    specs = [table("a", placement=placement), table("b", 5, placement=placement), table("c", 40)]
+    tables = Tables(specs, [FeatureSpec("a", 11), FeatureSpec("b", 5), FeatureSpec("c", 40)], workers)
+    batches = []
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(0, rows, (6,), generator=generator) for rows in (11, 5, 40)]
+        batches.append(SparseFeatures(torch.cat(ids), None, None, 3))
+    check_steps(tables, batches)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize(("placement", "workers"), CASES)
+def test_bags_some_of_them_empty(pooling: Pooling, placement: str, workers: int) -> None:
+    specs = [table("a", pooling=pooling, placement=placement), table("b", 23, 3, pooling)]
+    tables = Tables(specs, [FeatureSpec("a", 11, True), FeatureSpec("b", 23, True)], workers)
+    bags = [random_bags([11, 23], 5, 4, seed) for seed in range(4)]
+    assert any(not bag for feature in bags[0] for bag in feature)
+    check_steps(tables, [SparseFeatures.from_bags(b) for b in bags])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_weights_within_bags(placement: str) -> None:
+    tables = Tables([table("a", placement=placement)], [FeatureSpec("a", 11, True)], 2)
+    bags = random_bags([11], 5, 4, seed=3)
+    weights = [[[0.5 + i for i, _ in enumerate(bag)] for bag in feature] for feature in bags]
+    sparse = SparseFeatures.from_bags(bags, weights)
+    assert sparse.weights_L is not None
+    check_steps(tables, [sparse._replace(weights_L=sparse.weights_L.double())] * 3)
+
+
+def test_mixed_widths_kinds_and_a_shared_table() -> None:
+    specs = [
+        table("shared", 13, 4, features=("x", "y"), placement="row"),
+        table("wide", 17, 6, Pooling.MEAN),
+        table("single", 9, 4),
+    ]
+    features = [
+        FeatureSpec("x", 13),
+        FeatureSpec("wide", 17, True),
+        FeatureSpec("y", 13, True),
+        FeatureSpec("single", 9),
+    ]
+    tables = Tables(specs, features, 2)
+    batches = []
+    for seed in range(3):
+        one = torch.randint(0, 9, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
+        wide, y = random_bags([17, 13], 5, 3, seed)
+        batches.append(SparseFeatures.from_bags([[[i] for i in one[0]], wide, y, [[i] for i in one[1]]]))
+    check_steps(tables, batches)
+
+
+def test_an_empty_batch_takes_part_in_the_step() -> None:
+    tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
+    none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 2)
+    check_steps(tables, [none, SparseFeatures(torch.arange(6), None, None, 2), none])
+
+
+@pytest.mark.parametrize("bad", [-1, 11])
+def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
+    tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
+    try:
+        with pytest.raises(ValueError, match=f"feature b: id {bad} is not a row of table b \\(11 rows\\)"):
+            tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), 0)
+        assert all(host.version == 0 for host in tables.hosts.values())
+    finally:
+        tables.close()
+
+
+def test_weights_with_mean_pooling_are_refused() -> None:
+    tables = Tables([table("a", pooling=Pooling.MEAN)], [FeatureSpec("a", 11, True)], 1)
+    try:
+        with pytest.raises(ValueError, match="weights need sum pooling"):
+            tables.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), 0)
+    finally:
+        tables.close()
+
+
+def test_initial_rows_do_not_depend_on_the_placement() -> None:
+    specs = [table("a", 50, 4), table("b", 30, 4)]
+    rows = []
+    for placement, workers in (("table", 1), ("table", 3), ("row", 2), ("row", 3)):
+        placed = [table(t.name, t.num_rows, t.dim, placement=placement) for t in specs]
+        tables = Tables(placed, [FeatureSpec("a", 50), FeatureSpec("b", 30)], workers)
+        rows.append(torch.cat([tables.rows(t) for t in placed]))
+        tables.close()
+    assert all(torch.equal(rows[0], other) for other in rows[1:])
+    assert rows[0].abs().max() <= 1.0
+    assert rows[0].unique().numel() > 300  # 320 values, hardly any twice
+
+
+@pytest.mark.parametrize("bags", [[[1, 2], []], [[], [3]], [[1, 2], [3]]])
+def test_a_feature_that_is_not_multi_hot_holds_exactly_one_id(bags: list[list[int]]) -> None:
+    """Two ids here and none there would otherwise pass for one each, of the wrong samples."""
+    tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11, True), FeatureSpec("b", 11)], 2)
+    try:
+        with pytest.raises(ValueError, match=r"^feature b: sample \d must hold exactly one id$"):
+            tables.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), 0)
+        assert len(tables.embeddings.lookup(SparseFeatures.from_bags([[], []]), 0).wait()) == 0
+    finally:
+        tables.close()

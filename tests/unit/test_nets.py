@@ -1,0 +1,314 @@
+"""Dense nets against plain formulas, at the edges of their inputs, and as functions of the seed alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import accumulate, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybrid.config import NETS, DenseSection, RunConfig, RunSection
+from hybrid.dense.nets import (
+    CrossInteraction,
+    DenseNet,
+    DotInteraction,
+    FactorizationMachine,
+    WideAndDeepInputs,
+    build_dense_net,
+    build_remote_net,
+    extra_columns,
+    interaction_width,
+)
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.errors import ConfigError
+
+DIM, NUM_SPARSE = 4, 3
+
+
+def _config(net: str, *, seed: int = 1, **dense: Any) -> RunConfig:
+    section = dataclasses.replace(DenseSection(bottom_mlp=(8,), top_mlp=(16, 12)), net=net, **dense)
+    return RunConfig(dense=section, run=RunSection(seed=seed))
+
+
+def _input_spec(num_dense: int, num_sparse: int = NUM_SPARSE) -> InputSpec:
+    sparse = tuple(FeatureSpec(f"C{k}", num_rows=10) for k in range(num_sparse))
+    return InputSpec(tuple(f"I{f}" for f in range(num_dense)), sparse)
+
+
+def _widths(net: str, num_sparse: int = NUM_SPARSE) -> tuple[int, ...]:
+    return (DIM + extra_columns(net),) * num_sparse
+
+
+def _inputs(batch_size: int, num_dense: int, width: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    dense_BF = torch.randn(batch_size, num_dense, generator=generator, dtype=torch.float64)
+    pooled_BE = torch.randn(batch_size, width, generator=generator, dtype=torch.float64)
+    return dense_BF.requires_grad_(), pooled_BE.requires_grad_()
+
+
+def _split(row_E: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    ends = list(accumulate(widths))
+    return [row_E[end - width : end] for end, width in zip(ends, widths, strict=True)]
+
+
+def _mlp_shapes(module: nn.Module) -> list[tuple[int, int]]:
+    return [
+        (layer.in_features, layer.out_features) for layer in module.modules() if isinstance(layer, nn.Linear)
+    ]
+
+
+def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
+    config = RunConfig(dense=DenseSection(net="dlrm", bottom_mlp=(512, 256, 64), top_mlp=(512, 256)))
+    net = build_dense_net(config, _input_spec(13, 26), [16] * 26)
+    assert _mlp_shapes(net.bottom) == [(13, 512), (512, 256), (256, 64), (64, 16)]
+    assert [type(layer) for layer in net.bottom.children()] == [nn.Linear, nn.ReLU] * 4
+    assert _mlp_shapes(net.head) == [(367, 512), (512, 256), (256, 1)]
+    assert [type(layer) for layer in net.head.children()] == [
+        *[nn.Linear, nn.ReLU] * 2,
+        nn.Linear,
+        nn.Flatten,
+    ]
+    assert list(net.interaction.parameters()) == []
+    assert all("interaction" not in name for name in net.state_dict())
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_dot_interaction_is_the_dot_product_of_every_pair(num_dense: int) -> None:
+    bottom_BD, pooled_BE = _inputs(5, DIM if num_dense else 0, NUM_SPARSE * DIM)
+    num_vectors = NUM_SPARSE + bool(num_dense)
+    hidden_BH = DotInteraction(num_vectors, DIM)(bottom_BD, pooled_BE)
+    for b in range(5):
+        vectors = [*([bottom_BD[b]] if num_dense else []), *_split(pooled_BE[b], [DIM] * NUM_SPARSE)]
+        dots = [torch.dot(vectors[i], vectors[j]) for i in range(num_vectors) for j in range(i)]
+        torch.testing.assert_close(hidden_BH[b], torch.cat([bottom_BD[b], torch.stack(dots)]))
+
+
+def test_dot_interaction_has_first_and_second_derivatives() -> None:
+    inputs = _inputs(2, DIM, NUM_SPARSE * DIM)
+    interaction = DotInteraction(NUM_SPARSE + 1, DIM)
+    assert torch.autograd.gradcheck(interaction, inputs)
+    assert torch.autograd.gradgradcheck(interaction, inputs)
+
+
+def test_dot_interaction_works_under_autocast() -> None:
+    net = build_dense_net(_config("dlrm"), _input_spec(2), _widths("dlrm"))
+    dense_BF, pooled_BE = (tensor.detach().float().requires_grad_() for tensor in _inputs(3, 2, 3 * DIM))
+    net(dense_BF, pooled_BE).sum().backward()
+    assert pooled_BE.grad is not None
+    expected, pooled_BE.grad = pooled_BE.grad, None
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_B = net(dense_BF, pooled_BE)
+    logits_B.sum().backward()
+    torch.testing.assert_close(pooled_BE.grad, expected, rtol=0.1, atol=0.02)
+
+
+def test_cross_layers_follow_the_formula() -> None:
+    dense_BF, pooled_BE = _inputs(5, 2, 3)
+    cross = CrossInteraction(5, num_layers=2).double()
+    x0_BH = x_BH = torch.cat([dense_BF, pooled_BE], 1)
+    for weight, bias in zip(*[iter(cross.parameters())] * 2, strict=True):
+        x_BH = x0_BH * (torch.einsum("bi,oi->bo", x_BH, weight) + bias) + x_BH
+    torch.testing.assert_close(cross(dense_BF, pooled_BE), x_BH)
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_factorization_machine_is_the_double_loop_over_pairs(num_dense: int) -> None:
+    dense_BF, pooled_BE = _inputs(5, num_dense, NUM_SPARSE * (DIM + 1))
+    machine = FactorizationMachine(NUM_SPARSE, DIM + 1, num_dense).double()
+    hidden_BH = machine(dense_BF, pooled_BE)
+    weights_F = machine.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
+    for b in range(5):
+        vectors = _split(pooled_BE[b], [DIM + 1] * NUM_SPARSE)
+        score = torch.dot(weights_F, dense_BF[b]) + sum(vector[DIM] for vector in vectors)
+        score += sum(torch.dot(v[:DIM], w[:DIM]) for v, w in combinations(vectors, 2))
+        deep = torch.cat([dense_BF[b], *(vector[:DIM] for vector in vectors)])
+        torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_wide_and_deep_takes_tables_of_any_width(num_dense: int) -> None:
+    widths = (3, 1 + 1, 5)
+    dense_BF, pooled_BE = _inputs(5, num_dense, sum(widths))
+    wide = WideAndDeepInputs(widths, num_dense).double()
+    hidden_BH = wide(dense_BF, pooled_BE)
+    weights_F = wide.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
+    for b in range(5):
+        vectors = _split(pooled_BE[b], widths)
+        score = torch.dot(weights_F, dense_BF[b]) + sum(vector[-1] for vector in vectors)
+        deep = torch.cat([dense_BF[b], *(vector[:-1] for vector in vectors)])
+        torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
+
+
+@pytest.mark.parametrize("net_name", ["deepfm", "wide_deep"])
+def test_the_logit_is_the_score_plus_the_deep_net(net_name: str) -> None:
+    net = build_dense_net(_config(net_name), _input_spec(2), _widths(net_name)).double()
+    dense_BF, pooled_BE = _inputs(5, 2, NUM_SPARSE * (DIM + 1))
+    x_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
+    score_B, x_BH = x_BH[:, 0], x_BH[:, 1:]
+    *hidden, last = [layer for layer in net.head.modules() if isinstance(layer, nn.Linear)]
+    assert [layer.out_features for layer in hidden] == [16, 12]
+    for layer in hidden:
+        x_BH = (x_BH @ layer.weight.T + layer.bias).relu()
+    torch.testing.assert_close(
+        net(dense_BF, pooled_BE), score_B + (x_BH @ last.weight.T + last.bias).squeeze(1)
+    )
+
+
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("num_dense", [0, 2])
+@pytest.mark.parametrize("batch_size", [0, 1, 5])
+def test_every_net_takes_every_batch_forward_and_backward(
+    net_name: str, num_dense: int, batch_size: int
+) -> None:
+    widths = _widths(net_name)
+    net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
+    dense_BF, pooled_BE = _inputs(batch_size, num_dense, sum(widths))
+    logits_B = net(dense_BF, pooled_BE)
+    assert logits_B.shape == (batch_size,)
+    assert logits_B.dtype == torch.float64
+    logits_B.sum().backward()
+    assert pooled_BE.grad is not None
+    assert pooled_BE.grad.shape == pooled_BE.shape
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None, name
+        assert batch_size or not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("net_name", NETS)
+def test_gradients_of_every_net(net_name: str) -> None:
+    widths = _widths(net_name)
+    net = build_dense_net(_config(net_name), _input_spec(2), widths).double()
+    assert torch.autograd.gradcheck(net, _inputs(2, 2, sum(widths)))
+
+
+@pytest.mark.parametrize("net_name", NETS)
+def test_weights_are_a_function_of_the_seed_alone(net_name: str) -> None:
+    def weights(seed: int) -> Tensor:
+        config = _config(net_name, seed=seed, remote_mlp=(7,))
+        local = build_dense_net(config, _input_spec(2), _widths(net_name))
+        remote = build_remote_net(config, _input_spec(2), _widths(net_name))
+        return nn.utils.parameters_to_vector([*local.parameters(), *remote.parameters()])
+
+    torch.manual_seed(11)
+    first = weights(seed=1)
+    state = torch.get_rng_state()
+    torch.testing.assert_close(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(11)))
+    torch.manual_seed(12)
+    assert torch.equal(weights(seed=1), first)
+    assert not torch.equal(weights(seed=2), first)
+    torch.set_rng_state(state)
+
+
+@pytest.mark.parametrize("net_name", NETS)
+def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
+    config = _config(net_name, remote_mlp=(7, 9))
+    widths = _widths(net_name)
+    net = build_dense_net(config, _input_spec(2), widths).double()
+    remote = build_remote_net(config, _input_spec(2), widths).double()
+    width = interaction_width(config, _input_spec(2), widths)
+    assert _mlp_shapes(remote) == [(width, 7), (7, 9)]
+    assert [type(layer) for layer in remote.children()] == [nn.Linear, nn.ReLU] * 2
+    assert _mlp_shapes(net.head) == [(9, 1)]
+    for batch_size in (0, 4):
+        dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
+        hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
+        assert net.head(remote(hidden_BH)).shape == (batch_size,)
+
+
+def test_interaction_widths() -> None:
+    found = {net: interaction_width(_config(net), _input_spec(2), _widths(net)) for net in NETS}
+    assert found == {
+        "dlrm": DIM + 4 * 3 // 2,
+        "dcn_v2": 2 + NUM_SPARSE * DIM,
+        "deepfm": 1 + 2 + NUM_SPARSE * DIM,
+        "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
+    }
+
+
+def test_extra_columns() -> None:
+    assert {net: extra_columns(net) for net in (*NETS, "my:net")} == {
+        "dlrm": 0,
+        "dcn_v2": 0,
+        "deepfm": 1,
+        "wide_deep": 1,
+        "my:net": 0,
+    }
+
+
+@pytest.mark.parametrize(("net_name", "dims"), [("dlrm", "[4, 8]"), ("deepfm", "[3, 7]")])
+def test_nets_of_pairs_need_equal_widths(net_name: str, dims: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_dense_net(_config(net_name), _input_spec(2), (4, 8, 4))
+    assert str(caught.value) == (
+        f"tables.*.dim = {dims}: must be the same for all tables, since dense.net is {net_name}"
+    )
+
+
+def test_dlrm_of_one_vector_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^data.dense: must name a column"):
+        build_dense_net(_config("dlrm"), _input_spec(0, 1), (DIM,))
+    assert build_dense_net(_config("dlrm"), _input_spec(1, 1), (DIM,)) is not None
+
+
+OWN = """
+import torch
+from torch import nn
+from hybrid.dense.nets import DenseNet
+
+class Join(nn.Module):
+    def forward(self, bottom, pooled):
+        return torch.cat([bottom, pooled], 1)
+
+def linear(config, input_spec, widths):
+    width = len(input_spec.dense_features) + sum(widths)
+    last = config.dense.remote_mlp[-1] if config.dense.remote_mlp else width
+    head = nn.Sequential(nn.Linear(last, 1), nn.Flatten(0))
+    return DenseNet(nn.Identity(), Join(), head)
+
+def wrong(config, input_spec, widths):
+    return nn.Linear(1, 1)
+"""
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_nets_of_a_test.py").write_text(OWN)
+    (tmp_path / "broken_nets_of_a_test.py").write_text("def broken(:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def _own(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
+    return _config(name, **dense), _input_spec(2), (3, 4, 5)
+
+
+@pytest.mark.usefixtures("own_module")
+def test_a_net_of_the_users_own() -> None:
+    arguments = _own("own_nets_of_a_test:linear")
+    net = build_dense_net(*arguments)
+    assert isinstance(net, DenseNet)
+    weight = next(net.parameters())
+    assert weight.shape == (1, 14)
+    torch.rand(1)
+    assert torch.equal(next(build_dense_net(*arguments).parameters()), weight)
+    assert _mlp_shapes(build_remote_net(*_own("own_nets_of_a_test:linear", remote_mlp=(7,)))) == [(14, 7)]
+
+
+@pytest.mark.usefixtures("own_module")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("absent_nets_of_a_test:f", "cannot be imported: ModuleNotFoundError: No module named"),
+        ("own_nets_of_a_test:absent", "cannot be imported: AttributeError: module .* has no attribute"),
+        ("broken_nets_of_a_test:broken", "cannot be imported: SyntaxError"),
+        ("own_nets_of_a_test:wrong", "must return a hybrid.dense.nets.DenseNet, not a Linear"),
+    ],
+)
+def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        build_dense_net(*_own(name))
+    assert caught.value.key == "dense.net"

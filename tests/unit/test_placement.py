@@ -1,0 +1,199 @@
+"""Placement: every row somewhere, once; loads in balance; overrides obeyed; both sides agree on layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid.embedding.placement import (
+    MIN_SPLIT_BYTES,
+    Placement,
+    bytes_per_row,
+    bytes_per_sample,
+    plan,
+)
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.errors import ConfigError
+
+SGD = OptimizerSpec("sgd", 0.1)
+ADAGRAD = OptimizerSpec("adagrad", 0.1)
+
+# Distinct values of the 26 categorical columns of the Criteo display advertising challenge.
+CRITEO_ROWS = (
+    1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194, 27, 14992, 5461306,
+    10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
+)  # fmt: skip
+
+
+def table(name: str, num_rows: int = 11, dim: int = 4, **more: object) -> TableSpec:
+    fields: dict[str, object] = {"features": (name,), "optimizer": SGD, "init_scale": 1.0, **more}
+    return TableSpec(name, num_rows, dim, Pooling.SUM, **fields)  # type: ignore[arg-type]
+
+
+def criteo(divisor: int = 1) -> list[TableSpec]:
+    return [
+        table(f"C{i}", max(1, rows // divisor), 16, optimizer=ADAGRAD)
+        for i, rows in enumerate(CRITEO_ROWS, start=1)
+    ]
+
+
+def workers_of(placement: Placement, name: str) -> list[int]:
+    return [shard.worker for shard in placement.of_table(name)]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[list[TableSpec], int]:
+    """Some tables of every kind, and a number of workers."""
+    num_workers = draw(st.integers(1, 6))
+    kind = st.tuples(
+        st.integers(1, 40),
+        st.sampled_from([2, 4]),
+        st.sampled_from([SGD, ADAGRAD]),
+        st.sampled_from(["auto", "table", "row"]),
+        st.lists(st.integers(0, num_workers - 1), max_size=3),
+    )
+    tables = [
+        table(f"t{i}", rows, dim, optimizer=optimizer, placement=placement, workers=tuple(workers))
+        for i, (rows, dim, optimizer, placement, workers) in enumerate(draw(st.lists(kind, max_size=8)))
+    ]
+    return tables, num_workers
+
+
+@given(plans())
+@settings(deadline=None, max_examples=150, database=None)
+def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec], int]) -> None:
+    tables, num_workers = case
+    placement = plan(tables, num_workers)
+    for each in tables:
+        shards = placement.of_table(each.name)
+        rows = [row for s in shards for row in range(s.index, each.num_rows, s.count)]
+        assert sorted(rows) == list(range(each.num_rows))
+        assert [s.num_rows for s in shards] == [len(range(s.index, each.num_rows, s.count)) for s in shards]
+        assert all(s.num_rows for s in shards)
+        workers = [s.worker for s in shards]
+        assert len(set(workers)) == len(workers)
+        assert set(workers) <= set(each.workers or range(num_workers))
+        assert each.placement != "table" or len(shards) == 1
+    assert len(placement.shards) == sum(len(placement.of_worker(w)) for w in range(num_workers))
+
+
+@given(plans())
+@settings(deadline=None, max_examples=150, database=None)
+def test_groups_lay_out_all_shards_of_a_worker_without_gap_or_overlap(
+    case: tuple[list[TableSpec], int],
+) -> None:
+    placement = plan(*case)
+    for worker in range(placement.num_workers):
+        groups = placement.groups(worker)
+        grouped = [shard for group in groups for shard in group.shards]
+        assert sorted(grouped, key=repr) == sorted(placement.of_worker(worker), key=repr)
+        assert len({(g.dim, g.optimizer) for g in groups}) == len(groups)
+        for group in groups:
+            ends = [start + s.num_rows for start, s in zip(group.starts, group.shards, strict=True)]
+            assert list(group.starts) == [0, *ends[:-1]]
+            assert group.num_rows == ends[-1]
+            assert {(s.table.dim, s.table.optimizer) for s in group.shards} == {(group.dim, group.optimizer)}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("divisor", [1, 1000])
+def test_criteo_tables_balance_bytes_and_traffic(num_workers: int, divisor: int) -> None:
+    """The fullest worker is within a third of the mean in bytes, and the busiest within a sixth in traffic.
+
+    At a thousandth of the size no table is split, so whole ones must balance.
+    """
+    tables = criteo(divisor)
+    placement = plan(tables, num_workers)
+    held = [sum(s.num_bytes for s in placement.of_worker(w)) for w in range(num_workers)]
+    moved = [
+        sum(bytes_per_sample(s.table, {}) / s.count for s in placement.of_worker(w))
+        for w in range(num_workers)
+    ]
+    assert sum(held) == sum(t.num_rows * bytes_per_row(t) for t in tables)
+    assert max(held) / (sum(held) / num_workers) < 4 / 3
+    assert max(moved) / (sum(moved) / num_workers) < 7 / 6
+
+
+def test_traffic_counts_ids_and_vectors() -> None:
+    shared = table("t", dim=16, features=("a", "b"))
+    assert bytes_per_sample(shared, {}) == 2 * 8 + 2 * 2 * 16 * 4
+    assert bytes_per_sample(shared, {"a": 10.0, "b": 2.5}) == 12.5 * 8 + 2 * 2 * 16 * 4
+
+
+def test_tables_with_long_bags_are_kept_apart() -> None:
+    tables = [table(name, 100) for name in "abcd"]
+    evenly, by_traffic = plan(tables, 2), plan(tables, 2, {"a": 100.0, "c": 100.0})
+    assert workers_of(evenly, "a") == workers_of(evenly, "c")
+    assert workers_of(by_traffic, "a") != workers_of(by_traffic, "c")
+
+
+def test_small_tables_are_spread_even_where_they_have_fewer_rows_than_there_are_workers() -> None:
+    placement = plan([table(f"t{i}", 2) for i in range(8)], 8)
+    assert sorted(w for i in range(8) for w in workers_of(placement, f"t{i}")) == list(range(8))
+
+
+def rows_of_bytes(num_bytes: int) -> int:
+    return num_bytes // bytes_per_row(table("t", 1, 4))
+
+
+@pytest.mark.parametrize(
+    ("big", "small", "is_split"),
+    [
+        (2 * MIN_SPLIT_BYTES, MIN_SPLIT_BYTES, True),
+        (MIN_SPLIT_BYTES, 1024, True),
+        (MIN_SPLIT_BYTES - 16, 1024, False),  # too small to be worth it
+        (2 * MIN_SPLIT_BYTES, 2 * MIN_SPLIT_BYTES, False),  # a fair share exactly
+    ],
+)
+def test_auto_splits_only_tables_above_a_fair_share_and_large(big: int, small: int, is_split: bool) -> None:
+    placement = plan([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
+    assert (len(placement.of_table("big")) == 2) is is_split
+    assert len(placement.of_table("small")) == 1
+
+
+def test_auto_splits_nothing_on_one_worker() -> None:
+    assert [s.count for s in plan(criteo(), 1).shards] == [1] * 26
+
+
+def test_overrides_are_obeyed() -> None:
+    huge = rows_of_bytes(4 * MIN_SPLIT_BYTES)
+    placement = plan(
+        [
+            table("whole", huge, placement="table"),
+            table("rows", 10, placement="row"),
+            table("there", huge, workers=(2,)),
+            table("two", 10, placement="row", workers=(3, 1)),
+            table("twice", 10, placement="row", workers=(1, 1)),
+        ],
+        4,
+    )
+    assert len(workers_of(placement, "whole")) == 1
+    assert workers_of(placement, "rows") == [0, 1, 2, 3]
+    assert workers_of(placement, "there") == [2]
+    assert workers_of(placement, "two") == [3, 1]
+    assert workers_of(placement, "twice") == [1]
+
+
+def test_a_split_has_no_empty_shard_where_workers_outnumber_rows() -> None:
+    placement = plan([table("t", 3, placement="row")], 8)
+    assert [(s.worker, s.num_rows, s.count) for s in placement.shards] == [(0, 1, 3), (1, 1, 3), (2, 1, 3)]
+
+
+def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
+    tables = criteo(1000)
+    first = plan(tables, 3)
+    assert plan(list(map(dataclasses.replace, tables)), 3) == first
+    backwards = plan(tables[::-1], 3)
+    assert {t.name: workers_of(backwards, t.name) for t in tables} == {
+        t.name: workers_of(first, t.name) for t in tables
+    }
+    assert [s.table.name for s in first.shards] == [t.name for t in tables]
+
+
+@pytest.mark.parametrize("worker", [2, -1])
+def test_a_worker_that_does_not_exist_is_an_error_that_names_the_key(worker: int) -> None:
+    with pytest.raises(ConfigError, match=r"tables\.t\.workers = \[.*\]: must be below cluster.workers = 2"):
+        plan([table("t", workers=(0, worker))], 2)

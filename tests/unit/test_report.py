@@ -1,0 +1,212 @@
+"""The run folder: what it holds, that it is never overwritten, and what a full disk looks like."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
+    EventAccumulator,
+)
+
+from hybrid.config import RunConfig, TrainSection
+from hybrid.config_file import load_config
+from hybrid.errors import ConfigError, HybridError
+from hybrid.metrics import Metrics
+from workers.report import RunFolder
+from workers.terminal import Progress
+
+CONFIG = RunConfig(train=TrainSection(epochs=3))
+METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
+PHASE_SECONDS = {"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0}
+
+
+def _progress(step: int, loss: float = 0.5, auc: float = 0.7) -> Progress:
+    return Progress(
+        step=step,
+        total_steps=100,
+        epoch=1,
+        epochs=1,
+        loss=loss,
+        auc=auc,
+        samples_per_second=1000.0,
+        seconds_left=1.0,
+        phase_seconds=PHASE_SECONDS,
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def _scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(path))
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder.create(tmp_path / "runs" / "first", CONFIG) as folder:
+        yield folder
+
+
+def test_a_new_folder_says_what_runs_on_what(folder: RunFolder) -> None:
+    assert load_config(folder.path / "config.toml") == CONFIG
+    versions = json.loads((folder.path / "versions.json").read_text())
+    assert {"hybrid", "python", "torch", "numpy", "git_commit", "platform", "cpu_count", "started"} <= set(
+        versions
+    )
+    assert versions["cpu_count"] == os.cpu_count()
+    assert {path.name.partition(".")[0] for path in folder.path.iterdir()} == {
+        "config", "versions", "metrics", "events"
+    }  # fmt: skip
+
+
+def test_outside_a_repository_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    RunFolder.create(tmp_path / "run", CONFIG).close()
+    assert json.loads((tmp_path / "run" / "versions.json").read_text())["git_commit"] is None
+
+
+def test_every_line_is_on_disk_once_logged(folder: RunFolder) -> None:
+    folder.log_progress(_progress(10, auc=math.nan))
+    folder.log_evaluation(10, METRICS)
+    train, test = _records(folder.path)
+    assert (train.pop("kind"), test.pop("kind")) == ("train", "test")
+    assert train.pop("time") <= test.pop("time")
+    assert train == {
+        "step": 10,
+        "loss": 0.5,
+        "auc": None,
+        "samples_per_second": 1000.0,
+        "phase_seconds": PHASE_SECONDS,
+    }
+    assert test == {"step": 10, **METRICS.as_dict()}
+
+
+def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:
+    folder.log_progress(_progress(10, auc=math.nan))
+    folder.log_progress(_progress(20, loss=0.25, auc=0.75))
+    folder.log_evaluation(20, dataclasses.replace(METRICS, log_loss=0.375))
+    scalars = _scalars(folder.path)
+    assert scalars["train/loss"] == [(10, 0.5), (20, 0.25)]
+    assert scalars["train/auc"] == [(20, 0.75)]
+    assert scalars["time_share/backward"] == [(10, 0.5), (20, 0.5)]
+    assert scalars["test/log_loss"] == [(20, 0.375)]
+
+
+def test_logging_starts_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with RunFolder.create(tmp_path / "run", CONFIG) as folder:
+        folder.log_progress(_progress(10))
+        assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_the_end_of_a_run(folder: RunFolder, steps: int) -> None:
+    for step in range(1, steps + 1):
+        folder.log_progress(_progress(step, auc=math.nan))
+    if steps:
+        folder.log_evaluation(steps, dataclasses.replace(METRICS, auc=math.nan))
+    folder.finish({"test": {"auc": math.nan}, "steps": steps})
+    assert json.loads((folder.path / "result.json").read_text()) == {"test": {"auc": None}, "steps": steps}
+    assert folder.curves.read_bytes().startswith(b"\x89PNG")
+    assert "MPLCONFIGDIR" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "result.json"])
+def test_a_folder_with_a_run_is_refused_untouched(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("precious")
+    with pytest.raises(ConfigError, match="holds a run already; choose another, or remove it") as caught:
+        RunFolder.create(tmp_path, CONFIG)
+    assert caught.value.key == "run.folder"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ConfigError, match="choose another"):
+        RunFolder.create(tmp_path / "file", CONFIG)
+
+
+def test_an_empty_folder_may_be_used(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path, CONFIG).close()
+    assert (tmp_path / "config.toml").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HybridError, match=r"file/run: cannot be written: Not a directory; make room"):
+        RunFolder.create(tmp_path / "file" / "run", CONFIG)
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with RunFolder.create(path, CONFIG) as folder:
+        for step in (10, 20, 30):
+            folder.log_progress(_progress(step, loss=1.0))
+        folder.finish({})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "ste')  # killed while writing
+    with RunFolder.reopen(path, RunConfig(), step=20) as folder:
+        assert not (path / "result.json").exists()
+        for step in (30, 40):
+            folder.log_progress(_progress(step, loss=2.0))
+    expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+    assert [(record["step"], record["loss"]) for record in _records(path)] == expected
+    assert _scalars(path)["train/loss"] == expected
+
+
+def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run to resume"):
+        RunFolder.reopen(tmp_path, RunConfig(), step=0)
+
+
+def _fill_disk_under(path: Path) -> None:
+    """Let this process's open file at ``path`` meet a full disk."""
+    fds = Path("/proc/self/fd")
+    (fd,) = [int(link.name) for link in fds.iterdir() if link.is_symlink() and _points_to(link, path)]
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, fd)
+    os.close(full)
+
+
+def _points_to(link: Path, path: Path) -> bool:
+    try:
+        return os.readlink(link) == str(path)
+    except FileNotFoundError:  # the descriptor that lists the folder itself
+        return False
+
+
+@pytest.mark.parametrize("pattern", ["metrics.jsonl", "events.out.tfevents.*"])
+def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
+    folder = RunFolder.create(tmp_path.resolve() / "run", CONFIG)
+    (path,) = folder.path.glob(pattern)
+    _fill_disk_under(path)
+    with pytest.raises(HybridError) as caught:
+        folder.log_progress(_progress(10))
+    what_to_do = "make room there, or set run.folder to another place"
+    assert str(caught.value) == f"{path}: cannot be written: No space left on device; {what_to_do}"
+    with pytest.raises(HybridError, match="No space left on device"):
+        folder.close()
+
+
+@pytest.mark.parametrize("name", ["result.json", "curves.png"])
+def test_a_full_disk_at_the_end(folder: RunFolder, name: str) -> None:
+    blocked = folder.curves if name == "curves.png" else folder.path / ".result.json.unfinished"
+    blocked.symlink_to("/dev/full")
+    with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
+        folder.finish({"auc": 0.5})
+    assert not (folder.path / "result.json").exists()

@@ -1,0 +1,94 @@
+"""From configuration to table specs, and the plan that the command line prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid.config import ClusterSection, DataSection, DenseSection, EmbeddingSection, RunConfig, TableSection
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling
+from hybrid.embedding.tables import plan_tables, table_specs
+from hybrid.errors import ConfigError
+from workers.plan import print_plan
+
+COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
+
+
+def config(**tables: TableSection) -> RunConfig:
+    return RunConfig(tables=tables)
+
+
+def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
+    specs = table_specs(RunConfig(embedding=EmbeddingSection(dim=8, beta1=0.5)), COLUMNS)
+    assert [(t.name, t.num_rows, t.dim, t.features) for t in specs] == [
+        ("user", 100, 8, ("user",)),
+        ("item", 25, 8, ("item",)),
+        ("friend", 400, 8, ("friend",)),
+    ]
+    item = specs[1]
+    assert item.optimizer == OptimizerSpec("adagrad", 0.05, 1e-8, (0.5, 0.999))
+    assert (item.pooling, item.placement, item.workers) == (Pooling.SUM, "auto", ())
+    assert item.init_scale == pytest.approx(1 / 5)
+
+
+def test_a_section_overrides_one_table() -> None:
+    section = TableSection(
+        dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row", workers=(1,)
+    )
+    user, item, _ = table_specs(config(item=section), COLUMNS)
+    assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
+    assert (item.optimizer.name, item.optimizer.learning_rate) == ("adam", 0.5)
+    assert (user.dim, user.optimizer.name) == (16, "adagrad")
+
+
+def test_columns_share_a_table_as_large_as_the_largest_needs() -> None:
+    people, item = table_specs(config(people=TableSection(features=("friend", "user"))), COLUMNS)
+    assert (people.name, people.num_rows, people.features) == ("people", 400, ("user", "friend"))
+    assert people.init_scale == pytest.approx(1 / 20)
+    assert item.name == "item"
+
+
+def test_a_shared_table_may_have_the_name_of_one_of_its_columns() -> None:
+    specs = table_specs(config(user=TableSection(features=("user", "friend"))), COLUMNS)
+    assert [(t.name, t.features) for t in specs] == [("user", ("user", "friend")), ("item", ("item",))]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"brand": TableSection()}, r"^tables\.brand: there is no sparse column 'brand'$"),
+        ({"t": TableSection(features=("user", "brand"))}, r"^tables\.t: there is no sparse column 'brand'$"),
+        (
+            {"t": TableSection(features=("user",)), "user": TableSection(dim=4)},
+            r"^tables\.user: column 'user' has a table already: t$",
+        ),
+        # Without this rule column item would join user and friend unasked.
+        ({"item": TableSection(features=("user", "friend"))}, r"^tables\.item\.features: must list .*'item'"),
+    ],
+)
+def test_sections_that_fit_no_column_are_refused(tables: dict[str, TableSection], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table_specs(config(**tables), COLUMNS)
+
+
+@pytest.mark.parametrize(("net", "dim"), [("dlrm", 16), ("wide_deep", 17)])
+def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> None:
+    cluster = ClusterSection(workers=3)
+    tables, placement = plan_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS)
+    assert [t.dim for t in tables] == [dim] * 3
+    assert placement.num_workers == 3
+
+
+def test_the_plan_prints_every_table_and_every_worker(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    data = DataSection(synthetic_rows=500, synthetic_test_rows=100)
+    print_plan(RunConfig(data=data, cluster=ClusterSection(workers=2)), tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("table-wise: worker") == 26
+    by_worker = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│")][-2:]
+    assert [cells[0].strip() for cells in by_worker] == ["0", "1"]
+    assert sum(int(cells[1]) for cells in by_worker) == 26
+    assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000

@@ -1,0 +1,201 @@
+"""What a person sees: a live region on a terminal, plain lines without escape codes elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybrid.clock import PHASES
+from hybrid.metrics import Metrics
+from workers.terminal import Progress, Summary, TerminalView
+
+PROGRESS = Progress(
+    step=1200,
+    total_steps=5860,
+    epoch=1,
+    epochs=2,
+    loss=0.45321,
+    auc=0.77123,
+    samples_per_second=31234.5,
+    seconds_left=3723.4,
+    phase_seconds={"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0},
+)
+METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
+SUMMARY = Summary(
+    metrics=METRICS,
+    best_auc=0.8012,
+    samples_per_second=30123.4,
+    run_folder=Path("runs") / ("a-very-long-name-" * 8),
+    curves=Path("runs/x/curves.png"),
+    resume="hybrid train --resume runs/x",
+    evaluate="hybrid evaluate runs/x",
+    predict="hybrid predict runs/x",
+)
+
+
+def _plain() -> tuple[TerminalView, io.StringIO]:
+    file = io.StringIO()
+    return TerminalView(Console(file=file, force_terminal=False, width=80)), file
+
+
+def _terminal(width: int = 100) -> tuple[TerminalView, io.StringIO]:
+    file = io.StringIO()
+    environment = {"TERM": "xterm-256color"}
+    return TerminalView(Console(file=file, force_terminal=True, width=width, _environ=environment)), file
+
+
+def _screen(written: str) -> list[str]:
+    """The lines a terminal would show, from the few escape codes that rich's live region uses."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", written):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token.endswith("A") and token[0] == "\x1b":
+            row -= int(token[2:-1] or 1)
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif token[0] not in "\x1b\r":
+            lines[row] += token
+    return lines
+
+
+def test_plain_lines() -> None:
+    view, file = _plain()
+    with view:
+        view.status("waiting for 2 trainers")
+        view.progress(PROGRESS)
+        view.evaluation(1200, METRICS)
+    assert file.getvalue().splitlines() == [
+        "waiting for 2 trainers",
+        "step 1200/5860  epoch 1/2  loss 0.4532  AUC 0.7712  31,234 samples/s  left 1:02:03"
+        "  data 0% lookup 25% dense 25% backward 50% update 0%",
+        "test at step 1,200  AUC 0.7712  log loss 0.4532  normalised entropy 0.8123  calibration 1.0100",
+    ]
+
+
+def test_plain_summary() -> None:
+    view, file = _plain()
+    with view:
+        view.summary(SUMMARY)
+    assert file.getvalue().splitlines() == [
+        "",
+        "test AUC            0.7712 (best reachable 0.8012)",
+        "log loss            0.4532",
+        "normalised entropy  0.8123",
+        "throughput          30,123 samples/s",
+        f"run folder          {SUMMARY.run_folder}",
+        "curves              runs/x/curves.png",
+        "resume              hybrid train --resume runs/x",
+        "evaluate            hybrid evaluate runs/x",
+        "predict             hybrid predict runs/x",
+    ]
+
+
+def test_an_unknown_best_auc_is_not_mentioned() -> None:
+    view, file = _plain()
+    view.summary(dataclasses.replace(SUMMARY, best_auc=None))
+    assert "test AUC            0.7712\n" in file.getvalue()
+
+
+def test_unknown_numbers_say_so() -> None:
+    view, file = _plain()
+    nan = float("nan")
+    view.progress(dataclasses.replace(PROGRESS, auc=nan, seconds_left=nan, phase_seconds={"data": 0.0}))
+    assert "AUC unknown" in file.getvalue()
+    assert "left unknown" in file.getvalue()
+    assert "data 0%" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")]
+)
+def test_time_left(seconds: float, text: str) -> None:
+    view, file = _plain()
+    view.progress(dataclasses.replace(PROGRESS, seconds_left=seconds))
+    assert f"left {text} " in file.getvalue()
+
+
+def test_the_live_region_shows_the_latest_step_below_the_evaluations() -> None:
+    view, file = _terminal()
+    with view:
+        view.status("waiting for 2 trainers")
+        assert _screen(file.getvalue())[-1] == "waiting for 2 trainers"
+        view.progress(dataclasses.replace(PROGRESS, step=10, loss=0.9))
+        view.evaluation(10, METRICS)
+        view.progress(PROGRESS)
+        view.status("saving a checkpoint")
+        evaluation, bar, numbers, phases, status = _screen(file.getvalue())
+    assert evaluation.startswith("test at step 10  AUC 0.7712")
+    assert re.fullmatch(r"epoch 1/2 ━+[╸╺]?━+ step 1,200/5,860 *", bar)
+    assert numbers.rstrip() == "loss 0.4532   AUC 0.7712   samples/s 31,234   left 1:02:03"
+    assert phases.rstrip() == "━" * 30 + "  data 0%  lookup 25%  dense 25%  backward 50%  update 0%"
+    assert status == "saving a checkpoint"
+
+
+def test_the_live_region_is_gone_at_the_end_and_the_cursor_is_back() -> None:
+    view, file = _terminal()
+    with view:
+        view.progress(PROGRESS)
+        view.summary(SUMMARY)
+    shown = [line for line in _screen(file.getvalue()) if line.strip()]
+    assert shown[0].startswith("test AUC")
+    assert len(shown) == 9
+    assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
+
+
+def _fail_after_a_step(view: TerminalView) -> None:
+    view.progress(PROGRESS)
+    raise KeyError
+
+
+def test_an_error_brings_the_cursor_back() -> None:
+    view, file = _terminal()
+    with pytest.raises(KeyError), view:
+        _fail_after_a_step(view)
+    assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
+    assert not any(line.strip() for line in _screen(file.getvalue()))
+
+
+def test_a_narrow_terminal_keeps_three_lines() -> None:
+    view, file = _terminal(width=40)
+    with view:
+        view.progress(PROGRESS)
+        assert len(_screen(file.getvalue())) == 3
+
+
+def test_the_stacked_bar_has_its_length_whatever_the_shares() -> None:
+    view, file = _terminal()
+    shares = dict.fromkeys(PHASES, 1.0)
+    with view:
+        view.progress(dataclasses.replace(PROGRESS, phase_seconds=shares | {"update": 0.37}))
+        assert _screen(file.getvalue())[2].count("━") == 30
+
+
+def test_no_thread_draws() -> None:
+    before = threading.active_count()
+    view, _ = _terminal()
+    with view:
+        view.progress(PROGRESS)
+        assert threading.active_count() == before
+
+
+def test_a_pipe_gets_no_escape_codes_even_where_colour_is_forced() -> None:
+    code = (
+        "import sys\nfrom workers.terminal import TerminalView\n"
+        "with TerminalView() as view: view.status('[bold]starting')\nsys.exit('torch' in sys.modules)"
+    )
+    environment = {"FORCE_COLOR": "1", "TERM": "xterm"}
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, check=True
+    )
+    assert run.stdout == b"[bold]starting\n"

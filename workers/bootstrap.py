@@ -1,0 +1,233 @@
+"""How the processes of a cluster find each other.
+
+::
+
+    master                                   trainer i, worker j
+    ──────                                   ───────────────────
+    listens on the rendezvous port           connects, claims its role (once only)
+    waits for every role, names those        writes: host, pid, configuration
+      that are missing after a stated time
+    compares configurations, says "go"  ───► waits for the master's word
+                     all: join the RPC group
+
+The rendezvous is a torch ``TCPStore``. The master hands it a socket bound to the configured address;
+left to itself the store would listen on every interface.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hybrid import wire
+from hybrid.config import ClusterSection, RunConfig
+from hybrid.config_file import fingerprint
+from hybrid.dense.device import choose_backend, choose_device
+from hybrid.errors import ClusterError
+from hybrid.topology import MASTER, Role, RoleKind, Topology
+from workers.listener import listen
+
+_POLL_SECONDS = 0.02
+_CONNECT_SECONDS = 1.0
+_GO = "go"
+_DONE = "done"
+
+
+class StoppedError(ClusterError):
+    """The run failed elsewhere; this role is only told so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One role as it presented itself."""
+
+    host: str
+    pid: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A process's place in a running cluster.
+
+    Attributes:
+        store: the cluster's key-value store.
+        members: every role with its host and pid; only the master knows them.
+    """
+
+    role: Role
+    topology: Topology
+    store: dist.Store
+    members: dict[Role, Member]
+
+
+@contextmanager
+def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -> Iterator[Cluster]:
+    """Join the cluster as ``role``, and leave it at the end: in order, or at once on an error.
+
+    Args:
+        listener: the master's listening socket; made here where it is None.
+
+    Raises:
+        ClusterError: a role is missing or taken, or runs another configuration.
+        ConfigError: the address or the port cannot be used.
+    """
+    section = config.cluster
+    os.environ["GLOO_SOCKET_IFNAME"] = section.interface
+    topology = section.topology
+    members: dict[Role, Member] = {}
+    if role == MASTER:
+        listener = listener or listen(section.master_address, section.master_port)
+        store = _serve(listener, section)
+        members = _gather(store, topology, fingerprint(config), section.start_timeout_seconds)
+    else:
+        store = _connect(section)
+        _present(store, role, fingerprint(config))
+        _await_go(store, section.start_timeout_seconds)
+    if role.kind is RoleKind.TRAINER:
+        _join_trainers(store, role, config)
+    wire.start(
+        role,
+        topology,
+        store,
+        interface=section.interface,
+        transport=section.transport,
+        timeout_seconds=section.rpc_timeout_seconds,
+    )
+    graceful = False
+    try:
+        yield Cluster(role, topology, store, members)
+        graceful = True
+    finally:
+        wire.stop(section.stop_timeout_seconds, graceful)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _serve(listener: socket.socket, section: ClusterSection) -> dist.Store:
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        section.master_address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=section.start_timeout_seconds),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _connect(section: ClusterSection) -> dist.Store:
+    """Connect to the master's store, which may not be there yet."""
+    address, port = section.master_address, section.master_port
+    deadline = time.monotonic() + section.start_timeout_seconds
+    while True:
+        # A plain connection first: the store's own attempts log a stack for every refusal.
+        try:
+            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"no master at {address}:{port} after {section.start_timeout_seconds:g} s ({error}); "
+                    "start it, or check cluster.master_address and cluster.master_port"
+                ) from error
+            time.sleep(_POLL_SECONDS)
+    timeout = timedelta(seconds=section.start_timeout_seconds)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+
+
+def _present(store: dist.Store, role: Role, own_fingerprint: str) -> None:
+    me = Member(socket.gethostname(), os.getpid(), own_fingerprint)
+    if store.add(f"claim/{role}", 1) > 1:
+        raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
+    store.set(f"member/{role}", json.dumps([me.host, me.pid, me.fingerprint]))
+
+
+def _await_go(store: dist.Store, timeout_seconds: float) -> None:
+    # The master names the missing after its own timeout; its word may come that much later.
+    deadline = time.monotonic() + 2 * timeout_seconds
+    while not _has(store, "verdict"):
+        if time.monotonic() > deadline:
+            raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
+    verdict = store.get("verdict").decode()
+    if verdict != _GO:
+        raise StoppedError(verdict)
+
+
+def _has(store: dist.Store, key: str) -> bool:
+    """Whether ``key`` is there; pauses a little where it is not, so that it can be called in a loop."""
+    try:
+        # Not store.wait: it cannot be interrupted, and logs a warning whenever its time runs out.
+        if store.check([key]):
+            return True
+    except dist.DistError as error:
+        raise StoppedError(f"the master went away: {wire.first_line(error)}") from error
+    time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
+    """Form the trainers' process group, in which DDP reduces gradients."""
+    section = config.cluster
+    device = choose_device(config.dense.device, role.index)
+    store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
+    devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
+    dist.init_process_group(
+        choose_backend(devices),
+        store=dist.PrefixStore("trainers", store),
+        rank=role.index,
+        world_size=section.trainers,
+        timeout=timedelta(seconds=section.rpc_timeout_seconds),
+    )
+
+
+def announce_stop(cluster: Cluster, reason: str = _DONE) -> None:
+    """Tell every role to stop; called by the master, with a reason where the run failed."""
+    cluster.store.set("stop", reason)
+
+
+def await_stop(cluster: Cluster) -> None:
+    """Wait for the master's word to stop, answering calls meanwhile.
+
+    Raises:
+        ClusterError: the run failed, or the master went away.
+    """
+    while not _has(cluster.store, "stop"):
+        pass
+    reason = cluster.store.get("stop").decode()
+    if reason != _DONE:
+        raise StoppedError(f"stopped by the master: {reason}")
+
+
+def _gather(
+    store: dist.Store, topology: Topology, own_fingerprint: str, timeout_seconds: float
+) -> dict[Role, Member]:
+    deadline = time.monotonic() + timeout_seconds
+    members: dict[Role, Member] = {}
+    awaited = [*topology.trainers, *topology.workers]
+    while missing := [role for role in awaited if role not in members]:
+        if _has(store, f"member/{missing[0]}"):
+            host, pid, theirs = json.loads(store.get(f"member/{missing[0]}"))
+            members[missing[0]] = Member(host, pid, theirs)
+        elif time.monotonic() > deadline:
+            present = [role for role in missing if store.check([f"member/{role}"])]
+            names = ", ".join(str(role) for role in missing if role not in present)
+            _refuse(store, f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {names}")
+    for role, member in members.items():
+        if member.fingerprint != own_fingerprint:
+            _refuse(store, f"{role} on {member.host} runs another configuration than the master")
+    store.set("verdict", _GO)
+    return members
+
+
+def _refuse(store: dist.Store, reason: str) -> None:
+    store.set("verdict", reason)
+    raise ClusterError(reason)

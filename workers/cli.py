@@ -1,0 +1,168 @@
+"""The command line. Nothing here imports torch before the command is known and its arguments are right."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid import __version__
+from hybrid.config import RunConfig
+from hybrid.config_file import describe, load_config, to_toml
+from hybrid.errors import ConfigError, HybridError
+from hybrid.topology import MASTER, Role, RoleKind
+from workers.paths import cache_folder, refuse_existing, run_path
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; exits with 0, 1 (failed, with one line on stderr), 2 (usage) or 130 (interrupted)."""
+    started_at = time.time()
+    # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a user's own net (dense.net = module:function) is looked for
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options, started_at)
+    except HybridError as error:
+        sys.exit(f"hybrid {options.command}: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        print(f"\nhybrid {options.command}: interrupted; every process has stopped", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybrid",
+        description="Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    launch = commands.add_parser("launch", help="run a whole cluster on this machine")
+    _add_config(launch)
+    _add_resume(launch)
+    launch.set_defaults(run=_launch)
+    for kind, text in (
+        (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
+        (RoleKind.TRAINER, "start one trainer by hand"),
+        (RoleKind.WORKER, "start one worker by hand"),
+    ):
+        role = commands.add_parser(kind, help=text)
+        _add_config(role)
+        if kind is RoleKind.MASTER:
+            _add_resume(role)
+        else:
+            role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
+        role.set_defaults(run=_role)
+    plan = commands.add_parser("plan", help="print which worker would hold which rows; starts nothing")
+    _add_config(plan)
+    plan.set_defaults(run=_plan)
+    evaluate = commands.add_parser("evaluate", help="metrics of a trained model, in one process")
+    _add_run(evaluate)
+    _add_input(evaluate, "labelled files")
+    evaluate.set_defaults(run=_evaluate)
+    predict = commands.add_parser("predict", help="probabilities for new rows, in one process")
+    _add_run(predict)
+    _add_input(predict, "files, with labels or without")
+    predict.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="CSV to write; must not exist"
+    )
+    predict.set_defaults(run=_predict)
+    config = commands.add_parser("config", help="print the effective configuration, or every key there is")
+    _add_config(config)
+    config.add_argument("--describe", action="store_true", help="print every key: default, rule and meaning")
+    config.set_defaults(run=_config)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, all defaults")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key; may be repeated",
+    )
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume", type=Path, metavar="RUN", help="run folder to go on from, with its own config"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder, or one of its checkpoints")
+
+
+def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument(
+        "--input", nargs="+", default=[], metavar="FILE", help=f"{kind}; default: the test rows of RUN"
+    )
+
+
+def _read_config(options: argparse.Namespace) -> RunConfig:
+    resume = getattr(options, "resume", None)
+    if resume is None:
+        return load_config(options.config, options.set)
+    if options.config is not None:
+        raise ConfigError("--resume", "goes on with the configuration of its run; use --set to change keys")
+    return load_config(resume / "config.toml", options.set)
+
+
+def _folder(options: argparse.Namespace, config: RunConfig) -> Path:
+    if options.resume is not None:
+        return Path(options.resume)
+    folder = run_path(config)
+    refuse_existing(folder)
+    return folder
+
+
+def _launch(options: argparse.Namespace, started_at: float) -> None:
+    from workers.launch import launch
+
+    config = _read_config(options)
+    launch(config, _folder(options, config), options.resume, started_at)
+
+
+def _role(options: argparse.Namespace, started_at: float) -> None:
+    config = _read_config(options)
+    if not config.cluster.master_port:
+        raise ConfigError("cluster.master_port", "must be set, the same for every role started by hand")
+    kind = RoleKind(options.command)
+    role = MASTER if kind is RoleKind.MASTER else Role(kind, options.index)
+    if role not in config.cluster.topology.roles:
+        raise ConfigError("--index", f"there is no {role} in a cluster of {config.cluster.topology}")
+    folder = _folder(options, config) if role == MASTER else run_path(config)
+    from workers.roles import run_role
+
+    run_role(role, config, folder, resume=getattr(options, "resume", None), started_at=started_at)
+
+
+def _plan(options: argparse.Namespace, started_at: float) -> None:
+    config = _read_config(options)
+    from workers.plan import print_plan
+
+    print_plan(config, cache_folder(config))
+
+
+def _evaluate(options: argparse.Namespace, started_at: float) -> None:
+    from workers.offline import evaluate
+
+    evaluate(options.run_folder, options.input)
+
+
+def _predict(options: argparse.Namespace, started_at: float) -> None:
+    from workers.offline import predict
+
+    predict(options.run_folder, options.input, options.output)
+
+
+def _config(options: argparse.Namespace, started_at: float) -> None:
+    print(describe() if options.describe else to_toml(_read_config(options)), end="")

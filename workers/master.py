@@ -1,0 +1,213 @@
+"""The master: the only role with opinions. It prepares, creates, runs, watches and stops everything."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from hybrid import wire
+from hybrid.checkpoint import Checkpoint
+from hybrid.clock import PHASES
+from hybrid.config import RunConfig
+from hybrid.data.prepared import prepare
+from hybrid.errors import ConfigError
+from hybrid.metrics import Metrics
+from hybrid.topology import MASTER
+from workers.bootstrap import announce_stop, join
+from workers.failure import diagnose
+from workers.paths import cache_folder
+from workers.report import RunFolder
+from workers.session import Session, metrics_of
+from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
+from workers.trainer import Report
+
+
+def run(
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    listener: socket.socket | None = None,
+    resume: Checkpoint | None = None,
+    started_at: float | None = None,
+) -> None:
+    """The master process: run the configured job on its cluster, from start to end.
+
+    Args:
+        folder: where results go.
+        listener: the rendezvous socket, where the launcher has bound it already.
+        resume: the checkpoint to go on from.
+        started_at: ``time.time()`` of the user's command; now where it is None.
+
+    Raises:
+        HybridError: what went wrong first, in one line.
+    """
+    torch.set_num_threads(config.cluster.threads)
+    job = Job(config, folder, resume, started_at or time.time())
+    with TerminalView() as view:
+        # Reading the data and gathering the roles overlap; neither needs the other.
+        data = _in_background(lambda: prepare(config, cache_folder(config), view.status))
+        with join(MASTER, config, listener) as cluster:
+            try:
+                job.run(Session(cluster.topology, config, data.result()), view)
+            except (wire.RemoteError, wire.LostError) as error:
+                cause = diagnose(cluster, error, job.doing)
+                announce_stop(cluster, str(cause))
+                raise cause from error
+            except BaseException as error:
+                announce_stop(cluster, wire.first_line(error))
+                raise
+            announce_stop(cluster)
+
+
+def _in_background(work: Callable[[], Path]) -> Future[Path]:
+    """Run ``work`` in a thread that does not keep the process alive when something else fails."""
+    result: Future[Path] = Future()
+
+    def run_work() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            result.set_exception(error)
+
+    threading.Thread(target=run_work, name="prepare", daemon=True).start()
+    return result
+
+
+class Job:
+    """One run from its first step to its summary.
+
+    Attributes:
+        doing: what is going on, to say where it failed.
+    """
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, resume: Checkpoint | None, started_at: float
+    ) -> None:
+        self.doing = "at start"
+        self._config = config
+        self._folder = folder
+        self._resume = resume
+        self._started_at = started_at
+        self._seconds_to_first_step = math.nan
+        self._step = 0
+        self._samples_trained = 0
+        self._seconds_training = 0.0
+
+    def run(self, session: Session, view: TerminalView) -> None:
+        """Train, evaluate, write the checkpoint and the report."""
+        train = self._config.train
+        per_epoch = session.steps_per_epoch
+        total = per_epoch * train.epochs
+        if train.max_steps:
+            total = min(total, train.max_steps)
+        for report in session.bad_rows:
+            for line in bad_row_lines(report):
+                view.note(line)
+        self._start(session, total)
+        metrics: Metrics | None = None
+        while self._step < total:
+            self.doing = f"at step {self._step}"
+            epoch, within = divmod(self._step, per_epoch)
+            count = self._steps_to_next_stop(within, per_epoch, total)
+            start = time.perf_counter()
+            reports = session.train(epoch, within, count, self._step)
+            self._step += count
+            self._log(reports, time.perf_counter() - start, epoch, total, view)
+            if self._is_evaluation_due(within + count == per_epoch, total):
+                metrics = self._evaluate(session, view)
+        assert metrics is not None, "the last step is followed by an evaluation"
+        self._finish(session, metrics, view)
+
+    def _start(self, session: Session, total: int) -> None:
+        if self._resume is None:
+            return
+        step = self._resume.manifest.step
+        if step >= total:
+            raise ConfigError("train.epochs", f"the run has taken all {total} steps; raise it to go on")
+        session.load(self._resume)
+        self._step = step
+
+    def _steps_to_next_stop(self, within: int, per_epoch: int, total: int) -> int:
+        """Steps until something is to be logged or evaluated, or the epoch or the run ends."""
+        train = self._config.train
+        if not self._samples_trained:
+            return 1  # shows at once that the run is alive
+        stops = [
+            train.log_every_steps - self._step % train.log_every_steps,
+            per_epoch - within,
+            total - self._step,
+        ]
+        if train.eval_every_steps:
+            stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
+        return min(stops)
+
+    def _is_evaluation_due(self, epoch_ends: bool, total: int) -> bool:
+        every = self._config.train.eval_every_steps
+        return self._step == total or (self._step % every == 0 if every else epoch_ends)
+
+    def _log(self, reports: list[Report], seconds: float, epoch: int, total: int, view: TerminalView) -> None:
+        samples = sum(len(r.labels) for r in reports)
+        if not self._samples_trained:
+            self._seconds_to_first_step = time.time() - self._started_at
+        self._samples_trained += samples
+        self._seconds_training += seconds
+        steps = len(reports[0].losses)
+        progress = Progress(
+            step=self._step,
+            total_steps=total,
+            epoch=epoch + 1,
+            epochs=self._config.train.epochs,
+            loss=sum(sum(r.losses) for r in reports) / steps,
+            auc=metrics_of(reports).auc,
+            samples_per_second=samples / seconds,
+            seconds_left=(total - self._step) * seconds / steps,
+            phase_seconds={p: sum(r.phase_seconds[p] for r in reports) / len(reports) for p in PHASES},
+        )
+        self._folder.log_progress(progress)
+        view.progress(progress)
+
+    def _evaluate(self, session: Session, view: TerminalView) -> Metrics:
+        self.doing = f"while evaluating after step {self._step}"
+        view.status("evaluating")
+        metrics = session.evaluate(self._step)
+        self._folder.log_evaluation(self._step, metrics)
+        view.evaluation(self._step, metrics)
+        return metrics
+
+    def _finish(self, session: Session, metrics: Metrics, view: TerminalView) -> None:
+        self.doing = "while writing the checkpoint"
+        view.status("writing the checkpoint")
+        epochs_done = self._step // session.steps_per_epoch
+        path = self._folder.path / "checkpoints" / f"step-{self._step:08d}"
+        session.save(path, self._step, epochs_done, metrics)
+        session.close()
+        rate = self._samples_trained / self._seconds_training
+        result = {
+            **metrics.as_dict(),
+            "best_auc": session.best_auc,
+            "bad_rows": sum(report.total for report in session.bad_rows),
+            "steps": self._step,
+            "samples_per_second": rate,
+            "seconds_to_first_step": self._seconds_to_first_step,
+        }
+        self._folder.finish(result)
+        run_folder, more = self._folder.path, self._config.train.epochs + 1
+        view.summary(
+            Summary(
+                metrics=metrics,
+                best_auc=session.best_auc,
+                samples_per_second=rate,
+                run_folder=run_folder,
+                curves=self._folder.curves,
+                resume=f"hybrid launch --resume {run_folder} --set train.epochs={more}",
+                evaluate=f"hybrid evaluate {run_folder}",
+                predict=f"hybrid predict {run_folder} --output FILE",
+            )
+        )

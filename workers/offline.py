@@ -1,0 +1,158 @@
+"""Using a trained model in one process, without a cluster: evaluate and predict."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from hybrid.checkpoint import CONFIG_FILE, DENSE_FILE, REMOTE_FILE, Checkpoint, load_state, unpack_dense
+from hybrid.clock import StepClock
+from hybrid.config import RunConfig
+from hybrid.config_file import load_config
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.loader import BatchLoader
+from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.storage import PreparedDataset
+from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.tables import table_specs
+from hybrid.embedding.update import UpdateMode
+from hybrid.errors import HybridError
+from hybrid.metrics import binary_metrics
+from hybrid.model import HybridModel
+from hybrid.step import predict_step
+from workers.paths import cache_folder
+from workers.terminal import bad_row_lines
+
+
+class TrainedModel:
+    """A model out of a checkpoint, whole in this process; close it, or use it in a ``with``.
+
+    Args:
+        folder: a run folder, or one of its checkpoints.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is broken.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        stored = Checkpoint.open(folder)
+        self.step = stored.manifest.step
+        self.config = load_config(stored.folder / CONFIG_FILE)
+        self.encoder = FeatureEncoder.load(stored.folder)
+        self._shards, self._model = _assemble(self.config, self.encoder, stored)
+
+    @contextmanager
+    def opened(self) -> Iterator[TrainedModel]:
+        """The model, its background thread ended afterwards."""
+        try:
+            yield self
+        finally:
+            self._shards.close()
+
+    def logits(self, dataset: PreparedDataset) -> tuple[Tensor, Tensor]:
+        """``logits_N`` and ``labels_N`` of all samples of ``dataset``, in its order."""
+        logits, labels = [], []
+        clock = StepClock()
+        loader = BatchLoader(dataset, batch_size=self.config.train.batch_size)
+        with loader.batches(0) as batches:
+            for batch in batches:
+                logits.append(predict_step(self._model, batch, self.step, clock))
+                labels.append(batch.labels)
+        return torch.cat(logits), torch.cat(labels)
+
+
+def _assemble(
+    config: RunConfig, encoder: FeatureEncoder, stored: Checkpoint
+) -> tuple[TableShards, HybridModel]:
+    spec = encoder.input_spec
+    tables = table_specs(config, spec, extra_columns(config.dense.net))
+    # Everything lies on the one worker that this process is.
+    tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
+    placement = plan(tables, num_workers=1)
+    timeout = config.cluster.step_timeout_seconds
+    shards = TableShards(placement, 0, config.run.seed, 1, UpdateMode.SYNC, timeout)
+    shards.load(stored.folder, stored.manifest.step)
+    embeddings = Embeddings(tables, spec, placement, {0: shards})
+    net = build_dense_net(config, spec, embeddings.widths)
+    load_state(net, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
+    remote_net = None
+    if config.dense.remote_mlp:
+        remote_net = build_remote_net(config, spec, embeddings.widths)
+        load_state(remote_net, stored.tensors(REMOTE_FILE), stored.folder)
+    model = HybridModel(embeddings, net, remote_net)
+    return shards, model.eval()
+
+
+def evaluate(folder: Path, inputs: Sequence[str]) -> None:
+    """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
+    with TrainedModel(folder).opened() as trained, _dataset(trained, inputs, with_labels=True) as dataset:
+        metrics = binary_metrics(*trained.logits(dataset))
+        console = Console()
+        for name, value in metrics.as_dict().items():
+            number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            console.print(f"{name.replace('_', ' '):<20}{number}", highlight=False)
+        _print_bad_rows(console, dataset)
+
+
+def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
+    """Write the probability of each usable row to a CSV: its row number in the input, then the value.
+
+    Args:
+        inputs: files, with labels or without; none for the test rows of the run.
+
+    Raises:
+        HybridError: the output exists, or cannot be written.
+    """
+    if output.exists():
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    with TrainedModel(folder).opened() as trained, _dataset(trained, inputs, with_labels=False) as dataset:
+        logits_N, _ = trained.logits(dataset)
+        _write(output, dataset, logits_N.sigmoid())
+        console = Console()
+        console.print(
+            f"wrote {dataset.num_samples:,} probabilities to {output}", highlight=False, soft_wrap=True
+        )
+        _print_bad_rows(console, dataset)
+
+
+@contextmanager
+def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) -> Iterator[PreparedDataset]:
+    """Files encoded as the model's training files were, or the test rows of its run."""
+    config = trained.config
+    if not inputs:
+        yield PreparedDataset.open(prepare(config, cache_folder(config)), "test")
+        return
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
+        folder = Path(scratch) / "encoded"
+        yield encode_files(config, inputs, trained.encoder, folder, with_labels=with_labels)
+
+
+def _print_bad_rows(console: Console, dataset: PreparedDataset) -> None:
+    for line in bad_row_lines(dataset.report.bad_rows):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> None:
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with partial.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["row", "probability"])
+            for row, probability in zip(dataset.source_rows.tolist(), probabilities_N.tolist(), strict=True):
+                writer.writerow([row, f"{probability:.6f}"])
+        partial.rename(output)
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)

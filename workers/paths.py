@@ -1,0 +1,41 @@
+"""Where a run keeps its files. Free of torch, so that the launcher can refuse at once."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.errors import ConfigError
+from hybrid.topology import Role
+
+RUNS = Path("runs")
+_RUN_FILES = ("config.toml", "metrics.jsonl", "result.json")
+
+
+def run_path(config: RunConfig) -> Path:
+    """The folder of a new run: run.folder, or one named after the run and the time."""
+    if config.run.folder:
+        return Path(config.run.folder)
+    first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 2
+    while path.exists():  # another run of the same second
+        path = first.with_name(f"{first.name}.{number}")
+        number += 1
+    return path
+
+
+def refuse_existing(path: Path) -> None:
+    """ConfigError where ``path`` holds a run, or is no folder."""
+    if (path.exists() and not path.is_dir()) or any((path / name).exists() for name in _RUN_FILES):
+        raise ConfigError("run.folder", "holds a run already; choose another, or remove it", str(path))
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where prepared data sets are kept."""
+    return Path(config.data.cache_folder) if config.data.cache_folder else RUNS / ".prepared"
+
+
+def log_path(run: Path, role: Role) -> Path:
+    """The log of one role, where the launcher started it."""
+    return run / "logs" / f"{str(role).replace(' ', '-')}.log"

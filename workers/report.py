@@ -1,0 +1,307 @@
+"""The run folder: everything that a run leaves behind.
+
+=================== ===============================================================
+config.toml         the effective configuration
+versions.json       software, machine and start time
+metrics.jsonl       one JSON line for every log step and every evaluation
+events.out.tfevents the same for TensorBoard
+curves.png          loss, AUC, throughput, and where the time of a step goes
+result.json         the outcome; it is there only if the run came to its end
+=================== ===============================================================
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+import hybrid
+from hybrid.config import RunConfig
+from hybrid.config_file import to_toml
+from hybrid.errors import ConfigError, HybridError
+from hybrid.metrics import Metrics, matplotlib_leaving_no_files
+from workers.paths import refuse_existing
+from workers.terminal import Progress
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Record = dict[str, Any]
+
+_PHASE_COLOURS = {
+    "data": "#e9c46a",
+    "lookup": "#5fb0b7",
+    "dense": "#7fb069",
+    "backward": "#4a7bb7",
+    "update": "#b56576",
+}
+
+
+class RunFolder:
+    """Owns the files of one run; ``create`` or ``reopen`` it, and leave it by ``close`` or ``with``.
+
+    Every method raises HybridError, naming the file, where one cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics_path = path / "metrics.jsonl"
+        with _writing(self._metrics_path):
+            self._metrics = self._metrics_path.open("ab")
+        self._events = _EventFile(path)
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunFolder:
+        """Start the folder of a new run; ConfigError where ``path`` holds one already."""
+        refuse_existing(path)
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        _write_text(path / "config.toml", to_toml(config))
+        _write_text(path / "versions.json", _json(_versions()))
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path, config: RunConfig, step: int) -> RunFolder:
+        """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped."""
+        if not (path / "metrics.jsonl").exists():
+            raise ConfigError("run.folder", "holds no run to resume", str(path))
+        kept = [record for record in _read_records(path / "metrics.jsonl") if record["step"] <= step]
+        _write_text(path / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in kept))
+        with _writing(path / "result.json"):
+            _write_text(path / "config.toml", to_toml(config))
+        (path / "result.json").unlink(missing_ok=True)
+        folder = cls(path)
+        folder._events.restart(step + 1)
+        return folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def curves(self) -> Path:
+        """Path of curves.png."""
+        return self.path / "curves.png"
+
+    def log_progress(self, progress: Progress) -> None:
+        """Add a log step."""
+        numbers = {
+            "loss": progress.loss,
+            "auc": progress.auc,
+            "samples_per_second": progress.samples_per_second,
+        }
+        self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
+        self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
+        shares = progress.phase_shares.items()
+        self._events.write(progress.step, {f"time_share/{phase}": share for phase, share in shares})
+
+    def log_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Add an evaluation on the test rows after ``step``."""
+        numbers = metrics.as_dict()
+        self._append("test", step, numbers)
+        self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Draw the curves and write the outcome."""
+        self.draw_curves()
+        _write_text(self.path / "result.json", _json(result))
+
+    def draw_curves(self) -> None:
+        """Write curves.png from what has been logged so far."""
+        with _writing(self.curves), matplotlib_leaving_no_files():
+            _draw_curves(_read_records(self._metrics_path), self.curves)
+
+    def close(self) -> None:
+        """Close the files; what has been logged is on disk before that."""
+        try:
+            with _writing(self._metrics_path):
+                self._metrics.close()
+        finally:
+            self._events.close()
+
+    def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
+        with _writing(self._metrics_path):
+            self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
+            self._metrics.flush()
+
+
+class _EventFile:
+    """A TensorBoard event file, written as it is told, with no thread behind."""
+
+    def __init__(self, folder: Path) -> None:
+        # Imported here, since they take 0.1 s.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        self._event, self._session_log, self._summary = Event, SessionLog, Summary
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with _writing(self._path):
+            self._file: BinaryIO = self._path.open("wb")
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add scalars; those that are not finite are left out."""
+        value = self._summary.Value
+        values = [value(tag=tag, simple_value=x) for tag, x in numbers.items() if math.isfinite(x)]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def restart(self, step: int) -> None:
+        """Tell TensorBoard to forget what earlier files say of ``step`` and later."""
+        self._add(step=step, session_log=self._session_log(status=self._session_log.START))
+
+    def close(self) -> None:
+        with _writing(self._path):
+            self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        with _writing(self._path):
+            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+            self._file.flush()
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError in here into one line for the user."""
+    try:
+        yield
+    except OSError as error:
+        rule = "make room there, or set run.folder to another place"
+        raise HybridError(f"{path}: cannot be written: {error.strerror or error}; {rule}") from error
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a whole file or, where that fails, leave the old one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with _writing(path):
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite(element) for name, element in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_records(path: Path) -> list[Record]:
+    """The lines of metrics.jsonl; a last one cut short, by a kill while it was written, is left out."""
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "hybrid": hybrid.__version__,
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in ("torch", "numpy")},
+        "git_commit": _git_commit(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the current folder; None where it is in no repository or git does not answer."""
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
+
+
+def _draw_curves(records: list[Record], path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    train = [record for record in records if record["kind"] == "train"]
+    test = [record for record in records if record["kind"] == "test"]
+    figure = Figure(figsize=(11, 7), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
+    FigureCanvasAgg(figure)
+    (loss, auc), (throughput, shares) = figure.subplots(2, 2)
+    for axes, title, train_key, test_key in (
+        (loss, "Log loss", "loss", "log_loss"),
+        (auc, "AUC", "auc", "auc"),
+        (throughput, "Throughput (thousand samples a second)", "samples_per_second", None),
+    ):
+        _style(axes, title)
+        scale = 1e-3 if test_key is None else 1.0
+        _line(axes, train, train_key, scale, color="#7a9cc6", linewidth=1.4, label="train")
+        if test and test_key is not None:
+            _line(axes, test, test_key, scale, color="#c8553d", linewidth=1.8, marker="o", label="test")
+            axes.legend(frameon=False)
+    throughput.set_ylim(bottom=0, top=throughput.get_ylim()[1] * 1.1)
+    _style(shares, "Where the time of a step goes (%)")
+    _stack_phases(shares, train)
+    last_step = max((record["step"] for record in records), default=1)
+    for axes in figure.axes:
+        axes.set_xlim(0, last_step * 1.02)
+    figure.savefig(path)
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_xlabel("step", color="#666666")
+    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.locator_params(axis="x", integer=True)
+    axes.tick_params(colors="#666666", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color("#bbbbbb")
+
+
+def _line(axes: Axes, records: list[Record], key: str, scale: float, **style: Any) -> None:
+    """Draw ``key`` over steps, with a gap where it is unknown; few points get markers."""
+    values = [math.nan if record[key] is None else record[key] * scale for record in records]
+    style.setdefault("marker", "." if len(records) < 30 else "")
+    axes.plot([record["step"] for record in records], values, **style)
+
+
+def _stack_phases(axes: Axes, records: list[Record]) -> None:
+    if not records:
+        return
+    steps = [record["step"] for record in records]
+    totals = [sum(record["phase_seconds"].values()) or 1.0 for record in records]
+    phases = list(records[0]["phase_seconds"])
+    rows = [
+        [100 * record["phase_seconds"][phase] / total for record, total in zip(records, totals, strict=True)]
+        for phase in phases
+    ]
+    axes.stackplot(steps, rows, labels=phases, colors=[_PHASE_COLOURS[phase] for phase in phases])
+    axes.set_ylim(0, 100)
+    axes.legend(
+        frameon=False,
+        ncols=len(phases),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        fontsize=9,
+        handlelength=1.2,
+        columnspacing=1.5,
+    )

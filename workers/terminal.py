@@ -1,0 +1,236 @@
+"""What a person sees of a run: a live region on a terminal, plain lines elsewhere. Free of torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from hybrid.data.bad_rows import BadRowReport
+    from hybrid.metrics import Metrics
+
+_PHASE_STYLES = {
+    "data": "yellow",
+    "lookup": "cyan",
+    "dense": "green",
+    "backward": "blue",
+    "update": "magenta",
+}
+_STACK_WIDTH = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run is, as of one log step.
+
+    Attributes:
+        step, total_steps, epoch, epochs: counted from 1.
+        loss, auc: over the samples since the last log step; NaN where unknown.
+        samples_per_second: over all trainers, since the last log step.
+        seconds_left: until the last step; NaN where unknown.
+        phase_seconds: time since the last log step by phase (``hybrid.clock.PHASES``).
+    """
+
+    step: int
+    total_steps: int
+    epoch: int
+    epochs: int
+    loss: float
+    auc: float
+    samples_per_second: float
+    seconds_left: float
+    phase_seconds: Mapping[str, float]
+
+    @property
+    def phase_shares(self) -> dict[str, float]:
+        """Share of the step's time by phase; shares add up to 1 unless no time was spent."""
+        total = sum(self.phase_seconds.values()) or 1.0
+        return {phase: seconds / total for phase, seconds in self.phase_seconds.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What to say at the end of a run.
+
+    Attributes:
+        metrics: on the test rows.
+        best_auc: AUC that no model can beat, where the data tell; else None.
+        samples_per_second: over all trainers and the whole run.
+        run_folder, curves: where the results are.
+        resume, evaluate, predict: commands to go on with.
+    """
+
+    metrics: Metrics
+    best_auc: float | None
+    samples_per_second: float
+    run_folder: Path
+    curves: Path
+    resume: str
+    evaluate: str
+    predict: str
+
+
+class TerminalView:
+    """Shows a run while the ``with`` block lasts.
+
+    Args:
+        console: where to; by default stdout, as plain lines unless it is a terminal.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(force_terminal=sys.stdout.isatty())
+        is_live = self._console.is_terminal and not self._console.is_dumb_terminal
+        # Refreshed by hand, so that no thread draws.
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if is_live else None
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def status(self, text: str) -> None:
+        """Say what is going on between steps, such as waiting for roles or saving a checkpoint."""
+        if self._live is None:
+            self._print(Text(text))
+        else:
+            self._draw(Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def progress(self, progress: Progress) -> None:
+        """Show a log step; it takes the place of the one before and of any status."""
+        self._progress = progress
+        if self._live is None:
+            self._print(Text("  ".join(_plain_progress(progress))))
+        else:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        """Add a line that stays, such as how many bad rows were skipped."""
+        self._print(Text(text))
+
+    def evaluation(self, step: int, metrics: Metrics) -> None:
+        """Add a line with the metrics on the test rows after ``step``."""
+        line = Text(f"test at step {step:,}  ", style="bold")
+        line.append(
+            f"AUC {_number(metrics.auc)}  log loss {_number(metrics.log_loss)}  "
+            f"normalised entropy {_number(metrics.normalised_entropy)}  "
+            f"calibration {_number(metrics.calibration)}",
+            style="not bold",
+        )
+        self._print(line)
+
+    def summary(self, summary: Summary) -> None:
+        """Say how the run ended and what to do next; the live region goes."""
+        if self._live is not None:
+            self._live.stop()
+        self._print(Text())
+        for label, value, style in _summary_lines(summary):
+            self._print(Text(f"{label:<20}", style="dim").append(value, style=f"not dim {style}"))
+
+    def _print(self, line: Text) -> None:
+        self._console.print(line, soft_wrap=True)
+
+    def _draw(self, *below: RenderableType) -> None:
+        assert self._live is not None
+        above = [] if self._progress is None else _region(self._progress, self._console)
+        self._live.update(Group(*above, *below), refresh=True)
+
+
+def _region(progress: Progress, console: Console) -> list[RenderableType]:
+    """Three lines: the bar, the numbers, and where the time goes."""
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    bar.add_row(
+        f"epoch {progress.epoch}/{progress.epochs}",
+        ProgressBar(total=progress.total_steps, completed=progress.step, complete_style="green"),
+        f"step {progress.step:,}/{progress.total_steps:,}",
+    )
+    numbers = Text(no_wrap=True, overflow="ellipsis")
+    for label, value in (
+        ("loss", _number(progress.loss)),
+        ("AUC", _number(progress.auc)),
+        ("samples/s", f"{progress.samples_per_second:,.0f}"),
+        ("left", _clock(progress.seconds_left)),
+    ):
+        numbers.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
+    return [bar, numbers, _stacked_bar(progress.phase_shares, "-" if console.options.ascii_only else "━")]
+
+
+def _stacked_bar(shares: Mapping[str, float], glyph: str) -> Text:
+    """Where the time of a step goes: a bar with a length by phase, and its legend."""
+    bar, legend = Text(no_wrap=True, overflow="ellipsis"), Text()
+    drawn = reached = 0.0
+    for phase, share in shares.items():
+        style = _PHASE_STYLES[phase]
+        reached += share * _STACK_WIDTH
+        bar.append(glyph * (round(reached) - round(drawn)), style=style)
+        drawn = reached
+        legend.append(f"  {phase} {share:.0%}", style=style)
+    return bar.append_text(legend)
+
+
+def _plain_progress(progress: Progress) -> Iterator[str]:
+    yield f"step {progress.step}/{progress.total_steps}"
+    yield f"epoch {progress.epoch}/{progress.epochs}"
+    yield f"loss {_number(progress.loss)}"
+    yield f"AUC {_number(progress.auc)}"
+    yield f"{progress.samples_per_second:,.0f} samples/s"
+    yield f"left {_clock(progress.seconds_left)}"
+    yield " ".join(f"{phase} {share:.0%}" for phase, share in progress.phase_shares.items())
+
+
+def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """Label, value and style of each line."""
+    metrics = summary.metrics
+    best = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
+    yield "test AUC", f"{_number(metrics.auc)}{best}", "bold green"
+    yield "log loss", _number(metrics.log_loss), ""
+    yield "normalised entropy", _number(metrics.normalised_entropy), ""
+    yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
+    yield "run folder", str(summary.run_folder), ""
+    yield "curves", str(summary.curves), ""
+    yield "resume", summary.resume, "cyan"
+    yield "evaluate", summary.evaluate, "cyan"
+    yield "predict", summary.predict, "cyan"
+
+
+def bad_row_lines(report: BadRowReport) -> Iterator[str]:
+    """How many rows were skipped and why, then the first of them; nothing where none were."""
+    if not report.total:
+        return
+    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report.counts.items())
+    yield f"skipped {report.total:,} bad row(s): {reasons}"
+    for example in report.examples:
+        yield f"  {example}"
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` under an hour."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
