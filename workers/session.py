@@ -35,16 +35,11 @@ CREATE_TIMEOUT_SECONDS = 600.0
 SAVE_TIMEOUT_SECONDS = 3600.0
 
 
-class RemoteMlp(nn.Module):
+class RemoteMlp(nn.Sequential):
     """The remote dense net of a run, built where it lives."""
 
     def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int]) -> None:
-        super().__init__()
-        self.net = build_remote_net(config, spec, widths)
-
-    def forward(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        output_BH: torch.Tensor = self.net(hidden_BH)
-        return output_BH
+        super().__init__(*build_remote_net(config, spec, widths))
 
 
 class Session:

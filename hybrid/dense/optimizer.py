@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from typing import TypeGuard
 
@@ -21,9 +22,9 @@ def make_optimizer(
     """
     cls = getattr(torch.optim, name, None)
     if not _is_optimizer(cls):
-        names = sorted(n for n in dir(torch.optim) if _is_optimizer(getattr(torch.optim, n)))
-        close = next((n for n in names if n.lower() == name.lower()), None)
-        hint = f"did you mean {close!r}?" if close else "choose from " + ", ".join(names)
+        names = {n.lower(): n for n, value in sorted(vars(torch.optim).items()) if _is_optimizer(value)}
+        close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+        hint = f"did you mean {names[close[0]]!r}?" if close else f"choose from {', '.join(names.values())}"
         raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
     return cls(parameters, lr=learning_rate)
 

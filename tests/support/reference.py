@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.batch import Batch
-from hybrid.config import RunConfig
+from hybrid.config import EmbeddingSection, RunConfig
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.nets import build_dense_net
-
-ROW_OPTIMIZERS = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
+from hybrid.dense.nets import build_dense_net, build_remote_net
 
 
 class Reference:
@@ -29,13 +27,13 @@ class Reference:
         self.tables = {name: rows.clone().requires_grad_() for name, rows in tables.items()}
         widths = [rows.shape[1] for rows in tables.values()]
         self.net = build_dense_net(config, dataset.input_spec, widths)
-        row_class = ROW_OPTIMIZERS[config.embedding.optimizer]
-        more = {"eps": config.embedding.eps} if config.embedding.optimizer == "adagrad" else {}
+        self.remote_net = torch.nn.Sequential()
+        if config.dense.remote_mlp:
+            self.remote_net = build_remote_net(config, dataset.input_spec, widths)
+        dense = [*self.net.parameters(), *self.remote_net.parameters()]
         self.optimizers = [
-            row_class(self.tables.values(), lr=config.embedding.learning_rate, **more),
-            getattr(torch.optim, config.dense.optimizer)(
-                self.net.parameters(), lr=config.dense.learning_rate
-            ),
+            self._row_optimizer(config.embedding),
+            getattr(torch.optim, config.dense.optimizer)(dense, lr=config.dense.learning_rate),
         ]
         self.loader = BatchLoader(
             dataset, batch_size=config.train.batch_size, seed=config.run.seed, shuffle=config.data.shuffle
@@ -55,8 +53,17 @@ class Reference:
                 losses.append(loss.item())
         return losses
 
+    def _row_optimizer(self, section: EmbeddingSection) -> torch.optim.Optimizer:
+        rows, rate = self.tables.values(), section.learning_rate
+        if section.optimizer == "sgd":
+            return torch.optim.SGD(rows, lr=rate)
+        assert section.optimizer == "adagrad"
+        return torch.optim.Adagrad(rows, lr=rate, eps=section.eps)
+
     def _logits(self, batch: Batch) -> Tensor:
         ids_KB = batch.sparse_features.ids_L.view(len(self.tables), -1)
         pooled = [F.embedding(ids, rows) for ids, rows in zip(ids_KB, self.tables.values(), strict=True)]
-        logits: Tensor = self.net(batch.dense_features, torch.cat(pooled, dim=1)).view(-1)
+        bottom = self.net.bottom(batch.dense_features)
+        hidden = self.remote_net(self.net.interaction(bottom, torch.cat(pooled, dim=1)))
+        logits: Tensor = self.net.head(hidden).view(-1)
         return logits

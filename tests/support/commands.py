@@ -1,0 +1,158 @@
+"""The real commands as processes: run them, signal them, and see that nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+HYBRID = (sys.executable, "-m", "workers")
+COMMAND_SECONDS = 60.0
+LEFT_SECONDS = 5.0
+_POLL_SECONDS = 0.02
+_MARK = "HYBRID_TEST_MARK"
+
+
+def settings(**sections: dict[str, object]) -> list[str]:
+    """``--set`` arguments: ``settings(train={"epochs": 2})``; values are written as TOML reads them."""
+    return [
+        text for name, keys in sections.items() for key, value in keys.items()
+        for text in ("--set", f"{name}.{key}={value}")
+    ]
+
+
+def free_port() -> int:
+    """A port that is free now; roles started by hand must all be told one beforehand."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], object], seconds: float) -> bool:
+    """Whether ``condition`` comes true within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass
+class Command:
+    """A command that is running, in a process group of its own; its output goes to files."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    output: Path
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def stdout(self) -> str:
+        return self.output.with_suffix(".out").read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self.output.with_suffix(".err").read_text()
+
+    def wait(self, seconds: float = COMMAND_SECONDS) -> Ended:
+        """Wait for the end, and see that no process of the command outlives it."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s: {self.stdout}{self.stderr}") from None
+        self.expect_nothing_left()
+        return Ended(code, self.stdout, self.stderr)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes that the command started, itself included, whoever their parent is now."""
+        return marked(self.mark)
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of a role under ``launch``, found by its open log."""
+        log = f"{name.replace(' ', '-')}.log"
+        for process in self.processes():
+            if any(Path(os.readlink(fd)).name == log for fd in _standard_errors(process)):
+                return process
+        raise AssertionError(f"no {name} among {self.processes()}")
+
+    def expect_nothing_left(self) -> None:
+        """Every process of the command ends within a few seconds."""
+        gone = eventually(lambda: not self.processes(), LEFT_SECONDS)
+        assert gone, f"left behind: {[p.cmdline() for p in self.processes()]}"
+
+    def kill(self) -> None:
+        """End everything of the command, whatever state it is in."""
+        for process in self.processes():
+            process.kill()
+        self.process.wait(LEFT_SECONDS)
+
+
+def _standard_errors(process: psutil.Process) -> Iterator[Path]:
+    path = Path(f"/proc/{process.pid}/fd/2")
+    if path.is_symlink():
+        yield path
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """All living processes that carry ``mark`` in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def marked_environment(mark: str) -> dict[str, str]:
+    """The environment of a command whose processes are to be found again."""
+    return {**os.environ, _MARK: mark, "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def started(arguments: Sequence[object], folder: Path) -> Iterator[Command]:
+    """A command started in ``folder``; whatever is left of it at the end of the block is killed."""
+    mark = uuid.uuid4().hex
+    output = folder / f"output-{mark[:8]}"
+    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            [*HYBRID, *map(str, arguments)],
+            cwd=folder,
+            env=marked_environment(mark),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    command = Command(process, mark, output)
+    try:
+        yield command
+    finally:
+        command.kill()
+
+
+def run(arguments: Sequence[object], folder: Path, seconds: float = COMMAND_SECONDS) -> Ended:
+    """Run a command in ``folder`` to its end."""
+    with started(arguments, folder) as command:
+        return command.wait(seconds)
