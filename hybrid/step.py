@@ -43,14 +43,25 @@ def train_step(
     with dist_autograd.context() as context_id:
         logits_B = model(batch, step, clock)
         with clock.phase("dense"):
-            labels_B = to_device(batch.labels, logits_B.device)
-            loss = F.binary_cross_entropy_with_logits(logits_B, labels_B, reduction="sum") / batch.global_size
+            loss = _loss(logits_B, to_device(batch.labels, logits_B.device), batch.global_size)
         with clock.phase("backward"):
             dist_autograd.backward(context_id, [loss])
         with clock.phase("update"):
             for optimizer in optimizers:
                 optimizer.step(context_id)
             return StepResult(loss.item(), logits_B.detach().cpu())
+
+
+def _loss(logits_B: Tensor, labels_B: Tensor, global_size: int) -> Tensor:
+    """This trainer's part of the mean over the global batch, and zero for an empty share.
+
+    Written as a mean times a share, not a sum over a size: with one trainer the share is 1 and every
+    gradient has the bits of torch's own mean.
+    """
+    if not len(labels_B):
+        return logits_B.sum()
+    mean = F.binary_cross_entropy_with_logits(logits_B, labels_B)
+    return mean * (len(labels_B) / global_size)
 
 
 def predict_step(model: nn.Module, batch: Batch, step: int, clock: StepClock) -> Tensor:

@@ -1,0 +1,22 @@
+"""RPC of a process with itself: the cheapest tier that has real messages and distributed autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from hybrid import wire
+from hybrid.topology import MASTER, Topology
+
+
+@pytest.fixture(scope="module")
+def loopback() -> Iterator[None]:
+    """An RPC group of one, and a process group of one for DDP."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
+    wire.start(MASTER, Topology(0, 0), store, interface="lo", transport="uv", timeout_seconds=5.0)
+    yield
+    wire.stop(10.0)
+    dist.destroy_process_group()
