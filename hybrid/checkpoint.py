@@ -35,6 +35,7 @@ from hybrid.errors import CheckpointError
 
 FORMAT = 1
 CONFIG_FILE = "config.toml"
+FEATURES_FILE = "features.json"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 _PARTIAL = ".partial"
@@ -71,6 +72,14 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Non
         raise CheckpointError(f"cannot write {path}: {error}") from error
 
 
+def write_text(folder: Path, name: str, text: str) -> None:
+    """Write a text file of ``folder``."""
+    try:
+        (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder / name}: {error.strerror}") from error
+
+
 def shard_file(table: str, index: int, count: int) -> str:
     """Relative path of the file with one shard of a table."""
     return f"tables/{quote(table, safe='')}.{index}-of-{count}.safetensors"
@@ -78,6 +87,8 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 def begin(folder: Path) -> Path:
     """Make the empty folder into which every role writes its part of checkpoint ``folder``."""
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists already; it is not overwritten")
     partial = folder.with_name(folder.name + _PARTIAL)
     try:
         if partial.exists():  # left by a run that was killed while writing

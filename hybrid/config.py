@@ -166,7 +166,7 @@ class DenseSection:
     )
     remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
     optimizer: str = option("Adam", "name of a torch.optim class")
-    learning_rate: float = option(0.001, "learning rate of the dense net", above=0)
+    learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
     ddp: str = option(
         "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
     )
@@ -179,7 +179,7 @@ class TrainSection:
 
     epochs: int = option(1, "passes over the training rows", minimum=1)
     max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
-    batch_size: int = option(2048, "samples of a step over all trainers together", minimum=1)
+    batch_size: int = option(1024, "samples of a step over all trainers together", minimum=1)
     update: str = option(
         "sync", "sync: one exact step for all trainers; async: each on arrival", choices=UPDATE_MODES
     )

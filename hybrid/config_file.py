@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import re
 import sys
@@ -20,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from hybrid.config import NETS, RunConfig, TableSection
 from hybrid.errors import ConfigError
 
-_NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port")
+_NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port", "cluster.interface")
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
 
@@ -280,12 +279,15 @@ def _toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def fingerprint(config: RunConfig) -> str:
-    """SHA-256, in hex, of everything that a run's result depends on (not folder, name or port)."""
+def decisive_values(config: RunConfig) -> dict[str, Any]:
+    """Every key that a run's result depends on, by dotted name, with its value as JSON holds it.
+
+    Folder, name, port and network interface are left out: they may differ from host to host.
+    """
     values = {f"{section}.{name}": key.read(value) for section, name, key, value in _items(config)}
     for dotted in _NOT_PART_OF_THE_RESULT:
         del values[dotted]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in values.items()}
 
 
 def describe() -> str:

@@ -253,7 +253,8 @@ def _lookup(
     rref: rpc.RRef[TableShards], ticket: tuple[int, int, bool], items: list[tuple[int, Any]]
 ) -> torch.futures.Future[list[Tensor]]:
     tables: TableShards = rref.local_value()
-    return tables.lookup(Ticket(*ticket), items)
+    # RPC would send an exception set on the future as a value; one raised in a callback it sends as such.
+    return tables.lookup(Ticket(*ticket), items).then(lambda answer: answer.value())
 
 
 def _forward(rref: rpc.RRef[nn.Module], hidden_BH: Tensor) -> Tensor:
@@ -282,4 +283,6 @@ def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
 def _failure(error: Exception) -> Failure:
     users = isinstance(error, HybridError)
     message = str(error) if users else f"{type(error).__name__}: {first_line(error)}"
+    # What went wrong while a worker prepared an answer says so itself.
+    message = message.rpartition("when running the callback: ")[2]
     return Failure(message, users, socket.gethostname(), traceback.format_exc())

@@ -7,7 +7,7 @@
     listens on the rendezvous port           connects, claims its role (once only)
     waits for every role, names those        writes: host, pid, configuration
       that are missing after a stated time
-    compares configurations, says "go"  ───► waits for the master's word
+    compares configurations, says "go"  ───► waits for the master's word; says that it has heard a "no"
                      all: join the RPC group
 
 The rendezvous is a torch ``TCPStore``. The master hands it a socket bound to the configured address;
@@ -20,16 +20,17 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from hybrid import wire
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.config_file import fingerprint
+from hybrid.config_file import decisive_values
 from hybrid.dense.device import choose_backend, choose_device
 from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind, Topology
@@ -37,6 +38,7 @@ from workers.listener import listen
 
 _POLL_SECONDS = 0.02
 _CONNECT_SECONDS = 1.0
+_HEARD_SECONDS = 1.0
 _GO = "go"
 _DONE = "done"
 
@@ -51,7 +53,6 @@ class Member:
 
     host: str
     pid: int
-    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,11 @@ def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -
     if role == MASTER:
         listener = listener or listen(section.master_address, section.master_port)
         store = _serve(listener, section)
-        members = _gather(store, topology, fingerprint(config), section.start_timeout_seconds)
+        members = _gather(store, topology, decisive_values(config), section.start_timeout_seconds)
     else:
         store = _connect(section)
-        _present(store, role, fingerprint(config))
-        _await_go(store, section.start_timeout_seconds)
+        _present(store, role, decisive_values(config))
+        _await_go(store, role, section.start_timeout_seconds)
     if role.kind is RoleKind.TRAINER:
         _join_trainers(store, role, config)
     wire.start(
@@ -144,14 +145,13 @@ def _connect(section: ClusterSection) -> dist.Store:
     return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
-def _present(store: dist.Store, role: Role, own_fingerprint: str) -> None:
-    me = Member(socket.gethostname(), os.getpid(), own_fingerprint)
+def _present(store: dist.Store, role: Role, values: dict[str, Any]) -> None:
     if store.add(f"claim/{role}", 1) > 1:
         raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
-    store.set(f"member/{role}", json.dumps([me.host, me.pid, me.fingerprint]))
+    store.set(f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), values]))
 
 
-def _await_go(store: dist.Store, timeout_seconds: float) -> None:
+def _await_go(store: dist.Store, role: Role, timeout_seconds: float) -> None:
     # The master names the missing after its own timeout; its word may come that much later.
     deadline = time.monotonic() + 2 * timeout_seconds
     while not _has(store, "verdict"):
@@ -159,7 +159,8 @@ def _await_go(store: dist.Store, timeout_seconds: float) -> None:
             raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
     verdict = store.get("verdict").decode()
     if verdict != _GO:
-        raise StoppedError(verdict)
+        _hear(store, role)
+        raise StoppedError(f"stopped by the master: {verdict}")
 
 
 def _has(store: dist.Store, key: str) -> bool:
@@ -192,6 +193,8 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
 def announce_stop(cluster: Cluster, reason: str = _DONE) -> None:
     """Tell every role to stop; called by the master, with a reason where the run failed."""
     cluster.store.set("stop", reason)
+    if reason != _DONE:
+        _await_heard(cluster.store, cluster.members)
 
 
 def await_stop(cluster: Cluster) -> None:
@@ -204,30 +207,51 @@ def await_stop(cluster: Cluster) -> None:
         pass
     reason = cluster.store.get("stop").decode()
     if reason != _DONE:
+        _hear(cluster.store, cluster.role)
         raise StoppedError(f"stopped by the master: {reason}")
 
 
+def _hear(store: dist.Store, role: Role) -> None:
+    store.set(f"heard/{role}", "")
+
+
+def _await_heard(store: dist.Store, roles: Iterable[Role]) -> None:
+    """Stay until ``roles`` know why they stop: the store ends with this process."""
+    deadline = time.monotonic() + _HEARD_SECONDS
+    for role in roles:
+        while not _has(store, f"heard/{role}") and time.monotonic() < deadline:
+            pass
+
+
 def _gather(
-    store: dist.Store, topology: Topology, own_fingerprint: str, timeout_seconds: float
+    store: dist.Store, topology: Topology, values: dict[str, Any], timeout_seconds: float
 ) -> dict[Role, Member]:
+    """Wait for every role; ClusterError, told to those that are there, where one is missing or differs."""
+    roles = [*topology.trainers, *topology.workers]
     deadline = time.monotonic() + timeout_seconds
-    members: dict[Role, Member] = {}
-    awaited = [*topology.trainers, *topology.workers]
-    while missing := [role for role in awaited if role not in members]:
-        if _has(store, f"member/{missing[0]}"):
-            host, pid, theirs = json.loads(store.get(f"member/{missing[0]}"))
-            members[missing[0]] = Member(host, pid, theirs)
-        elif time.monotonic() > deadline:
-            present = [role for role in missing if store.check([f"member/{role}"])]
-            names = ", ".join(str(role) for role in missing if role not in present)
-            _refuse(store, f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {names}")
-    for role, member in members.items():
-        if member.fingerprint != own_fingerprint:
-            _refuse(store, f"{role} on {member.host} runs another configuration than the master")
+    for role in roles:
+        while not _has(store, f"member/{role}"):
+            if time.monotonic() > deadline:
+                _refuse(store, roles, _who_is_missing(store, roles, timeout_seconds))
+    members = {}
+    for role in roles:
+        host, pid, theirs = json.loads(store.get(f"member/{role}"))
+        members[role] = Member(host, pid)
+        for key in [key for key in values | theirs if values.get(key) != theirs.get(key)][:1]:
+            there, here = theirs.get(key), values.get(key)
+            _refuse(store, roles, f"{role} on {host} has {key} = {there!r}, the master {here!r}")
     store.set("verdict", _GO)
     return members
 
 
-def _refuse(store: dist.Store, reason: str) -> None:
+def _who_is_missing(store: dist.Store, roles: list[Role], timeout_seconds: float) -> str:
+    missing = ", ".join(str(role) for role in roles if not store.check([f"member/{role}"]))
+    twice = ", ".join(str(role) for role in roles if store.add(f"claim/{role}", 0) > 1)
+    hint = f"; started twice: {twice}" if twice else ""
+    return f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {missing}{hint}"
+
+
+def _refuse(store: dist.Store, roles: list[Role], reason: str) -> NoReturn:
     store.set("verdict", reason)
+    _await_heard(store, [role for role in roles if store.check([f"member/{role}"])])
     raise ClusterError(reason)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid import __version__
@@ -15,6 +17,7 @@ from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.paths import cache_folder, refuse_existing, run_path
+from workers.resume import resumed_config
 
 INTERRUPTED = 130
 
@@ -28,12 +31,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.path.insert(0, os.getcwd())  # where a user's own net (dense.net = module:function) is looked for
     options = _parser().parse_args(arguments)
     try:
-        options.run(options, started_at)
+        with _interruptible():
+            options.run(options, started_at)
     except HybridError as error:
-        sys.exit(f"hybrid {options.command}: {' '.join(str(error).split())}")
+        sys.exit(f"{_name(options)}: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        print(f"\nhybrid {options.command}: interrupted; every process has stopped", file=sys.stderr)
+        everywhere = "; every process has stopped" if options.command == "launch" else ""
+        print(f"{_name(options)}: interrupted{everywhere}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _name(options: argparse.Namespace) -> str:
+    """What speaks in an error message, such as ``hybrid trainer 1``."""
+    index = getattr(options, "index", None)
+    return f"hybrid {options.command}" + ("" if index is None else f" {index}")
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP stop the command as Ctrl-C does, once: the way out is not interrupted."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        for each in previous:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # What is ignored already, as SIGHUP is under nohup, stays so.
+    previous = {each: handler for each in signals if (handler := signal.getsignal(each)) != signal.SIG_IGN}
+    for each in previous:
+        signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,7 +145,7 @@ def _read_config(options: argparse.Namespace) -> RunConfig:
         return load_config(options.config, options.set)
     if options.config is not None:
         raise ConfigError("--resume", "goes on with the configuration of its run; use --set to change keys")
-    return load_config(resume / "config.toml", options.set)
+    return resumed_config(resume, options.set)
 
 
 def _folder(options: argparse.Namespace, config: RunConfig) -> Path:

@@ -16,18 +16,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.topology import MASTER, Role
 from workers.listener import listen
 from workers.paths import log_path
@@ -91,20 +92,46 @@ def launch(config: RunConfig, folder: Path, resume: Path | None, started_at: flo
     listener = listen(config.cluster.master_address, config.cluster.master_port)
     port = listener.getsockname()[1]
     config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    _make_log_folder(folder)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     children: list[Child] = []
-    with _interrupts():
-        try:
-            for role in config.cluster.topology.roles:
-                extra = (listener, resume, started_at) if role == MASTER else ()
-                children.append(_start(context, role, config, folder, extra))
-            listener.close()
-            _supervise(children, folder, config.cluster.stop_timeout_seconds)
-        finally:
-            _end(children, config.cluster.stop_timeout_seconds)
-            Console().show_cursor()  # a master that was killed could not
+    try:
+        _start_server()
+        for role in config.cluster.topology.roles:
+            extra = (listener, resume, started_at) if role == MASTER else ()
+            children.append(_start(context, role, config, folder, extra))
+        listener.close()
+        _supervise(children, folder, config.cluster.stop_timeout_seconds)
+    finally:
+        _end(children, config.cluster.stop_timeout_seconds)
+        _end_server()
+        Console().show_cursor()  # a master that was killed could not
+
+
+def _make_log_folder(folder: Path) -> None:
+    try:
+        log_path(folder, MASTER).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"cannot be made: {error.strerror}; choose another"
+        raise ConfigError("run.folder", rule, str(folder)) from error
+
+
+def _start_server() -> None:
+    """Start the process that imports torch and forks the roles; Ctrl-C is not meant for it."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _end_server() -> None:
+    """End that process at once: by itself it would take torch down for seconds first."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if forkserver.__name__ in " ".join(child.cmdline()):
+                child.kill()
 
 
 def _start(context: Any, role: Role, config: RunConfig, folder: Path, extra: tuple[Any, ...]) -> Child:
@@ -154,21 +181,6 @@ def _end(children: list[Child], timeout_seconds: float) -> None:
         deadline = time.monotonic() + timeout_seconds / 2
         for process in running:
             process.join(max(0.0, deadline - time.monotonic()))
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the run as Ctrl-C does."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
 
 
 def _role_main(

@@ -31,7 +31,7 @@ from workers.trainer import Report
 
 def run(
     config: RunConfig,
-    folder: RunFolder,
+    folder: Path,
     *,
     listener: socket.socket | None = None,
     resume: Checkpoint | None = None,
@@ -40,7 +40,7 @@ def run(
     """The master process: run the configured job on its cluster, from start to end.
 
     Args:
-        folder: where results go.
+        folder: where results go; nothing is written there before the job can start.
         listener: the rendezvous socket, where the launcher has bound it already.
         resume: the checkpoint to go on from.
         started_at: ``time.time()`` of the user's command; now where it is None.
@@ -61,7 +61,8 @@ def run(
                 announce_stop(cluster, str(cause))
                 raise cause from error
             except BaseException as error:
-                announce_stop(cluster, wire.first_line(error))
+                interrupted = isinstance(error, KeyboardInterrupt)
+                announce_stop(cluster, "interrupted" if interrupted else wire.first_line(error))
                 raise
             announce_stop(cluster)
 
@@ -88,11 +89,12 @@ class Job:
     """
 
     def __init__(
-        self, config: RunConfig, folder: RunFolder, resume: Checkpoint | None, started_at: float
+        self, config: RunConfig, folder: Path, resume: Checkpoint | None, started_at: float
     ) -> None:
         self.doing = "at start"
         self._config = config
-        self._folder = folder
+        self._path = folder
+        self._folder: RunFolder
         self._resume = resume
         self._started_at = started_at
         self._seconds_to_first_step = math.nan
@@ -103,14 +105,26 @@ class Job:
     def run(self, session: Session, view: TerminalView) -> None:
         """Train, evaluate, write the checkpoint and the report."""
         train = self._config.train
-        per_epoch = session.steps_per_epoch
-        total = per_epoch * train.epochs
+        ends = {"train.epochs": session.steps_per_epoch * train.epochs}
         if train.max_steps:
-            total = min(total, train.max_steps)
+            ends["train.max_steps"] = train.max_steps
+        limit = min(ends, key=lambda key: ends[key])
         for report in session.bad_rows:
             for line in bad_row_lines(report):
                 view.note(line)
-        self._start(session, total)
+        self._start(session, limit, ends[limit])
+        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[limit]
+        with self._open_folder() as self._folder:
+            metrics = self._train(session, ends[limit], view)
+            self._finish(session, metrics, view, f"--set {limit}={more}")
+
+    def _open_folder(self) -> RunFolder:
+        if self._resume is None:
+            return RunFolder.create(self._path, self._config)
+        return RunFolder.reopen(self._path, self._config, self._step)
+
+    def _train(self, session: Session, total: int, view: TerminalView) -> Metrics:
+        per_epoch = session.steps_per_epoch
         metrics: Metrics | None = None
         while self._step < total:
             self.doing = f"at step {self._step}"
@@ -123,14 +137,14 @@ class Job:
             if self._is_evaluation_due(within + count == per_epoch, total):
                 metrics = self._evaluate(session, view)
         assert metrics is not None, "the last step is followed by an evaluation"
-        self._finish(session, metrics, view)
+        return metrics
 
-    def _start(self, session: Session, total: int) -> None:
+    def _start(self, session: Session, limit: str, total: int) -> None:
         if self._resume is None:
             return
         step = self._resume.manifest.step
         if step >= total:
-            raise ConfigError("train.epochs", f"the run has taken all {total} steps; raise it to go on")
+            raise ConfigError(limit, f"the run has taken all {total} steps; raise it to go on")
         session.load(self._resume)
         self._step = step
 
@@ -181,7 +195,7 @@ class Job:
         view.evaluation(self._step, metrics)
         return metrics
 
-    def _finish(self, session: Session, metrics: Metrics, view: TerminalView) -> None:
+    def _finish(self, session: Session, metrics: Metrics, view: TerminalView, more: str) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         epochs_done = self._step // session.steps_per_epoch
@@ -198,7 +212,7 @@ class Job:
             "seconds_to_first_step": self._seconds_to_first_step,
         }
         self._folder.finish(result)
-        run_folder, more = self._folder.path, self._config.train.epochs + 1
+        run_folder = self._folder.path
         view.summary(
             Summary(
                 metrics=metrics,
@@ -206,7 +220,7 @@ class Job:
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"hybrid launch --resume {run_folder} --set train.epochs={more}",
+                resume=f"hybrid launch --resume {run_folder} {more}",
                 evaluate=f"hybrid evaluate {run_folder}",
                 predict=f"hybrid predict {run_folder} --output FILE",
             )

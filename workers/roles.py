@@ -9,7 +9,6 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.topology import Role, RoleKind
 from workers import master, trainer, worker
-from workers.report import RunFolder
 
 
 def run_role(
@@ -34,9 +33,4 @@ def run_role(
         worker.run(config, role.index)
     else:
         stored = Checkpoint.open(resume) if resume is not None else None
-        if stored is None:
-            run_folder = RunFolder.create(folder, config)
-        else:
-            run_folder = RunFolder.reopen(folder, config, stored.manifest.step)
-        with run_folder:
-            master.run(config, run_folder, listener=listener, resume=stored, started_at=started_at)
+        master.run(config, folder, listener=listener, resume=stored, started_at=started_at)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybrid import checkpoint, wire
 from hybrid.checkpoint import Checkpoint, Manifest
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
+from hybrid.data.encode import FeatureEncoder
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_remote_net
 from hybrid.embedding.placement import Placement
@@ -23,7 +23,7 @@ from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import InputSpec
 from hybrid.embedding.tables import plan_tables
 from hybrid.embedding.update import UpdateMode
-from hybrid.errors import ClusterError, ConfigError
+from hybrid.errors import CheckpointError, ClusterError, ConfigError
 from hybrid.metrics import Metrics, binary_metrics
 from hybrid.topology import Role, RoleKind, Topology
 from workers.failure import gather
@@ -100,14 +100,20 @@ class Session:
         if self._remote_net is not None:
             (state,) = gather([self._remote_net.remote().call("state_dict")])
             checkpoint.write_tensors(partial, checkpoint.REMOTE_FILE, state)
-        shutil.copy(self._data_folder / "features.json", partial)
+        features = self._data_folder / checkpoint.FEATURES_FILE
+        checkpoint.write_text(partial, checkpoint.FEATURES_FILE, features.read_text(encoding="utf-8"))
         shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-        (partial / checkpoint.CONFIG_FILE).write_text(to_toml(self._config))
+        checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
         manifest = Manifest(step, epoch, shapes, {}, metrics.as_dict())
         return checkpoint.commit(partial, manifest)
 
     def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint; CheckpointError where it is of another model or other data."""
+        if FeatureEncoder.load(stored.folder) != FeatureEncoder.load(self._data_folder):
+            raise CheckpointError(
+                f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
+                "resume with the same files"
+            )
         step = stored.manifest.step
         calls = [
             h.call("load", stored.folder, step, timeout_seconds=SAVE_TIMEOUT_SECONDS)

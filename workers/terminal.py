@@ -217,7 +217,8 @@ def bad_row_lines(report: BadRowReport) -> Iterator[str]:
     """How many rows were skipped and why, then the first of them; nothing where none were."""
     if not report.total:
         return
-    reasons = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in report.counts.items())
+    counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
     yield f"skipped {report.total:,} bad row(s): {reasons}"
     for example in report.examples:
         yield f"  {example}"

@@ -110,7 +110,7 @@ class TableShards(nn.Module):
         each step exactly once, and hands its gradients to the update of that step.
         """
         items = [(group, Bags(*bags)) for group, bags in items]
-        return self._barrier.when(ticket.step, lambda: self.forward(ticket, items))
+        return self._barrier.when(ticket.step, lambda: self.forward(ticket, items), ticket.trainer)
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
         """As :meth:`lookup`, against the rows as they are now."""

@@ -8,7 +8,7 @@ Synchronous::
 
 A lookup names how many updates it must see; until then it waits as a future and holds no thread.
 Gradients of a step meet in trainer order, whatever order they arrived in. Asynchronous mode applies
-whatever has come, and no lookup waits.
+whatever has come; a lookup waits only for its own trainer's gradients.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class UpdateMode(StrEnum):
 @dataclass(slots=True)
 class _Waiting(Generic[Result]):
     version: int
+    trainer: int
     work: Callable[[], Result]
     future: Future[Result]
 
@@ -76,7 +77,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._arrived_at: dict[int, float] = {}
         self._waiting: list[_Waiting[object]] = []
         self._failure: Exception | None = None
-        self._applying = False
+        self._applying: frozenset[int] = frozenset()  # trainers whose gradients are being applied
         self._closed = False
         self._changed = threading.Condition()
         self._updater = threading.Thread(target=self._run, name="updater", daemon=True)
@@ -87,14 +88,18 @@ class UpdateBarrier(Generic[Contribution]):
         """How many updates have been applied."""
         return self._version
 
-    def when(self, version: int, work: Callable[[], Result]) -> Future[Result]:
-        """Run ``work`` once ``version`` updates are applied, at once where they are or in async mode."""
+    def when(self, version: int, work: Callable[[], Result], trainer: int = 0) -> Future[Result]:
+        """Run ``work`` once ``version`` updates are applied; at once where they are.
+
+        In async mode, where versions mean nothing, run it once all gradients that ``trainer`` handed in
+        are applied: a trainer sees its own updates, and cannot run ahead of them.
+        """
         future: Future[Result] = Future()
-        waiting = _Waiting(version, work, future)
+        waiting = _Waiting(version, trainer, work, future)
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if self._mode is UpdateMode.SYNC and version > self._version:
+            if not self._is_ready(waiting):
                 self._waiting.append(waiting)  # type: ignore[arg-type]  # results are opaque here
                 return future
         waiting.run()
@@ -159,12 +164,12 @@ class UpdateBarrier(Generic[Contribution]):
             while not self._closed:
                 taken = self._take()
                 if taken is not None:
-                    self._applying = True
-                    return taken
+                    self._applying = frozenset(taken)
+                    return [taken[trainer] for trainer in sorted(taken)]
                 self._changed.wait(self._seconds_left())
         return None
 
-    def _take(self) -> list[Contribution] | None:
+    def _take(self) -> dict[int, Contribution] | None:
         if self._mode is UpdateMode.ASYNC:
             step = next(iter(self._pending), None)
         else:
@@ -172,8 +177,13 @@ class UpdateBarrier(Generic[Contribution]):
         if step is None:
             return None
         del self._arrived_at[step]
-        arrived = self._pending.pop(step)
-        return [arrived[trainer] for trainer in sorted(arrived)]
+        return self._pending.pop(step)
+
+    def _is_ready(self, waiting: _Waiting[Result]) -> bool:
+        if self._mode is UpdateMode.SYNC:
+            return waiting.version <= self._version
+        unapplied = (self._applying, *self._pending.values())
+        return not any(waiting.trainer in trainers for trainers in unapplied)
 
     def _seconds_left(self) -> float | None:
         """How long the step under way may still wait for its last trainer; None where no step is."""
@@ -184,7 +194,7 @@ class UpdateBarrier(Generic[Contribution]):
         if waited >= self._timeout_seconds:
             missing = ", ".join(f"trainer {t}" for t in range(self._num_trainers) if t not in arrived)
             raise ClusterError(
-                f"step {self._version}: no gradients from {missing} for {waited:.0f} s "
+                f"step {self._version}: no gradients from {missing} for {self._timeout_seconds:g} s "
                 "(cluster.step_timeout_seconds)"
             )
         return self._timeout_seconds - waited
@@ -192,10 +202,10 @@ class UpdateBarrier(Generic[Contribution]):
     def _release(self, readers: ThreadPoolExecutor) -> None:
         with self._changed:
             self._version += 1
-            self._applying = False
+            self._applying = frozenset()
             self._changed.notify_all()
-            ready = [w for w in self._waiting if w.version <= self._version]
-            self._waiting = [w for w in self._waiting if w.version > self._version]
+            ready = [w for w in self._waiting if self._is_ready(w)]
+            self._waiting = [w for w in self._waiting if not self._is_ready(w)]
         for waiting in ready:
             readers.submit(waiting.run)
 

@@ -119,17 +119,20 @@ class Clusters:
     """Hands out a running cluster of a wanted shape; keeps the last one until another is wanted."""
 
     def __init__(self) -> None:
-        self._shape: tuple[int, int] | None = None
+        self._shape: tuple[int, int, str] | None = None
         self._stack = ExitStack()
         self._cluster: RunningCluster | None = None
 
-    def get(self, trainers: int, workers: int) -> RunningCluster:
-        """A cluster of one master, ``trainers`` and ``workers``."""
-        if self._cluster is None or self._shape != (trainers, workers):
+    def get(self, trainers: int, workers: int, device: str = "cpu") -> RunningCluster:
+        """A cluster of one master, ``trainers`` that reduce gradients on ``device``, and ``workers``."""
+        shape = (trainers, workers, device)
+        if self._cluster is None or self._shape != shape:
             self.close()
-            config = small_config(cluster={"trainers": trainers, "workers": workers})
+            config = small_config(
+                cluster={"trainers": trainers, "workers": workers}, dense={"device": device}
+            )
             self._cluster = self._stack.enter_context(running_cluster(config))
-            self._shape = (trainers, workers)
+            self._shape = shape
         return self._cluster
 
     def close(self) -> None:

@@ -26,7 +26,9 @@ _MARK = "HYBRID_TEST_MARK"
 def settings(**sections: dict[str, object]) -> list[str]:
     """``--set`` arguments: ``settings(train={"epochs": 2})``; values are written as TOML reads them."""
     return [
-        text for name, keys in sections.items() for key, value in keys.items()
+        text
+        for name, keys in sections.items()
+        for key, value in keys.items()
         for text in ("--set", f"{name}.{key}={value}")
     ]
 

@@ -136,7 +136,7 @@ def test_a_shard_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path) -> Non
 
 def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
     folder = write(tmp_path / "step-1")
-    with pytest.raises(CheckpointError, match=f"cannot write {folder}"):
+    with pytest.raises(CheckpointError, match=f"{folder}: exists already"):
         write(folder, 5)
     assert Checkpoint.open(folder).manifest.step == 1
 

@@ -230,22 +230,26 @@ def test_the_gradients_of_all_trainers_are_one_update() -> None:
         torch.testing.assert_close(moved, expected)
 
 
-def test_rows_read_both_one_by_one_and_pooled_are_updated_once() -> None:
-    with two_trainers("adagrad", UpdateMode.SYNC) as host:
-        before = host.groups[0].weight_RD.clone()
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_rows_read_both_one_by_one_and_pooled_are_updated_once(optimizer: str) -> None:
+    with two_trainers(optimizer, UpdateMode.SYNC) as host:
+        rows = host.groups[0].weight_RD
+        before = rows.clone().requires_grad_()
+        single, mean, largest = torch.tensor([1, 3]), torch.tensor([3, 1, 1]), torch.tensor([3, 4])
         items = [
-            (0, Bags(torch.tensor([1, 3]))),
-            (0, Bags(torch.tensor([3, 1, 1]), torch.tensor([0, 2, 2, 3]), None, Pooling.MEAN)),
-            (0, Bags(torch.tensor([3, 4]), torch.tensor([0, 2]), None, Pooling.MAX)),
+            (0, Bags(single)),
+            (0, Bags(mean, torch.tensor([0, 2, 2, 3]), None, Pooling.MEAN)),
+            (0, Bags(largest, torch.tensor([0, 2]), None, Pooling.MAX)),
         ]
         for trainer in range(2):
-            pooled = host.lookup(Ticket(trainer, 0, True), items).wait()
-            torch.cat(pooled).sum().backward()
+            torch.cat(host.lookup(Ticket(trainer, 0, True), items).wait()).sum().backward()
         host.lookup(Ticket(0, 1, False), []).wait()
-        moved = before - host.groups[0].weight_RD
         assert host.version == 1
-        torch.testing.assert_close(moved[[1, 3]], torch.ones(2, 2))
-        assert not moved[[0, 2, 5]].any()
+        pooled = before[single].sum() + before[mean[:2]].mean(0).sum() + before[mean[2]].sum()
+        (gradient,) = torch.autograd.grad(2 * (pooled + before[largest].max(0).values.sum()), before)
+        # Adagrad's first step is the learning rate in the direction of the whole gradient.
+        expected = gradient if optimizer == "sgd" else gradient.sign()
+        torch.testing.assert_close(before.detach() - rows, expected)
 
 
 def test_asynchronous_updates_come_one_by_one() -> None:

@@ -1,0 +1,40 @@
+"""What the master hears when a job fails in the middle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cluster import CaseError, Clusters, small_config
+from support.jobs import opened
+
+from hybrid.config import RunConfig
+from hybrid.wire import RemoteError
+from workers.bootstrap import Cluster
+from workers.failure import diagnose, gather
+
+
+def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:
+    """Let trainer 0 go on while trainer 1 does not; the error that the master would show."""
+    with opened(cluster, config, cache) as session:
+        try:
+            gather([session.trainers[0].call("train", 0, 0, 2, 0)])
+        except RemoteError as error:
+            return str(diagnose(cluster, error, "at step 0"))
+    return "no error"
+
+
+def test_a_trainer_whose_gradients_do_not_come_is_named(clusters: Clusters, cache: Path) -> None:
+    # Without DDP the trainers meet only at the workers' barrier.
+    config = small_config(cluster={"step_timeout_seconds": 0.5}, dense={"ddp": "none"})
+    message = clusters.get(2, 2).run(train_alone, config, cache)
+    assert "step 0: no gradients from trainer 1 for 0.5 s (cluster.step_timeout_seconds)" in message
+    assert "\n" not in message
+
+
+def test_tables_beyond_the_memory_are_refused_before_they_are_made(clusters: Clusters, cache: Path) -> None:
+    config = small_config(embedding={"dim": 2_000_000_000})
+    with pytest.raises(
+        CaseError, match=r"tables need [\d,.]+ GiB, [\d,.]+ GiB of memory are free; the largest is C"
+    ):
+        clusters.get(2, 2).run(train_alone, config, cache)

@@ -1,0 +1,43 @@
+"""What a resumed run may change. Free of torch, so that a wrong key is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.config_file import decisive_values, load_config
+from hybrid.errors import ConfigError
+
+# What the tensors of a checkpoint depend on, and where in the data its step is.
+_KEPT = {
+    "run": ("seed",),
+    "data": (
+        *("format", "test_fraction", "label", "positive_labels", "negative_labels", "dense", "sparse"),
+        *("multi_hot_separator", "missing", "numeric_transform", "standardise", "shuffle"),
+        *("vocabulary", "vocabulary_min_count", "hash_rows", "synthetic_rows", "synthetic_test_rows"),
+    ),
+    "embedding": ("dim", "pooling", "optimizer"),
+    "tables": ("dim", "pooling", "optimizer", "features"),
+    "dense": ("net", "bottom_mlp", "top_mlp", "cross_layers", "remote_mlp", "optimizer"),
+    "train": ("batch_size",),
+}
+
+
+def resumed_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run that goes on: its own, with overrides.
+
+    Raises:
+        ConfigError: ``run`` holds no run, or an override is not of the same model and data.
+    """
+    if not (run / "metrics.jsonl").is_file():
+        raise ConfigError("--resume", "holds no run", str(run))
+    config = load_config(run / "config.toml", overrides)
+    before, now = decisive_values(load_config(run / "config.toml")), decisive_values(config)
+    for dotted in (*before, *(key for key in now if key not in before)):
+        section, _, name = dotted.rpartition(".")
+        is_kept = name in _KEPT.get(section.partition(".")[0], ())
+        if is_kept and before.get(dotted) != now.get(dotted):
+            rule = f"the run to resume has {before.get(dotted)!r}; keep that, or start a new run"
+            raise ConfigError(dotted, rule, now.get(dotted))
+    return config
