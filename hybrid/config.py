@@ -103,7 +103,9 @@ class DataSection:
     vocabulary_min_count: int = option(
         1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
     )
-    hash_rows: int = option(100_000, "rows of each table (vocabulary = hash)", minimum=2)
+    hash_rows: int = option(
+        100_000, "rows of each table (vocabulary = hash); ids are 32-bit", minimum=2, maximum=2_000_000_000
+    )
     bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
     max_bad_fraction: float = option(
         0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1

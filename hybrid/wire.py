@@ -221,12 +221,14 @@ def create_module(role: Role, cls: type[nn.Module], *args: Any) -> rpc.RRef[Any]
     """Construct a module on ``role`` as a ``RemoteModule``; the reference to it.
 
     Raises:
-        RemoteError: its constructor raised an exception.
-        LostError: the role did not answer.
+        ClusterError: its constructor raised an exception, or the role did not answer.
     """
     try:
         return RemoteModule(f"{role.rpc_name}/cpu", cls, args).get_module_rref()
-    except RuntimeError as error:
+    except Exception as error:  # RPC rethrows some remote exceptions by their own type
+        raised_there, _, told = str(error).partition("):\n")
+        if raised_there.startswith("On WorkerInfo("):
+            raise ClusterError(f"{role}: {told.splitlines()[0]}") from error
         raise LostError(role, first_line(error)) from error
 
 
@@ -258,7 +260,10 @@ def _lookup(
 
 
 def _forward(rref: rpc.RRef[nn.Module], hidden_BH: Tensor) -> Tensor:
-    output: Tensor = rref.local_value()(hidden_BH)
+    module = rref.local_value()
+    # Copies, since another trainer may step the parameters in place before this pass goes backward.
+    parameters = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    output: Tensor = torch.func.functional_call(module, parameters, (hidden_BH,))
     return output
 
 

@@ -32,11 +32,11 @@ from hybrid import wire
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.config_file import decisive_values
 from hybrid.dense.device import choose_backend, choose_device
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from workers.listener import listen
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 1.0
 _HEARD_SECONDS = 1.0
 _GO = "go"
@@ -82,7 +82,10 @@ def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -
         ConfigError: the address or the port cannot be used.
     """
     section = config.cluster
-    os.environ["GLOO_SOCKET_IFNAME"] = section.interface
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if section.interface not in interfaces:
+        raise ConfigError("cluster.interface", f"this host has {', '.join(interfaces)}", section.interface)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = section.interface
     topology = section.topology
     members: dict[Role, Member] = {}
     if role == MASTER:

@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         (RoleKind.TRAINER, "start one trainer by hand"),
         (RoleKind.WORKER, "start one worker by hand"),
     ):
-        role = commands.add_parser(kind, help=text)
+        role = commands.add_parser(kind.value, help=text)
         _add_config(role)
         if kind is RoleKind.MASTER:
             _add_resume(role)

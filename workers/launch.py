@@ -18,9 +18,9 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +89,16 @@ def launch(config: RunConfig, folder: Path, resume: Path | None, started_at: flo
         ClusterError: a role failed; the message is the first cause.
         KeyboardInterrupt: the user or the system asked to stop.
     """
-    listener = listen(config.cluster.master_address, config.cluster.master_port)
-    port = listener.getsockname()[1]
-    config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
-    _make_log_folder(folder)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
     children: list[Child] = []
     try:
-        _start_server()
-        for role in config.cluster.topology.roles:
-            extra = (listener, resume, started_at) if role == MASTER else ()
-            children.append(_start(context, role, config, folder, extra))
-        listener.close()
+        with listen(config.cluster.master_address, config.cluster.master_port) as listener:
+            port = listener.getsockname()[1]
+            config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
+            _make_log_folder(folder)
+            context = _start_server()
+            for role in config.cluster.topology.roles:
+                extra = (listener, resume, started_at) if role == MASTER else ()
+                children.append(_start(context, role, config, folder, extra))
         _supervise(children, folder, config.cluster.stop_timeout_seconds)
     finally:
         _end(children, config.cluster.stop_timeout_seconds)
@@ -117,13 +114,17 @@ def _make_log_folder(folder: Path) -> None:
         raise ConfigError("run.folder", rule, str(folder)) from error
 
 
-def _start_server() -> None:
+def _start_server() -> ForkServerContext:
     """Start the process that imports torch and forks the roles; Ctrl-C is not meant for it."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which it inherits
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # else the server starts it, and that would unblock the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which the server inherits
     try:
         forkserver.ensure_running()
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    return context
 
 
 def _end_server() -> None:
@@ -134,7 +135,9 @@ def _end_server() -> None:
                 child.kill()
 
 
-def _start(context: Any, role: Role, config: RunConfig, folder: Path, extra: tuple[Any, ...]) -> Child:
+def _start(
+    context: ForkServerContext, role: Role, config: RunConfig, folder: Path, extra: tuple[Any, ...]
+) -> Child:
     reports, sender = context.Pipe(duplex=False)
     process = context.Process(target=_role_main, args=(role, config, folder, sender, *extra), name=str(role))
     process.start()

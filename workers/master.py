@@ -22,7 +22,7 @@ from hybrid.metrics import Metrics
 from hybrid.topology import MASTER
 from workers.bootstrap import announce_stop, join
 from workers.failure import diagnose
-from workers.paths import cache_folder
+from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
 from workers.session import Session, metrics_of
 from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
@@ -88,9 +88,7 @@ class Job:
         doing: what is going on, to say where it failed.
     """
 
-    def __init__(
-        self, config: RunConfig, folder: Path, resume: Checkpoint | None, started_at: float
-    ) -> None:
+    def __init__(self, config: RunConfig, folder: Path, resume: Checkpoint | None, started_at: float) -> None:
         self.doing = "at start"
         self._config = config
         self._path = folder
@@ -220,8 +218,8 @@ class Job:
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"hybrid launch --resume {run_folder} {more}",
-                evaluate=f"hybrid evaluate {run_folder}",
-                predict=f"hybrid predict {run_folder} --output FILE",
+                resume=f"{own_command()} launch --resume {run_folder} {more}",
+                evaluate=f"{own_command()} evaluate {run_folder}",
+                predict=f"{own_command()} predict {run_folder} --output FILE",
             )
         )

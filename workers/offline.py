@@ -81,7 +81,7 @@ def _assemble(
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
     placement = plan(tables, num_workers=1)
     timeout = config.cluster.step_timeout_seconds
-    shards = TableShards(placement, 0, config.run.seed, 1, UpdateMode.SYNC, timeout)
+    shards = TableShards(placement, 0, 1, UpdateMode.SYNC, timeout)
     shards.load(stored.folder, stored.manifest.step)
     embeddings = Embeddings(tables, spec, placement, {0: shards})
     net = build_dense_net(config, spec, embeddings.widths)

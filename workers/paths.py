@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -27,7 +30,9 @@ def run_path(config: RunConfig) -> Path:
 
 def refuse_existing(path: Path) -> None:
     """ConfigError where ``path`` holds a run, or is no folder."""
-    if (path.exists() and not path.is_dir()) or any((path / name).exists() for name in _RUN_FILES):
+    if path.exists() and not path.is_dir():
+        raise ConfigError("run.folder", "is a file; choose another", str(path))
+    if any((path / name).exists() for name in _RUN_FILES):
         raise ConfigError("run.folder", "holds a run already; choose another, or remove it", str(path))
 
 
@@ -39,3 +44,11 @@ def cache_folder(config: RunConfig) -> Path:
 def log_path(run: Path, role: Role) -> Path:
     """The log of one role, where the launcher started it."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
+
+
+def own_command() -> str:
+    """How the user can call this program from the current folder."""
+    script = Path(sys.executable).with_name("hybrid")
+    if shutil.which("hybrid"):
+        return "hybrid"
+    return os.path.relpath(script) if script.exists() else "python -m workers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -16,8 +17,9 @@ from hybrid.embedding.tables import plan_tables
 
 def print_plan(config: RunConfig, cache: Path) -> None:
     """Print the shards of every table, and what each worker holds and moves."""
-    spec = PreparedDataset.open(prepare(config, cache), "train").input_spec
-    tables, placement = plan_tables(config, spec)
+    dataset = PreparedDataset.open(prepare(config, cache), "train")
+    ids_per_sample = dataset.ids_per_sample
+    tables, placement = plan_tables(config, dataset.input_spec, ids_per_sample)
     console = Console()
     shards = Table("table", "rows", "dim", "pooling", "optimizer", "placement", "size", title="tables")
     for table in tables:
@@ -35,14 +37,16 @@ def print_plan(config: RunConfig, cache: Path) -> None:
             size,
         )
     console.print(shards)
-    console.print(_workers(config, placement))
+    console.print(_workers(config, placement, ids_per_sample))
 
 
-def _workers(config: RunConfig, placement: Placement) -> Table:
+def _workers(config: RunConfig, placement: Placement, ids_per_sample: Mapping[str, float]) -> Table:
     workers = Table("worker", "tables", "rows", "memory", "at most moved a step", title="workers")
     for worker in range(placement.num_workers):
         held = placement.of_worker(worker)
-        moved = sum(bytes_per_sample(s.table, {}) / s.count for s in held) * config.train.batch_size
+        moved = (
+            sum(bytes_per_sample(s.table, ids_per_sample) / s.count for s in held) * config.train.batch_size
+        )
         workers.add_row(
             str(worker),
             str(len(held)),

@@ -31,8 +31,8 @@ from workers.trainer import Job, Report, Trainer
 
 EVAL_STEPS_PER_CALL = 20
 PING_TIMEOUT_SECONDS = 10.0
-CREATE_TIMEOUT_SECONDS = 600.0
-SAVE_TIMEOUT_SECONDS = 3600.0
+# Filling, writing and reading whole tables, and making trainers.
+BULK_TIMEOUT_SECONDS = 3600.0
 
 
 class RemoteMlp(nn.Sequential):
@@ -67,15 +67,16 @@ class Session:
         self.bad_rows = (train.report.bad_rows, test.report.bad_rows)
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
         self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
-        self.tables, self.placement = plan_tables(config, train.input_spec)
+        self.tables, self.placement = plan_tables(config, train.input_spec, train.ids_per_sample)
         holders = [w for w in topology.workers if self.placement.of_worker(w.index)]
         check_memory(self.placement, holders)
         self._hosts = {role.index: self._create_tables(role) for role in holders}
+        self._on_workers("initialise", config.run.seed)
         self._remote_net = self._create_remote_net(train.input_spec)
         job = Job(config, data_folder, self.tables, self.placement, self._hosts, self._remote_net)
         self.trainers: list[wire.Remote[Trainer]] = gather(
             [
-                wire.create(role, Trainer, role.index, job, timeout_seconds=CREATE_TIMEOUT_SECONDS)
+                wire.create(role, Trainer, role.index, job, timeout_seconds=BULK_TIMEOUT_SECONDS)
                 for role in topology.trainers
             ]
         )
@@ -96,7 +97,7 @@ class Session:
         """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once."""
         partial = checkpoint.begin(folder)
         writers: list[wire.Remote[Any]] = [*self._hosts.values(), self.trainers[0]]
-        gather([w.call("save", partial, timeout_seconds=SAVE_TIMEOUT_SECONDS) for w in writers])
+        gather([w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers])
         if self._remote_net is not None:
             (state,) = gather([self._remote_net.remote().call("state_dict")])
             checkpoint.write_tensors(partial, checkpoint.REMOTE_FILE, state)
@@ -114,12 +115,8 @@ class Session:
                 f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
                 "resume with the same files"
             )
-        step = stored.manifest.step
-        calls = [
-            h.call("load", stored.folder, step, timeout_seconds=SAVE_TIMEOUT_SECONDS)
-            for h in self._hosts.values()
-        ]
-        calls += [t.call("load", stored.folder, timeout_seconds=SAVE_TIMEOUT_SECONDS) for t in self.trainers]
+        self._on_workers("load", stored.folder, stored.manifest.step)
+        calls = [t.call("load", stored.folder, timeout_seconds=BULK_TIMEOUT_SECONDS) for t in self.trainers]
         if self._remote_net is not None:
             state = stored.tensors(checkpoint.REMOTE_FILE)
             calls.append(self._remote_net.remote().call("load_state_dict", state))
@@ -129,6 +126,10 @@ class Session:
         """End what runs in the background of the other roles."""
         parts: list[wire.Remote[Any]] = [*self.trainers, *self._hosts.values()]
         gather([part.call("close") for part in parts])
+
+    def _on_workers(self, method: str, *args: Any) -> None:
+        """Call a method of all tables, on all workers at once; it may take long."""
+        gather([h.call(method, *args, timeout_seconds=BULK_TIMEOUT_SECONDS) for h in self._hosts.values()])
 
     def _on_trainers(self, method: str, num_steps: int, *args: Any) -> list[Report]:
         cluster = self._config.cluster
@@ -145,7 +146,6 @@ class Session:
             TableShards,
             self.placement,
             role.index,
-            config.run.seed,
             config.cluster.trainers,
             UpdateMode(config.train.update),
             config.cluster.step_timeout_seconds,

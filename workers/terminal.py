@@ -27,7 +27,7 @@ _PHASE_STYLES = {
     "backward": "blue",
     "update": "magenta",
 }
-_STACK_WIDTH = 30
+_STACK_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -191,6 +191,12 @@ class PreparedDataset:
     def num_samples(self) -> int:
         return self.report.num_rows
 
+    @property
+    def ids_per_sample(self) -> dict[str, float]:
+        """Mean number of ids of each multi-hot feature; the others have exactly one."""
+        names = [feature.name for feature in self.input_spec.sparse_features]
+        return {names[k]: len(ids_L) / max(1, self.num_samples) for k, (ids_L, _) in self._bags.items()}
+
     def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
         """The samples ``rows`` (B,), in that order, as a share of a step of ``global_size`` samples.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
 from hybrid.errors import ConfigError
@@ -99,7 +100,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
 
 
 def plan(
-    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float] | None = None
+    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float] = MappingProxyType({})
 ) -> Placement:
     """Place ``tables`` on ``num_workers`` workers, balancing bytes held and bytes moved.
 
@@ -114,7 +115,7 @@ def plan(
     Raises:
         ConfigError: a table names a worker that does not exist.
     """
-    traffic = {t.name: bytes_per_sample(t, ids_per_sample or {}) for t in tables}
+    traffic = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
     total_bytes = sum(t.num_rows * bytes_per_row(t) for t in tables) or 1
     total_traffic = sum(traffic.values()) or 1.0
 

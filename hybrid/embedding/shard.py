@@ -37,16 +37,18 @@ Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
 
 
 class TableGroup:
-    """The rows of several shards in one tensor, with their optimizer."""
+    """The rows of several shards in one tensor, with their optimizer; rows hold nothing yet."""
 
-    def __init__(self, group: Group, seed: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self.group = group
         self.weight_RD = torch.empty(group.num_rows, group.dim, dtype=dtype)
-        for shard, start in zip(group.shards, group.starts, strict=True):
-            rows = self.weight_RD[start : start + shard.num_rows]
-            table = shard.table
-            initialise_rows(rows, seed, table.name, table.init_scale, shard.index, shard.count)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
+
+    def initialise(self, seed: int) -> None:
+        """Fill the rows with their initial values."""
+        for shard in self.group.shards:
+            table, rows_RD = shard.table, self.shard_tensors(shard)["weight"]
+            initialise_rows(rows_RD, seed, table.name, table.init_scale, shard.index, shard.count)
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows of one shard ("weight") and their optimizer state, as views into the group."""
@@ -73,10 +75,11 @@ class TableGroup:
 class TableShards(nn.Module):
     """All tables of one worker. Created by the master as a ``RemoteModule``; trainers look rows up.
 
+    Fill them before use: ``initialise`` for a new model, ``load`` for one out of a checkpoint.
+
     Args:
         placement: where every table lies.
         worker: index of this worker.
-        seed: the tables' initial rows depend on it and on their names.
         num_trainers, mode, timeout_seconds: see :class:`UpdateBarrier`.
     """
 
@@ -84,19 +87,23 @@ class TableShards(nn.Module):
         self,
         placement: Placement,
         worker: int,
-        seed: int,
         num_trainers: int,
         mode: UpdateMode,
         timeout_seconds: float,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.groups = [TableGroup(group, seed, dtype) for group in placement.groups(worker)]
+        self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
         # Autograd records a lookup only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         self._barrier: UpdateBarrier[Gradients] = UpdateBarrier(
             num_trainers, self._update, timeout_seconds, mode
         )
+
+    def initialise(self, seed: int) -> None:
+        """Fill every table with its initial rows, which depend on ``seed`` and the table's name alone."""
+        for group in self.groups:
+            group.initialise(seed)
 
     @property
     def version(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hybrid.config import RunConfig, TableSection
 from hybrid.dense.nets import extra_columns
 from hybrid.embedding.placement import Placement, plan
@@ -63,7 +65,13 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     )
 
 
-def plan_tables(config: RunConfig, input_spec: InputSpec) -> tuple[tuple[TableSpec, ...], Placement]:
-    """The tables of a run, and where its workers hold their rows."""
+def plan_tables(
+    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float]
+) -> tuple[tuple[TableSpec, ...], Placement]:
+    """The tables of a run, and where its workers hold their rows.
+
+    Args:
+        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
+    """
     tables = table_specs(config, input_spec, extra_columns(config.dense.net))
-    return tables, plan(tables, config.cluster.workers)
+    return tables, plan(tables, config.cluster.workers, ids_per_sample)

@@ -53,8 +53,9 @@ class Remote:
 
     def __init__(self, multi_hot: bool) -> None:
         self.placement: Placement = plan(TABLES, 1)
-        rref = wire.create_module(MASTER, TableShards, self.placement, 0, 5, 1, UpdateMode.SYNC, 10.0)
+        rref = wire.create_module(MASTER, TableShards, self.placement, 0, 1, UpdateMode.SYNC, 10.0)
         self.tables = wire.RemoteTables(MASTER, rref)
+        self.tables.call("initialise", 5).wait()
         spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
         self.embeddings = Embeddings(TABLES, spec, self.placement, {0: self.tables})
 

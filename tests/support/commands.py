@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -133,6 +134,16 @@ def marked_environment(mark: str) -> dict[str, str]:
 
 
 @contextmanager
+def by_hand(
+    roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path
+) -> Iterator[list[Command]]:
+    """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port."""
+    port = settings(cluster={"master_port": free_port()})
+    with ExitStack() as stack:
+        yield [stack.enter_context(started([*role, *arguments, *port], folder)) for role in roles]
+
+
+@contextmanager
 def started(arguments: Sequence[object], folder: Path) -> Iterator[Command]:
     """A command started in ``folder``; whatever is left of it at the end of the block is killed."""
     mark = uuid.uuid4().hex
@@ -158,3 +169,16 @@ def run(arguments: Sequence[object], folder: Path, seconds: float = COMMAND_SECO
     """Run a command in ``folder`` to its end."""
     with started(arguments, folder) as command:
         return command.wait(seconds)
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A finished run: its folder, how its command ended, and the settings that made it."""
+
+    folder: Path
+    ended: Ended
+    settings: list[str]
+
+    def copy(self, folder: Path) -> Path:
+        """A copy to go on from."""
+        return Path(shutil.copytree(self.folder, folder / "run"))

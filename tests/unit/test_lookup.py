@@ -26,10 +26,12 @@ class Tables:
         self.spec = InputSpec((), tuple(features))
         self.placement = plan(tables, num_workers)
         self.hosts = {
-            worker: TableShards(self.placement, worker, 7, 1, UpdateMode.SYNC, 10.0, DTYPE)
+            worker: TableShards(self.placement, worker, 1, UpdateMode.SYNC, 10.0, DTYPE)
             for worker in range(num_workers)
             if self.placement.of_worker(worker)
         }
+        for host in self.hosts.values():
+            host.initialise(seed=7)
         self.embeddings = Embeddings(tables, self.spec, self.placement, self.hosts)
         table_of = {feature: table for table in tables for feature in table.features}
         self.reference = {t.name: self.rows(t).requires_grad_() for t in tables}

@@ -167,8 +167,20 @@ class TestPaths:
         (run / "metrics.jsonl").touch()
         with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': holds a run already"):
             paths.refuse_existing(run)
-        with pytest.raises(ConfigError, match="holds a run already"):
+        with pytest.raises(ConfigError, match=r"notes\.txt': is a file; choose another"):
             paths.refuse_existing(run / "notes.txt")
+
+    def test_the_own_command_can_be_called(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        script = tmp_path / "bin" / "hybrid"
+        script.parent.mkdir()
+        monkeypatch.setattr("sys.executable", str(script.with_name("python")))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", "/usr/bin")
+        assert paths.own_command() == "python -m workers"
+        script.touch(mode=0o755)
+        assert paths.own_command() == "bin/hybrid"
+        monkeypatch.setenv("PATH", str(script.parent))
+        assert paths.own_command() == "hybrid"
 
     def test_the_other_places(self) -> None:
         assert paths.cache_folder(RunConfig()) == Path("runs/.prepared")

@@ -44,10 +44,12 @@ class Cluster:
         self.tables = tables
         self.placement = plan(tables, num_workers)
         self.hosts = {
-            worker: TableShards(self.placement, worker, seed, 1, UpdateMode.SYNC, PATIENCE_SECONDS)
+            worker: TableShards(self.placement, worker, 1, UpdateMode.SYNC, PATIENCE_SECONDS)
             for worker in range(num_workers)
             if self.placement.of_worker(worker)
         }
+        for host in self.hosts.values():
+            host.initialise(seed)
         features = tuple(FeatureSpec(t.name, t.num_rows) for t in tables)
         self.embeddings = Embeddings(tables, InputSpec((), features), self.placement, self.hosts)
 
@@ -209,7 +211,8 @@ def test_a_worker_holds_its_tables_in_one_tensor_a_group(stack: ExitStack) -> No
 @contextmanager
 def two_trainers(optimizer: str, mode: UpdateMode) -> Iterator[TableShards]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec(optimizer, 1.0), 1.0)
-    host = TableShards(plan([table], 1), 0, 7, 2, mode, PATIENCE_SECONDS)
+    host = TableShards(plan([table], 1), 0, 2, mode, PATIENCE_SECONDS)
+    host.initialise(seed=7)
     try:
         yield host
     finally:

@@ -75,7 +75,7 @@ def test_sections_that_fit_no_column_are_refused(tables: dict[str, TableSection]
 @pytest.mark.parametrize(("net", "dim"), [("dlrm", 16), ("wide_deep", 17)])
 def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> None:
     cluster = ClusterSection(workers=3)
-    tables, placement = plan_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS)
+    tables, placement = plan_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
 

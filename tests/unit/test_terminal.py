@@ -137,7 +137,7 @@ def test_the_live_region_shows_the_latest_step_below_the_evaluations() -> None:
     assert evaluation.startswith("test at step 10  AUC 0.7712")
     assert re.fullmatch(r"epoch 1/2 ━+[╸╺]?━+ step 1,200/5,860 *", bar)
     assert numbers.rstrip() == "loss 0.4532   AUC 0.7712   samples/s 31,234   left 1:02:03"
-    assert phases.rstrip() == "━" * 30 + "  data 0%  lookup 25%  dense 25%  backward 50%  update 0%"
+    assert phases.rstrip() == "━" * 20 + "  data 0%  lookup 25%  dense 25%  backward 50%  update 0%"
     assert status == "saving a checkpoint"
 
 
@@ -177,7 +177,7 @@ def test_the_stacked_bar_has_its_length_whatever_the_shares() -> None:
     shares = dict.fromkeys(PHASES, 1.0)
     with view:
         view.progress(dataclasses.replace(PROGRESS, phase_seconds=shares | {"update": 0.37}))
-        assert _screen(file.getvalue())[2].count("━") == 30
+        assert _screen(file.getvalue())[2].count("━") == 20
 
 
 def test_no_thread_draws() -> None:

@@ -77,6 +77,7 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
     assert sparse.offsets.tolist() == [0, 1, 2, 3, 4, 6, 6, 8, 9]
     assert sparse.ids_L.tolist() == [1, 1, 3, 2, 1, 2, 1, 2, 1]
     assert [feature.multi_hot for feature in dataset.input_spec.sparse_features] == [False, True]
+    assert dataset.ids_per_sample == {"tags": 0.999}  # 333 rows each of 0, 1, 2 tags, and one of none
     empty = dataset.gather(np.array([], np.int64), 4)
     assert empty.labels.shape == (0,)
     assert empty.sparse_features.offsets is not None

@@ -1,0 +1,36 @@
+"""One short run, trained by the real command, for all tests that only read it or go on from a copy."""
+
+from __future__ import annotations
+
+import pytest
+from support.commands import TrainedRun, run, settings
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a job that trains within a second once its cluster is up; 16 steps an epoch."""
+    return settings(
+        data={
+            "synthetic_rows": 2000,
+            "synthetic_test_rows": 500,
+            "cache_folder": tmp_path_factory.mktemp("prepared"),
+        },
+        train={"batch_size": 128, "log_every_steps": 1},
+        dense={"device": "cpu"},
+    )
+
+
+@pytest.fixture(scope="session")
+def endless(tiny: list[str]) -> list[str]:
+    """The same, going on until it is stopped; for tests that interfere."""
+    return [*tiny, *settings(train={"epochs": 1_000_000})]
+
+
+@pytest.fixture(scope="session")
+def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """A run of one epoch on two trainers and two workers; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    arguments = [*tiny, *settings(run={"folder": folder / "run"})]
+    ended = run(["launch", *arguments], folder)
+    assert (ended.code, ended.stderr) == (0, "")
+    return TrainedRun(folder / "run", ended, tiny)

@@ -1,0 +1,53 @@
+"""The shipped configurations: each trains as it is, on real data where that is at hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, Ended, run, settings
+
+DATA = ROOT.parent / "shared" / "data"
+ADULT = {"path": DATA / "adult" / "adult.data.gz", "test_path": DATA / "adult" / "adult.test.gz"}
+CRITEO = {"path": DATA / "criteo" / "train.csv.gz", "test_path": DATA / "criteo" / "test.csv"}
+
+
+def needs(files: dict[str, Path]) -> pytest.MarkDecorator:
+    missing = [str(path) for path in files.values() if not path.exists()]
+    return pytest.mark.skipif(bool(missing), reason=f"real data not here: {', '.join(missing)}")
+
+
+def launch(name: str, tmp_path: Path, **sections: dict[str, object]) -> tuple[Ended, dict[str, float]]:
+    """Run ``configs/NAME.toml`` with some keys replaced; how it ended, and its result."""
+    overrides = settings(run={"folder": tmp_path / "run"}, **sections)
+    ended = run(["launch", "--config", ROOT / "configs" / f"{name}.toml", *overrides], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    result: dict[str, float] = json.loads((tmp_path / "run" / "result.json").read_text())
+    return ended, result
+
+
+def test_every_configuration_is_run_here() -> None:
+    assert {path.stem for path in (ROOT / "configs").iterdir()} == {"default", "adult", "criteo"}
+
+
+def test_default(tmp_path: Path) -> None:
+    rows: dict[str, object] = {"synthetic_rows": 20_000, "synthetic_test_rows": 5_000}
+    _, result = launch("default", tmp_path, data=rows, train={"batch_size": 500})
+    assert result["steps"] == 40
+    assert 0.7 < result["auc"] < result["best_auc"]
+
+
+@needs(CRITEO)
+def test_criteo(tmp_path: Path) -> None:
+    _, result = launch("criteo", tmp_path, data=dict(CRITEO))
+    assert result["num_samples"] == 391
+    assert result["auc"] > 0.65
+
+
+@needs(ADULT)
+def test_adult_reaches_the_published_accuracy(tmp_path: Path) -> None:
+    ended, result = launch("adult", tmp_path, data=dict(ADULT))
+    assert (result["num_samples"], result["bad_rows"]) == (16_281, 1)
+    assert "adult.test.gz:1: " in ended.stdout
+    assert result["auc"] >= 0.90

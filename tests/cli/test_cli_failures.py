@@ -1,0 +1,220 @@
+"""Clusters that cannot start, are interrupted, or lose a role: who is named, how soon, and what is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import uuid
+from pathlib import Path
+
+import pexpect
+import pytest
+from support.commands import (
+    HYBRID,
+    LEFT_SECONDS,
+    Command,
+    Ended,
+    by_hand,
+    eventually,
+    free_port,
+    marked,
+    marked_environment,
+    run,
+    settings,
+    started,
+)
+from support.tables import write_csv
+
+from workers.listener import listen
+
+START_SECONDS = 60.0
+STOP_SECONDS = 5.0
+ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
+TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
+
+
+def await_step(command: Command, step: int = 5) -> None:
+    """Wait until a run is in the middle of training."""
+    text = f"\nstep {step}/"
+    assert eventually(lambda: text in command.stdout, START_SECONDS), command.stdout + command.stderr
+
+
+def last_line(ended: Ended) -> str:
+    """What a role said last; torch may have complained of broken connections before."""
+    return ended.stderr.rpartition("\n")[0].rpartition("\n")[2]
+
+
+@pytest.mark.parametrize("victim", ["master", "trainer 1", "worker 0"])
+def test_launch_names_the_role_that_was_killed(victim: str, endless: list[str], tmp_path: Path) -> None:
+    with started(["launch", *endless, *settings(run={"folder": "run"})], tmp_path) as command:
+        await_step(command)
+        process = command.role(victim)
+        process.kill()
+        ended = command.wait(STOP_SECONDS)
+    log = f"run/logs/{victim.replace(' ', '-')}.log"
+    assert ended.code == 1
+    assert ended.stderr == (f"hybrid launch: {victim} (pid {process.pid}) was killed by SIGKILL; see {log}\n")
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_roles_by_hand_hear_who_was_killed(endless: list[str], tmp_path: Path) -> None:
+    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (
+        master,
+        trainer,
+        worker,
+    ):
+        await_step(master)
+        worker.process.kill()
+        stopped, told = master.wait(STOP_SECONDS), trainer.wait(STOP_SECONDS)
+    assert (stopped.code, told.code) == (1, 1)
+    pid = worker.process.pid
+    pattern = rf"lost worker 0 \(host \S+, pid {pid}\) at step \d+; its log says why, if it could"
+    assert re.fullmatch(f"hybrid master: {pattern}", last_line(stopped))
+    assert re.fullmatch(f"hybrid trainer 0: stopped by the master: {pattern}", last_line(told))
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "last_word", "reason"),
+    [
+        (signal.SIGKILL, -9, "", "the master went away: "),
+        (signal.SIGTERM, 130, "hybrid master: interrupted", "stopped by the master: interrupted"),
+    ],
+    ids=["SIGKILL", "SIGTERM"],
+)
+def test_roles_by_hand_stop_with_their_master(
+    number: signal.Signals, code: int, last_word: str, reason: str, endless: list[str], tmp_path: Path
+) -> None:
+    with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (master, *others):
+        await_step(master)
+        master.process.send_signal(number)
+        first = master.wait(STOP_SECONDS)
+        assert (first.code, last_line(first)) == (code, last_word)
+        for command, name in zip(others, ("trainer 0", "worker 0"), strict=True):
+            ended = command.wait(STOP_SECONDS)
+            assert ended.code == 1
+            assert last_line(ended).startswith(f"hybrid {name}: {reason}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_stops_everything(number: signal.Signals, endless: list[str], tmp_path: Path) -> None:
+    with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
+        await_step(command)
+        command.process.send_signal(number)
+        ended = command.wait(STOP_SECONDS)
+    assert ended.code == 130
+    assert ended.stderr == "hybrid launch: interrupted; every process has stopped\n"
+
+
+@pytest.mark.parametrize("wait_for", ["the server of the roles", "training"])
+def test_ctrl_c_on_a_terminal(wait_for: str, endless: list[str], tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    environment = marked_environment(mark) | {"TERM": "xterm"}
+    command, *arguments = [*HYBRID, "launch", *endless, *ONE_EACH]
+    terminal = pexpect.spawn(
+        command, arguments, cwd=tmp_path, env=environment, encoding="utf-8", timeout=START_SECONDS
+    )
+    try:
+        if wait_for == "training":
+            terminal.expect("step [0-9]{2}/")
+        else:
+            assert eventually(lambda: len(marked(mark)) > 1, START_SECONDS)
+        began = time.monotonic()
+        terminal.sendintr()
+        terminal.expect(pexpect.EOF, timeout=STOP_SECONDS)
+        shown = terminal.before
+        terminal.close()
+        assert time.monotonic() - began < STOP_SECONDS
+        assert terminal.exitstatus == 130
+        assert eventually(lambda: not marked(mark), LEFT_SECONDS), marked(mark)
+        assert shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown again"
+        assert "hybrid launch: interrupted; every process has stopped" in shown
+        assert "Traceback" not in shown
+    finally:
+        for process in marked(mark):
+            process.kill()
+
+
+def test_roles_end_with_their_launcher(endless: list[str], tmp_path: Path) -> None:
+    with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
+        await_step(command)
+        command.process.kill()
+        assert command.wait(STOP_SECONDS).code == -signal.SIGKILL
+
+
+def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp_path: Path) -> None:
+    master = ["master", *settings(cluster={"start_timeout_seconds": 6}, run={"folder": "run"})]
+    with by_hand([master, TRAINER, TRAINER], [*tiny, *ONE_EACH], tmp_path) as commands:
+        endings = [command.wait() for command in commands]
+    assert [ended.code for ended in endings] == [1, 1, 1]
+    reason = "missing after 6 s (cluster.start_timeout_seconds): worker 0; started twice: trainer 0\n"
+    assert endings[0].stderr == f"hybrid master: {reason}"
+    assert sorted(ended.stderr for ended in endings[1:]) == [
+        f"hybrid trainer 0: stopped by the master: {reason}",
+        "hybrid trainer 0: trainer 0 is already taken in this cluster: was it started twice?\n",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_role_with_another_configuration(tiny: list[str], tmp_path: Path) -> None:
+    other = [*WORKER, *settings(embedding={"dim": 8})]
+    with by_hand([["master"], TRAINER, other], [*tiny, *ONE_EACH], tmp_path) as commands:
+        endings = [command.wait() for command in commands]
+    assert [ended.code for ended in endings] == [1, 1, 1]
+    host = os.uname().nodename
+    reason = f"worker 0 on {host} has embedding.dim = 8, the master 16\n"
+    assert [ended.stderr for ended in endings] == [
+        f"hybrid master: {reason}",
+        f"hybrid trainer 0: stopped by the master: {reason}",
+        f"hybrid worker 0: stopped by the master: {reason}",
+    ]
+
+
+def test_a_role_without_a_master(tiny: list[str], tmp_path: Path) -> None:
+    port = free_port()
+    overrides = settings(cluster={"master_port": port, "start_timeout_seconds": 0.2})
+    ended = run(["worker", "--index", 0, *tiny, *overrides], tmp_path)
+    assert ended.code == 1
+    assert ended.stderr == (
+        f"hybrid worker 0: no master at 127.0.0.1:{port} after 0.2 s ([Errno 111] Connection refused); start "
+        "it, or check cluster.master_address and cluster.master_port\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["launch", "master"])
+def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        overrides = settings(cluster={"master_port": port}, run={"folder": "run"})
+        ended = run([command, *tiny, *overrides], tmp_path)
+    assert ended.code == 1
+    assert ended.stderr == (
+        f"hybrid {command}: cluster.master_port = {port}: Address already in use; choose another\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_tables_that_no_memory_holds(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "rows.csv", 200)
+    overrides = settings(
+        run={"folder": "run"},
+        data={"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"]},
+        embedding={"dim": 1024},
+    )
+    hashed = settings(data={"vocabulary": "hash", "hash_rows": 2_000_000_000, "cache_folder": "cache"})
+    ended = run(["launch", *overrides, *hashed], tmp_path)
+    assert ended.code == 1
+    assert re.fullmatch(
+        r"hybrid launch: worker 0, worker 1 on \S+: tables need 30,517.6 GiB, [\d.,]+ GiB of memory are "
+        r"free; the largest is (user|item) with 15,258.8 GiB: use fewer rows, a smaller embedding.dim, or "
+        r"more hosts\n",
+        ended.stderr,
+    )
+
+
+def test_what_only_a_trainer_finds_out(tiny: list[str], tmp_path: Path) -> None:
+    overrides = settings(run={"folder": "run"}, dense={"optimizer": "Adamm"})
+    ended = run(["launch", *tiny, *overrides], tmp_path)
+    rule = "is not a class of torch.optim; did you mean 'Adam'?"
+    assert (ended.code, ended.stderr) == (1, f"hybrid launch: dense.optimizer = 'Adamm': {rule}\n")

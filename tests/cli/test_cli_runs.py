@@ -1,0 +1,188 @@
+"""Runs from start to end by the real commands: launched, by hand, resumed, and what is made of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import TrainedRun, by_hand, free_port, run, settings
+from support.tables import write_criteo, write_csv, write_parquet
+
+from workers.cli import main
+
+
+def records(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of one kind, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    timed = ("time", "samples_per_second", "phase_seconds")
+    return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return values
+
+
+def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
+    names = {path.name.partition(".tfevents")[0] for path in trained.folder.iterdir()}
+    assert names == {
+        *("config.toml", "versions.json", "metrics.jsonl", "result.json", "curves.png", "events.out"),
+        *("checkpoints", "logs"),
+    }
+    assert [path.name for path in (trained.folder / "checkpoints").iterdir()] == ["step-00000016"]
+    assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
+        *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
+    }
+    assert [line["step"] for line in records(trained.folder, "train")] == list(range(1, 17))
+    outcome = result(trained.folder)
+    assert (outcome["steps"], outcome["num_samples"], outcome["bad_rows"]) == (16, 500, 0)
+    said = trained.ended.stdout
+    assert f"test AUC            {outcome['auc']:.4f} (best reachable" in said
+    for command in ("evaluate", "launch --resume", "predict"):
+        assert f" {command} {trained.folder}" in said
+
+
+def test_evaluate_agrees_with_the_run(trained: TrainedRun, tmp_path: Path) -> None:
+    ended = run(["evaluate", trained.folder], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    outcome = result(trained.folder)
+    assert f"auc                 {outcome['auc']:.4f}\n" in ended.stdout
+    assert f"log loss            {outcome['log_loss']:.4f}\n" in ended.stdout
+
+
+def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path) -> None:
+    ended = run(["predict", trained.folder, "--output", "out.csv"], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout == "wrote 500 probabilities to out.csv\n"
+    rows = list(csv.reader((tmp_path / "out.csv").read_text().splitlines()))
+    assert rows[0] == ["row", "probability"]
+    assert [int(row) for row, _ in rows[1:]] == list(range(500))
+    assert all(0 < float(probability) < 1 for _, probability in rows[1:])
+    assert [path.suffix for path in tmp_path.glob("*.csv*")] == [".csv"]
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two = settings(train={"epochs": 2})
+    whole = run(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
+    folder = trained.copy(tmp_path)
+    resumed = run(["launch", "--resume", folder, *two], tmp_path)
+    assert (whole.code, whole.stderr, resumed.code, resumed.stderr) == (0, "", 0, "")
+    assert len(records(folder, "train")) == 32
+    for kind in ("train", "test"):
+        assert records(folder, kind) == records(tmp_path / "whole", kind)
+    main(["evaluate", str(folder)])
+    assert f"auc                 {result(folder)['auc']:.4f}\n" in capsys.readouterr().out
+
+
+def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> None:
+    folder = trained.copy(tmp_path)
+    ended = run(["launch", "--resume", folder], tmp_path)
+    assert ended.code == 1
+    assert ended.stderr == "hybrid launch: train.epochs: the run has taken all 16 steps; raise it to go on\n"
+    for name in ("config.toml", "metrics.jsonl", "result.json"):
+        assert (folder / name).read_bytes() == (trained.folder / name).read_bytes()
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["master", "--resume"]], ids=" ".join)
+def test_a_truncated_checkpoint(command: list[str], trained: TrainedRun, tmp_path: Path) -> None:
+    folder = trained.copy(tmp_path)
+    (path,) = folder.glob("checkpoints/*/dense.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    port = settings(cluster={"master_port": free_port()}) if command[0] == "master" else []
+    with pytest.raises(SystemExit) as end:
+        main([*command, str(folder), *port])
+    assert end.value.code == (
+        f"hybrid {command[0]}: {path}: missing or altered since the checkpoint was written"
+    )
+    assert (folder / "result.json").exists()
+
+
+ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker") for i in "01")]
+
+
+def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with by_hand(ALL_ROLES, [*trained.settings, *settings(run={"folder": folder})], tmp_path) as commands:
+        endings = [command.wait() for command in commands]
+    assert [(ended.code, ended.stderr) for ended in endings] == [(0, "")] * 5
+    for kind in ("train", "test"):
+        assert records(folder, kind) == records(trained.folder, kind)
+
+
+OWN_NET = """
+import torch
+from torch import nn
+from hybrid.dense.nets import DenseNet
+
+class SideBySide(nn.Module):
+    def forward(self, dense_BF, pooled_BE):
+        return torch.cat([dense_BF, pooled_BE], dim=1)
+
+def build(config, input_spec, widths):
+    width = len(input_spec.dense_features) + sum(widths)
+    return DenseNet(nn.Identity(), SideBySide(), nn.Sequential(nn.Linear(width, 1), nn.Flatten(0)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "sections"),
+    [
+        (
+            "clicks.csv",
+            write_csv,
+            {
+                "data": {"format": "csv", "dense": "x", "sparse": ["user", "item"]},
+                "dense": {"net": "own_net:build"},
+            },
+        ),
+        (
+            "clicks.parquet",
+            write_parquet,
+            {
+                "data": {"format": "parquet", "dense": "x", "sparse": ["user", "item"], "vocabulary": "hash"},
+                "dense": {"net": "deepfm", "ddp": "none"},
+                "cluster": {"trainers": 1},
+                "train": {"update": "async"},
+            },
+        ),
+        (
+            "clicks.tsv.gz",
+            write_criteo,
+            {
+                "data": {"format": "criteo"},
+                "dense": {"net": "dcn_v2", "ddp": "inside", "remote_mlp": [32], "remote_worker": 1},
+                "embedding": {"placement": "row"},
+            },
+        ),
+    ],
+    ids=["csv", "parquet", "criteo"],
+)
+def test_files_of_every_format(
+    name: str,
+    write: Callable[[Path, int], Path],
+    sections: dict[str, dict[str, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "own_net.py").write_text(OWN_NET)
+    path = write(tmp_path / name, 400)
+    sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache", "hash_rows": 100}
+    sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 4}
+    folder = tmp_path / "run"
+    ended = run(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert result(folder)["auc"] > 0.6
+    assert result(folder)["bad_rows"] == (name == "clicks.csv")
+    if name == "clicks.csv":
+        assert "skipped 1 bad row(s): 1 unknown label" in ended.stdout
+        assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in ended.stdout
+    monkeypatch.syspath_prepend(tmp_path)  # where the own net is; a command looks into its current folder
+    main(["evaluate", str(folder), "--input", str(path)])
+    assert "num samples         400\n" in capsys.readouterr().out

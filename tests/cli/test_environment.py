@@ -1,0 +1,129 @@
+"""scripts/environment, with a make-believe Python: when it installs, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT
+
+# Says that it is recent, makes environments by copying itself, and writes down what it is asked for.
+PYTHON = """#!/usr/bin/env bash
+set -eu
+log=$(dirname "$0")/calls
+case "$*" in
+    -c*) exit "${TOO_OLD:-0}" ;;
+    "-m venv"*)
+        target=${*: -1}
+        [[ "$*" != *--clear* ]] || rm -rf "$target"
+        mkdir -p "$target/bin" && cp "$0" "$target/bin/python" ;;
+    "-m pip install"*)
+        echo "$PIP_CONSTRAINT" >>"$log"
+        exit "${PIP_FAILS:-0}" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A copy of what the script reads, in a folder with a blank in its name."""
+
+    folder: Path
+
+    def call(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Call the script from elsewhere."""
+        environment = {"PATH": f"{self.folder / 'python'}:/usr/bin:/bin", **variables}
+        script = [self.folder / "scripts/environment"]
+        return subprocess.run(script, cwd="/", env=environment, capture_output=True, text=True, timeout=30)
+
+    @property
+    def installations(self) -> int:
+        """How often packages were installed into the environment that is there now."""
+        calls = self.folder / ".venv/bin/calls"
+        return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    folder = tmp_path / "a project"
+    (folder / "python").mkdir(parents=True)
+    for name in ("scripts/environment", "scripts/constraints.txt", "pyproject.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("python3", "python3.99"):
+        (folder / "python" / name).write_text(PYTHON)
+        (folder / "python" / name).chmod(0o755)
+    return Project(folder)
+
+
+def test_it_installs_once_and_says_so_once(project: Project) -> None:
+    first, second = project.call(), project.call()
+    assert (first.returncode, len(first.stderr.splitlines())) == (0, 1)
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
+    assert project.installations == 1
+
+
+@pytest.mark.parametrize("name", ["scripts/constraints.txt", "pyproject.toml"])
+def test_it_installs_again_after_a_change(name: str, project: Project) -> None:
+    project.call()
+    with (project.folder / name).open("a") as file:
+        print("# changed", file=file)
+    assert project.call().returncode == 0
+    assert project.installations == 2
+
+
+def test_a_failed_installation_is_made_anew(project: Project) -> None:
+    failed = project.call(PIP_FAILS="1")
+    assert failed.returncode == 1
+    assert "the installation failed" in failed.stderr
+    (project.folder / ".venv/half-installed").touch()
+    assert project.call().returncode == 0
+    assert not (project.folder / ".venv/half-installed").exists()
+    assert project.call().stderr == ""
+
+
+def test_calls_at_once_install_once(project: Project) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        ended = list(pool.map(lambda _: project.call(), range(4)))
+    assert [e.returncode for e in ended] == [0] * 4
+    assert project.installations == 1
+
+
+def test_another_python_makes_another_environment_which_is_kept(project: Project) -> None:
+    project.call()
+    (project.folder / ".venv/of-the-first").touch()
+    assert project.call(PYTHON="python3.99").returncode == 0
+    assert not (project.folder / ".venv/of-the-first").exists()
+    assert project.call().stderr == ""
+
+
+def test_a_moved_project_gets_a_new_environment(project: Project) -> None:
+    project.call()
+    (project.folder / ".venv/of-the-old-place").touch()
+    moved = Project(project.folder.rename(project.folder.with_name("moved")))
+    assert moved.call().returncode == 0
+    assert not (moved.folder / ".venv/of-the-old-place").exists()
+
+
+def test_an_old_python_is_refused_in_one_line(project: Project) -> None:
+    ended = project.call(TOO_OLD="1")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines() == [
+        "scripts/environment: needs Python 3.11 or newer, which 'python3' is not; "
+        "name one with PYTHON=/path/to/python"
+    ]
+    assert not (project.folder / ".venv").exists()
+
+
+def test_torch_is_pinned_to_a_release_without_a_local_version() -> None:
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "scripts/constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    )
+    assert pins["torch"] == "2.13.0"
+    assert not [version for version in pins.values() if "+" in version]

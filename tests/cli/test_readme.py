@@ -1,0 +1,95 @@
+"""The README is right: its code runs, its configuration trains, and what it names is there."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, run
+
+from hybrid.config import RunConfig
+from hybrid.config_file import load_config
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTIONS = RunConfig().as_dict()
+
+
+def block(language: str) -> str:
+    """The README's one block of ``language``."""
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return str(text)
+
+
+def write_clicks(path: Path, num_rows: int = 2000) -> None:
+    """A click log with the columns of the README's configuration, in which the item decides."""
+    draw = random.Random(1)
+    with path.open("w") as file:
+        print("clicked,price,age,user,item,tags", file=file)
+        for _ in range(num_rows):
+            item = draw.randrange(10)
+            clicked = int(draw.random() < (0.9 if item < 3 else 0.1))
+            tags = "|".join(draw.sample("abcd", draw.randrange(3)))
+            print(
+                f"{clicked},{draw.random():.3f},{draw.randrange(99)},u{draw.randrange(50)},i{item},{tags}",
+                file=file,
+            )
+
+
+def test_its_net_and_its_configuration_train_a_model(tmp_path: Path) -> None:
+    (tmp_path / "my_net.py").write_text(block("python"))
+    (tmp_path / "clicks.toml").write_text(block("toml"))
+    write_clicks(tmp_path / "clicks.csv")
+    own_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]
+    ended = run(["launch", "--config", "clicks.toml", *own_net], tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert json.loads((tmp_path / "trained/result.json").read_text())["auc"] > 0.75
+    ended = run(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"], tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert len((tmp_path / "p.csv").read_text().splitlines()) == 2001
+
+
+@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
+@pytest.mark.parametrize(
+    ("rank", "role"),
+    [
+        (0, "master"),
+        (1, "trainer --index 0"),
+        (2, "trainer --index 1"),
+        (3, "worker --index 0"),
+        (4, "worker --index 1"),
+    ],
+)
+def test_its_role_script_starts_the_role_of_a_rank(
+    variable: str, rank: int, role: str, tmp_path: Path
+) -> None:
+    command = tmp_path / "hybrid"
+    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable: str(rank)}
+    arguments = ["bash", "-c", block("bash"), "role.sh", "--set", "run.name=a b"]
+    ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout == f"{role} --set run.name=a b\n"
+
+
+def test_every_file_it_names_is_there() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    named = re.findall(r"\b(?:configs|docs|hybrid|scripts|workers)/[\w./]*\w", README)
+    assert links
+    assert [path for path in {*links, *named} if not (ROOT / path).exists()] == []
+
+
+def test_every_key_it_names_is_one() -> None:
+    dotted = re.findall(r"\b([a-z]+)\.([a-z_]+)\b", README)
+    wrong = [f"{s}.{key}" for s, key in dotted if s in SECTIONS and s != "tables" and key not in SECTIONS[s]]
+    assert wrong == []
+
+
+def test_its_configuration_has_ten_lines(tmp_path: Path) -> None:
+    text = block("toml")
+    (tmp_path / "clicks.toml").write_text(text)
+    assert load_config(tmp_path / "clicks.toml").data.multi_hot_separator == "|"
+    assert len(text.splitlines()) == 10
