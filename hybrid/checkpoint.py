@@ -99,6 +99,11 @@ def begin(folder: Path) -> Path:
     return partial
 
 
+def discard(partial: Path) -> None:
+    """Remove what was written of a checkpoint that will not be one."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
 def commit(partial: Path, manifest: Manifest) -> Path:
     """Seal a folder that every role has written to; its final path.
 

@@ -96,6 +96,15 @@ class Session:
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics) -> Path:
         """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once."""
         partial = checkpoint.begin(folder)
+        try:
+            self._write_parts(partial)
+            shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
+            return checkpoint.commit(partial, Manifest(step, epoch, shapes, {}, metrics.as_dict()))
+        except BaseException:
+            checkpoint.discard(partial)
+            raise
+
+    def _write_parts(self, partial: Path) -> None:
         writers: list[wire.Remote[Any]] = [*self._hosts.values(), self.trainers[0]]
         gather([w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers])
         if self._remote_net is not None:
@@ -103,10 +112,7 @@ class Session:
             checkpoint.write_tensors(partial, checkpoint.REMOTE_FILE, state)
         features = self._data_folder / checkpoint.FEATURES_FILE
         checkpoint.write_text(partial, checkpoint.FEATURES_FILE, features.read_text(encoding="utf-8"))
-        shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
         checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
-        manifest = Manifest(step, epoch, shapes, {}, metrics.as_dict())
-        return checkpoint.commit(partial, manifest)
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model or other data."""

@@ -140,7 +140,7 @@ def test_roles_end_with_their_launcher(endless: list[str], tmp_path: Path) -> No
     with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
         await_step(command)
         command.process.kill()
-        assert command.wait(STOP_SECONDS).code == -signal.SIGKILL
+        assert command.wait(STOP_SECONDS, left_seconds=STOP_SECONDS).code == -signal.SIGKILL
 
 
 def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp_path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 from support.cluster import CaseError, Clusters, small_config
-from support.jobs import opened
+from support.jobs import NO_METRICS, opened
 
 from hybrid.config import RunConfig
 from hybrid.wire import RemoteError
@@ -38,3 +39,22 @@ def test_tables_beyond_the_memory_are_refused_before_they_are_made(clusters: Clu
         CaseError, match=r"tables need [\d,.]+ GiB, [\d,.]+ GiB of memory are free; the largest is C"
     ):
         clusters.get(2, 2).run(train_alone, config, cache)
+
+
+def save_without_room(cluster: Cluster, config: RunConfig, cache: Path, folder: Path) -> None:
+    """Write a checkpoint while the master may not write a byte to any file."""
+    with opened(cluster, config, cache) as session:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            session.save(folder / "step-1", 1, 0, NO_METRICS)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
+    clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CaseError, match=r"CheckpointError: cannot write \S+/features.json: File too large"):
+        clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
+    assert not list(tmp_path.iterdir())

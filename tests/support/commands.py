@@ -19,7 +19,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
-LEFT_SECONDS = 5.0
+LEFT_SECONDS = 0.5
 _POLL_SECONDS = 0.02
 _MARK = "HYBRID_TEST_MARK"
 
@@ -77,13 +77,14 @@ class Command:
     def stderr(self) -> str:
         return self.output.with_suffix(".err").read_text()
 
-    def wait(self, seconds: float = COMMAND_SECONDS) -> Ended:
-        """Wait for the end, and see that no process of the command outlives it."""
+    def wait(self, seconds: float = COMMAND_SECONDS, left_seconds: float = LEFT_SECONDS) -> Ended:
+        """Wait for the end, and see that no process of the command outlives it by ``left_seconds``."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds} s: {self.stdout}{self.stderr}") from None
-        self.expect_nothing_left()
+        gone = eventually(lambda: not self.processes(), left_seconds)
+        assert gone, f"left behind: {[p.cmdline() for p in self.processes()]}"
         return Ended(code, self.stdout, self.stderr)
 
     def processes(self) -> list[psutil.Process]:
@@ -98,16 +99,11 @@ class Command:
                 return process
         raise AssertionError(f"no {name} among {self.processes()}")
 
-    def expect_nothing_left(self) -> None:
-        """Every process of the command ends within a few seconds."""
-        gone = eventually(lambda: not self.processes(), LEFT_SECONDS)
-        assert gone, f"left behind: {[p.cmdline() for p in self.processes()]}"
-
     def kill(self) -> None:
         """End everything of the command, whatever state it is in."""
         for process in self.processes():
             process.kill()
-        self.process.wait(LEFT_SECONDS)
+        self.process.wait(COMMAND_SECONDS)
 
 
 def _standard_errors(process: psutil.Process) -> Iterator[Path]:

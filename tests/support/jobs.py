@@ -17,7 +17,7 @@ from hybrid.metrics import Metrics
 from workers.bootstrap import Cluster
 from workers.session import Session
 
-_NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
+NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[Session
 def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_steps: int) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
-        before = Checkpoint.open(session.save(scratch / "before", 0, 0, _NO_METRICS))
+        before = Checkpoint.open(session.save(scratch / "before", 0, 0, NO_METRICS))
         reports = session.train(0, 0, num_steps, 0)
-        after = Checkpoint.open(session.save(scratch / "after", num_steps, 0, _NO_METRICS))
+        after = Checkpoint.open(session.save(scratch / "after", num_steps, 0, NO_METRICS))
         nets = []
         for index, trainer in enumerate(session.trainers):
             trainer.call("save", scratch / str(index)).wait()
