@@ -38,7 +38,7 @@ from workers.listener import listen
 
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 1.0
-_HEARD_SECONDS = 1.0
+_FAREWELL_SECONDS = 1.0
 _GO = "go"
 _DONE = "done"
 
@@ -111,9 +111,14 @@ def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -
         yield Cluster(role, topology, store, members)
         graceful = True
     finally:
-        wire.stop(section.stop_timeout_seconds, graceful)
+        wire.stop(section.rpc_timeout_seconds, graceful)
         if dist.is_initialized():
             dist.destroy_process_group()
+        # To leave the RPC group in peace takes the store, until the last role has left.
+        if graceful and role != MASTER:
+            _leave(store, role)
+        elif graceful:
+            _await_left(store, members, section.rpc_timeout_seconds)
 
 
 def _serve(listener: socket.socket, section: ClusterSection) -> dist.Store:
@@ -162,7 +167,7 @@ def _await_go(store: dist.Store, role: Role, timeout_seconds: float) -> None:
             raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
     verdict = store.get("verdict").decode()
     if verdict != _GO:
-        _hear(store, role)
+        _leave(store, role)
         raise StoppedError(f"stopped by the master: {verdict}")
 
 
@@ -197,7 +202,7 @@ def announce_stop(cluster: Cluster, reason: str = _DONE) -> None:
     """Tell every role to stop; called by the master, with a reason where the run failed."""
     cluster.store.set("stop", reason)
     if reason != _DONE:
-        _await_heard(cluster.store, cluster.members)
+        _await_left(cluster.store, cluster.members, _FAREWELL_SECONDS)
 
 
 def await_stop(cluster: Cluster) -> None:
@@ -210,19 +215,20 @@ def await_stop(cluster: Cluster) -> None:
         pass
     reason = cluster.store.get("stop").decode()
     if reason != _DONE:
-        _hear(cluster.store, cluster.role)
+        _leave(cluster.store, cluster.role)
         raise StoppedError(f"stopped by the master: {reason}")
 
 
-def _hear(store: dist.Store, role: Role) -> None:
-    store.set(f"heard/{role}", "")
+def _leave(store: dist.Store, role: Role) -> None:
+    """Say that this role is done with the store."""
+    store.set(f"left/{role}", "")
 
 
-def _await_heard(store: dist.Store, roles: Iterable[Role]) -> None:
-    """Stay until ``roles`` know why they stop: the store ends with this process."""
-    deadline = time.monotonic() + _HEARD_SECONDS
+def _await_left(store: dist.Store, roles: Iterable[Role], timeout_seconds: float) -> None:
+    """Stay until ``roles`` are done with the store, which ends with this process."""
+    deadline = time.monotonic() + timeout_seconds
     for role in roles:
-        while not _has(store, f"heard/{role}") and time.monotonic() < deadline:
+        while not _has(store, f"left/{role}") and time.monotonic() < deadline:
             pass
 
 
@@ -256,5 +262,6 @@ def _who_is_missing(store: dist.Store, roles: list[Role], timeout_seconds: float
 
 def _refuse(store: dist.Store, roles: list[Role], reason: str) -> NoReturn:
     store.set("verdict", reason)
-    _await_heard(store, [role for role in roles if store.check([f"member/{role}"])])
+    present = [role for role in roles if store.check([f"member/{role}"])]
+    _await_left(store, present, _FAREWELL_SECONDS)
     raise ClusterError(reason)
