@@ -34,7 +34,6 @@ from hybrid.config_file import decisive_values
 from hybrid.dense.device import choose_backend, choose_device
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from workers.listener import listen
 
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 1.0
@@ -75,11 +74,11 @@ def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -
     """Join the cluster as ``role``, and leave it at the end: in order, or at once on an error.
 
     Args:
-        listener: the master's listening socket; made here where it is None.
+        listener: the master's listening socket, which becomes the store's; None for other roles.
 
     Raises:
         ClusterError: a role is missing or taken, or runs another configuration.
-        ConfigError: the address or the port cannot be used.
+        ConfigError: this host has no such interface.
     """
     section = config.cluster
     interfaces = [name for _, name in socket.if_nameindex()]
@@ -89,7 +88,7 @@ def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -
     topology = section.topology
     members: dict[Role, Member] = {}
     if role == MASTER:
-        listener = listener or listen(section.master_address, section.master_port)
+        assert listener is not None, "the master brings its socket"
         store = _serve(listener, section)
         members = _gather(store, topology, decisive_values(config), section.start_timeout_seconds)
     else:

@@ -6,9 +6,10 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 import torch
 
@@ -22,11 +23,14 @@ from hybrid.metrics import Metrics
 from hybrid.topology import MASTER
 from workers.bootstrap import announce_stop, join
 from workers.failure import diagnose
+from workers.listener import listen
 from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
 from workers.session import Session, metrics_of
 from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
+
+_POLL_SECONDS = 0.05
 
 
 def run(
@@ -50,12 +54,13 @@ def run(
     """
     torch.set_num_threads(config.cluster.threads)
     job = Job(config, folder, resume, started_at or time.time())
-    with TerminalView() as view:
+    section = config.cluster
+    with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
-        data = _in_background(lambda: prepare(config, cache_folder(config), view.status))
-        with join(MASTER, config, listener) as cluster:
+        data = _Preparation(config)
+        with join(MASTER, config, bound) as cluster:
             try:
-                job.run(Session(cluster.topology, config, data.result()), view)
+                job.run(Session(cluster.topology, config, data.result(view)), view)
             except (wire.RemoteError, wire.LostError) as error:
                 cause = diagnose(cluster, error, job.doing)
                 announce_stop(cluster, str(cause))
@@ -67,18 +72,30 @@ def run(
             announce_stop(cluster)
 
 
-def _in_background(work: Callable[[], Path]) -> Future[Path]:
-    """Run ``work`` in a thread that does not keep the process alive when something else fails."""
-    result: Future[Path] = Future()
+class _Preparation:
+    """Prepares the data of a run in a thread that does not keep a process alive which fails meanwhile.
 
-    def run_work() -> None:
+    The thread prints nothing itself: at the end of a process, one that holds stdout would abort it.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._said: SimpleQueue[str] = SimpleQueue()
+        self._folder: Future[Path] = Future()
+        threading.Thread(target=self._run, name="prepare", daemon=True).start()
+
+    def result(self, view: TerminalView) -> Path:
+        """The folder of the prepared data, once it is there; says meanwhile what is going on."""
+        while not self._folder.done() or not self._said.empty():
+            with suppress(Empty):
+                view.status(self._said.get(timeout=_POLL_SECONDS))
+        return self._folder.result()
+
+    def _run(self) -> None:
         try:
-            result.set_result(work())
+            self._folder.set_result(prepare(self._config, cache_folder(self._config), self._said.put))
         except BaseException as error:  # raised where the result is asked for
-            result.set_exception(error)
-
-    threading.Thread(target=run_work, name="prepare", daemon=True).start()
-    return result
+            self._folder.set_exception(error)
 
 
 class Job:
