@@ -43,6 +43,7 @@ class PendingLookup:
         self._finishes = finishes
 
     def wait(self) -> Tensor:
+        """The vectors, once every worker has answered."""
         results = {worker: answer.wait() for worker, answer in self._answers.items()}
         if len(self._finishes) == 1:
             ((route, finish),) = self._finishes
