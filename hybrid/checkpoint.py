@@ -35,7 +35,6 @@ from hybrid.errors import CheckpointError
 
 FORMAT = 1
 CONFIG_FILE = "config.toml"
-FEATURES_FILE = "features.json"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 _PARTIAL = ".partial"

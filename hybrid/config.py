@@ -133,11 +133,6 @@ class EmbeddingSection:
     placement: str = option(
         "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
     )
-    deduplicate: str = option(
-        "auto",
-        "send each id once a step: always, never, or where it saves bytes",
-        choices=("auto", "on", "off"),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +199,3 @@ class RunConfig:
     def replace(self, **sections: Any) -> RunConfig:
         """A copy with some sections replaced."""
         return dataclasses.replace(self, **sections)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain nested dicts, ready for TOML or JSON."""
-        return dataclasses.asdict(self)

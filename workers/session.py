@@ -15,6 +15,7 @@ from hybrid import checkpoint, wire
 from hybrid.checkpoint import Checkpoint, Manifest
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
+from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_remote_net
@@ -110,8 +111,8 @@ class Session:
         if self._remote_net is not None:
             (state,) = gather([self._remote_net.remote().call("state_dict")])
             checkpoint.write_tensors(partial, checkpoint.REMOTE_FILE, state)
-        features = self._data_folder / checkpoint.FEATURES_FILE
-        checkpoint.write_text(partial, checkpoint.FEATURES_FILE, features.read_text(encoding="utf-8"))
+        features = self._data_folder / encode.FILE_NAME
+        checkpoint.write_text(partial, encode.FILE_NAME, features.read_text(encoding="utf-8"))
         checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
 
     def load(self, stored: Checkpoint) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -15,7 +16,7 @@ from hybrid.config import RunConfig
 from hybrid.config_file import load_config
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTIONS = RunConfig().as_dict()
+SECTIONS = dataclasses.asdict(RunConfig())
 
 
 def block(language: str) -> str:
