@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -293,3 +294,14 @@ def test_the_reference_names_every_key() -> None:
 def test_importing_does_not_import_torch() -> None:
     code = "import sys, hybrid.config_file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """A key that nothing reads would be accepted, documented, and change nothing."""
+    root = Path(__file__).parents[2]
+    files = [p for package in ("hybrid", "workers") for p in (root / package).rglob("*.py")]
+    code = "\n".join(p.read_text(encoding="utf-8") for p in files if p.name != "config.py")
+    sections = [value for value in vars(RunConfig()).values() if dataclasses.is_dataclass(value)]
+    keys = [f.name for section in sections for f in dataclasses.fields(section)]
+    assert len(keys) > 50
+    assert [key for key in keys if not re.search(rf"\.{key}\b", code)] == []
