@@ -16,8 +16,10 @@ from hybrid.topology import Topology
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
 DDP_MODES = ("none", "inside", "outside")
-UPDATE_MODES = ("sync", "async")
-TABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam")
+UPDATE_MODES = ("sync", "pipelined", "async")
+TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
+SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
+DTYPES = ("float32", "float64")
 
 
 def option(
@@ -127,9 +129,15 @@ class EmbeddingSection:
     pooling: str = option("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
     optimizer: str = option("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float = option(0.05, "learning rate of the rows", above=0)
-    eps: float = option(1e-8, "eps of the row optimizer", minimum=0)
-    beta1: float = option(0.9, "first beta of adam", minimum=0, maximum=0.999999)
-    beta2: float = option(0.999, "second beta of adam", minimum=0, maximum=0.999999)
+    eps: float = option(1e-8, "eps of adagrad, rowwise_adagrad, adam and adamw", minimum=0)
+    momentum: float = option(0.9, "momentum (momentum)", minimum=0, maximum=0.999999)
+    beta1: float = option(0.9, "first beta (adam, adamw)", minimum=0, maximum=0.999999)
+    beta2: float = option(0.999, "second beta (adam, adamw)", minimum=0, maximum=0.999999)
+    weight_decay: float = option(
+        0.0, "decay of a row at each step that touches it; see hybrid/embedding/optimizer.py", minimum=0
+    )
+    ftrl_beta: float = option(1.0, "beta of ftrl, which slows its first steps", above=0)
+    ftrl_l1: float = option(0.0, "L1 penalty (ftrl): values below it are zero", minimum=0)
     placement: str = option(
         "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
     )
@@ -163,11 +171,17 @@ class DenseSection:
     )
     remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
     optimizer: str = option("Adam", "name of a torch.optim class")
+    optimizer_options: tuple[str, ...] = option(
+        (), 'its other arguments, such as ["momentum = 0.9", "weight_decay = 1e-4"]'
+    )
     learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
     ddp: str = option(
         "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
     )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
+    autocast: str = option(
+        "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +191,47 @@ class TrainSection:
     epochs: int = option(1, "passes over the training rows", minimum=1)
     max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
     batch_size: int = option(1024, "samples of a step over all trainers together", minimum=1)
-    update: str = option(
-        "sync", "sync: one exact step for all trainers; async: each on arrival", choices=UPDATE_MODES
+    micro_batches: int = option(
+        1, "parts in which a trainer computes its share of a step, one after another", minimum=1
     )
+    update: str = option(
+        "sync",
+        "sync: one exact step for all trainers; pipelined: the same, with rows one step old; "
+        "async: each trainer's gradients on arrival",
+        choices=UPDATE_MODES,
+    )
+    clip_norm: float | None = option(
+        None, "scale gradients down to this norm over all tables and dense nets together", above=0
+    )
+    non_finite: str = option(
+        "stop", "what a loss or gradient that is not finite does to the run", choices=("stop", "skip")
+    )
+    dtype: str = option("float32", "of rows, dense nets and optimizer state", choices=DTYPES)
     log_every_steps: int = option(10, "steps between two lines of progress", minimum=1)
     eval_every_steps: int = option(0, "steps between two evaluations; 0 for one an epoch", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """How learning rates change over the steps of a run, for tables and dense nets alike."""
+
+    kind: str = option("constant", "how the rate falls after the warm-up", choices=SCHEDULES)
+    warmup_steps: int = option(0, "steps in which the rate rises linearly to its full value", minimum=0)
+    steps: int = option(
+        0, "step at which the schedule ends, warm-up included; 0 for that of the run", minimum=0
+    )
+    decay_every: int = option(1000, "steps between two decays (step)", minimum=1)
+    decay_factor: float = option(0.1, "factor of each decay (step)", above=0, maximum=1)
+    power: float = option(1.0, "power (polynomial)", above=0)
+    initial_factor: float = option(
+        0.04, "share of the full rate at the start (one_cycle, warm-up)", above=0, maximum=1
+    )
+    peak_fraction: float = option(
+        0.3, "share of the steps until the full rate is reached (one_cycle)", above=0, maximum=0.999999
+    )
+    final_factor: float = option(
+        0.0, "share of the full rate at the end (cosine, polynomial, one_cycle)", minimum=0, maximum=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +244,7 @@ class RunConfig:
     embedding: EmbeddingSection = EmbeddingSection()
     dense: DenseSection = DenseSection()
     train: TrainSection = TrainSection()
+    schedule: ScheduleSection = ScheduleSection()
     tables: Mapping[str, TableSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:

@@ -192,10 +192,11 @@ def _unknown(section: str, name: str) -> ConfigError:
 
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
-    """Section, name, key and value of all of ``config``; table keys left out are not there."""
+    """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
     for section, keys in _SECTIONS.items():
         for name, key in keys.items():
-            yield section, name, key, getattr(getattr(config, section), name)
+            if (value := getattr(getattr(config, section), name)) is not None:
+                yield section, name, key, value
     for table, values in config.tables.items():
         for name, key in _TABLE.items():
             if (value := getattr(values, name)) is not None:
@@ -303,12 +304,13 @@ def describe() -> str:
     for name, section, keys in [*sections, ("tables.NAME", TableSection, _TABLE)]:
         lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
         lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
-        lines += [_describe_key(key) for key in keys.values()]
+        absent = "off" if name in _SECTIONS else "as [embedding]"
+        lines += [_describe_key(key, absent) for key in keys.values()]
     return "\n".join(lines) + "\n"
 
 
-def _describe_key(key: Key) -> str:
-    default = "as [embedding]" if key.default is None else f"`{_toml_value(key.default)}`"
+def _describe_key(key: Key, absent: str) -> str:
+    default = absent if key.default is None else f"`{_toml_value(key.default)}`"
     cells = [f"`{key.name}`", default, key.rule, key.meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
