@@ -25,6 +25,7 @@ those of feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,22 @@ class SparseFeatures(NamedTuple):
         bags = self.ids_L.numel() if self.offsets is None else self.offsets.numel() - 1
         return bags // self.num_features if self.num_features else 0
 
+    def samples(self, start: int, stop: int) -> SparseFeatures:
+        """The samples from ``start`` to ``stop``."""
+        size = self.batch_size
+        if self.offsets is None:
+            ids_KB = self.ids_L.view(self.num_features, size)
+            return self._replace(ids_L=ids_KB[:, start:stop].flatten())
+        firsts = [k * size + start for k in range(self.num_features)]
+        bounds = [(int(self.offsets[f]), int(self.offsets[f + stop - start])) for f in firsts]
+        lengths = torch.cat([self.offsets[f : f + stop - start + 1].diff() for f in firsts])
+        weights_L = None
+        if self.weights_L is not None:
+            weights_L = torch.cat([self.weights_L[a:b] for a, b in bounds])
+        ids_L = torch.cat([self.ids_L[a:b] for a, b in bounds])
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return SparseFeatures(ids_L, offsets, weights_L, self.num_features)
+
     @classmethod
     def from_bags(
         cls, bags: list[list[list[int]]], weights: list[list[list[float]]] | None = None
@@ -77,9 +94,32 @@ class Batch(NamedTuple):
         labels: ``labels_B``, float32 of 0 and 1.
         global_size: samples in the whole step, over all trainers. The loss is the mean over these,
             so shares of different sizes (or of none) still add up to the right gradient.
+        ended: this trainer has no more samples, and goes on for the sake of the others.
     """
 
     dense_features: Tensor
     sparse_features: SparseFeatures
     labels: Tensor
     global_size: int
+    ended: bool = False
+
+    @classmethod
+    def empty(cls, num_dense: int, num_sparse: int) -> Batch:
+        """No samples of F dense and K sparse features."""
+        sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
+        return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
+
+    def split(self, parts: int) -> list[Batch]:
+        """Consecutive parts whose sizes differ by one sample at most; later ones may be empty."""
+        if parts == 1:
+            return [self]
+        size, larger = divmod(len(self.labels), parts)
+        bounds = [part * size + min(part, larger) for part in range(parts + 1)]
+        return [
+            self._replace(
+                dense_features=self.dense_features[start:stop],
+                sparse_features=self.sparse_features.samples(start, stop),
+                labels=self.labels[start:stop],
+            )
+            for start, stop in pairwise(bounds)
+        ]

@@ -129,7 +129,11 @@ class EmbeddingSection:
     pooling: str = option("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
     optimizer: str = option("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float = option(0.05, "learning rate of the rows", above=0)
-    eps: float = option(1e-8, "eps of adagrad, rowwise_adagrad, adam and adamw", minimum=0)
+    eps: float = option(
+        1e-8,
+        "eps of adagrad, rowwise_adagrad, adam and adamw; keeps a zero gradient from dividing by zero",
+        minimum=1e-30,
+    )
     momentum: float = option(0.9, "momentum (momentum)", minimum=0, maximum=0.999999)
     beta1: float = option(0.9, "first beta (adam, adamw)", minimum=0, maximum=0.999999)
     beta2: float = option(0.999, "second beta (adam, adamw)", minimum=0, maximum=0.999999)
@@ -218,7 +222,10 @@ class ScheduleSection:
     kind: str = option("constant", "how the rate falls after the warm-up", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps in which the rate rises linearly to its full value", minimum=0)
     steps: int = option(
-        0, "step at which the schedule ends, warm-up included; 0 for that of the run", minimum=0
+        0,
+        "step at which the schedule ends, warm-up included; 0 for that of the run "
+        "(cosine, polynomial, one_cycle)",
+        minimum=0,
     )
     decay_every: int = option(1000, "steps between two decays (step)", minimum=1)
     decay_factor: float = option(0.1, "factor of each decay (step)", above=0, maximum=1)

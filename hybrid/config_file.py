@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hybrid.config import NETS, RunConfig, TableSection
+from hybrid.config import NETS, TABLE_OPTIMIZERS, RunConfig, TableSection
 from hybrid.errors import ConfigError
+from hybrid.schedule import check_schedule
 
 _NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port", "cluster.interface")
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
@@ -206,10 +207,14 @@ def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
 def validate(config: RunConfig) -> None:
     """ConfigError where a value breaks its own rule or one that ties several keys together."""
     for section, name, key, value in _items(config):
+        if key.choices == TABLE_OPTIMIZERS and value not in TABLE_OPTIMIZERS:
+            rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
+            raise ConfigError(f"{section}.{name}", rule, value)
         key.check(f"{section}.{name}", value)
     _validate_data(config)
     _validate_dense(config)
     _validate_tables(config)
+    check_schedule(config.schedule, config.schedule.steps or None)
 
 
 def _validate_data(config: RunConfig) -> None:

@@ -4,6 +4,7 @@
     ├── ConfigError       a key of the configuration breaks a rule
     ├── DataError         an input file cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
+    ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
 Every message is one line that says what happened and what to do; stacks go to the log of the role.
@@ -42,6 +43,10 @@ class DataError(HybridError):
 
 class CheckpointError(HybridError):
     """A checkpoint is missing, incomplete, altered, or belongs to another model."""
+
+
+class NonFiniteError(HybridError):
+    """A loss or gradient is infinite or not a number, and the run is to stop at one."""
 
 
 class ClusterError(HybridError):

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.lookup import PendingLookup
+from hybrid.update import Ticket
+
+
+class MicroBatch(NamedTuple):
+    """Some samples of one step, with the way to their vectors.
+
+    Attributes:
+        batch: the samples.
+        ticket: of the calls that the dense side makes for them.
+        start: starts the lookup, or gives the one that was started ahead.
+    """
+
+    batch: Batch
+    ticket: Ticket
+    start: Callable[[], PendingLookup]
+
+
+class RemoteStage(Protocol):
+    """A dense net elsewhere: a stub of a :class:`hybrid.dense.remote.NetHost`, or a net at hand."""
+
+    def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
 
 
 class HybridModel(nn.Module):
@@ -28,36 +52,51 @@ class HybridModel(nn.Module):
     Lookups leave before ``bottom`` runs and are awaited after it, so the two overlap.
 
     Args:
-        embeddings: the tables, wherever they are.
         net: the local stages; their parameters are this module's only ones.
-        remote_net: a module across RPC, or None.
+        remote_net: a net across RPC, or None.
+        dtype: of parameters, inputs and logits.
+        autocast: lower precision in which the local stages compute where that is safe, or None.
     """
 
-    def __init__(self, embeddings: Embeddings, net: DenseNet, remote_net: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        net: DenseNet,
+        remote_net: RemoteStage | None = None,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.net = net
-        # Neither holds local parameters; kept out of the module tree so that DDP and state_dict pass by.
-        self._remote = (embeddings, remote_net)
+        self.net = net.to(dtype)
+        # It holds no local parameters; kept out of the module tree so that DDP and state_dict pass by.
+        self._remote = (remote_net,)
+        self._dtype = dtype
+        self._autocast = autocast
 
-    def forward(self, batch: Batch, step: int, clock: StepClock) -> Tensor:
-        """``logits_B`` of a batch; the lookups see all updates before ``step``.
+    def forward(self, micro: MicroBatch, clock: StepClock) -> Tensor:
+        """``logits_B`` of a micro-batch.
 
-        Under ``torch.no_grad`` nothing is recorded and the workers expect no gradients.
+        Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
         """
-        embeddings, remote_net = self._remote
+        (remote_net,) = self._remote
         device = self.device
         with clock.phase("lookup"):
-            lookup = embeddings.lookup(batch.sparse_features, step, train=torch.is_grad_enabled())
-        with clock.phase("dense"):
-            bottom_BH = self.net.bottom(to_device(batch.dense_features, device))
+            lookup = micro.start()
+        with clock.phase("dense"), self._precision(device):
+            bottom_BH = self.net.bottom(to_device(micro.batch.dense_features.to(self._dtype), device))
         with clock.phase("lookup"):
-            pooled_BE = to_device(lookup.wait(), device)
+            pooled_BE = to_device(lookup.wait().to(self._dtype), device)
         with clock.phase("dense"):
-            hidden_BH = self.net.interaction(bottom_BH, pooled_BE)
+            with self._precision(device):
+                hidden_BH = self.net.interaction(bottom_BH, pooled_BE)
             if remote_net is not None:
-                hidden_BH = to_device(remote_net(hidden_BH.cpu()), device)
-            logits_B: Tensor = self.net.head(hidden_BH).view(-1)
-        return logits_B
+                hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
+            with self._precision(device):
+                logits_B: Tensor = self.net.head(hidden_BH).view(-1)
+        return logits_B.to(self._dtype)
+
+    def _precision(self, device: torch.device) -> torch.autocast:
+        """Autocast for what the trainer itself computes; it does not reach across RPC."""
+        return torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None)
 
     @property
     def device(self) -> torch.device:

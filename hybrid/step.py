@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +13,12 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.model import to_device
-
-
-class ContextOptimizer(Protocol):
-    """An optimizer that finds its gradients in a distributed autograd context."""
-
-    def step(self, context_id: int) -> None: ...
+from hybrid.dense.ddp import Replica
+from hybrid.dense.optimizer import DenseOptimizer
+from hybrid.embedding.lookup import Embeddings
+from hybrid.guard import Guard
+from hybrid.model import MicroBatch, to_device
+from hybrid.update import Ticket
 
 
 class StepResult(NamedTuple):
@@ -27,45 +27,65 @@ class StepResult(NamedTuple):
     Attributes:
         loss: this trainer's part of the global batch's mean loss; the parts add up to it.
         logits: ``logits_B`` before the update, on the CPU.
+        is_skipped: whether no update was made, on any side, since a loss or gradient was not finite.
     """
 
     loss: float
     logits: Tensor
+    is_skipped: bool
 
 
 def train_step(
-    model: nn.Module, batch: Batch, optimizers: Sequence[ContextOptimizer], step: int, clock: StepClock
+    replica: Replica,
+    micro_batches: Sequence[MicroBatch],
+    optimizer: DenseOptimizer,
+    guard: Guard,
+    step: int,
+    clock: StepClock,
 ) -> StepResult:
-    """One step of synchronous training, called by every trainer with its share of the global batch.
+    """One step of training, called by every trainer with its share of the global batch.
 
-    Tables are updated at their workers, by the gradients that the backward pass delivers there.
+    Tables and remote nets are updated at their workers, by the gradients that each backward pass
+    delivers there; the trainers' own net by ``optimizer``, with those of all micro-batches together.
     """
-    with dist_autograd.context() as context_id:
-        logits_B = model(batch, step, clock)
-        with clock.phase("dense"):
-            loss = _loss(logits_B, to_device(batch.labels, logits_B.device), batch.global_size)
-        with clock.phase("backward"):
-            dist_autograd.backward(context_id, [loss])
-        with clock.phase("update"):
-            for optimizer in optimizers:
-                optimizer.step(context_id)
-            return StepResult(loss.item(), logits_B.detach().cpu())
+    losses, logits = [], []
+    for micro in micro_batches:
+        is_last = micro is micro_batches[-1]
+        with replica.reducing(is_last), dist_autograd.context() as context_id:
+            logits_B = replica.module(micro, clock)
+            with clock.phase("dense"):
+                loss = _loss(logits_B, micro)
+            with clock.phase("backward"):
+                dist_autograd.backward(context_id, [loss])
+                replica.collect(dist_autograd.get_gradients(context_id), is_last)
+        losses.append(loss.item())
+        logits.append(logits_B.detach().cpu())
+        guard.check_loss(step, losses[-1])
+    with clock.phase("update"):
+        scale = guard.decide(step, sum(losses), *replica.squared_norms())
+        if scale is not None:
+            optimizer.step(step, replica.gradients, scale)
+    return StepResult(sum(losses), torch.cat(logits), scale is None)
 
 
-def _loss(logits_B: Tensor, labels_B: Tensor, global_size: int) -> Tensor:
-    """This trainer's part of the mean over the global batch, and zero for an empty share.
+def _loss(logits_B: Tensor, micro: MicroBatch) -> Tensor:
+    """This micro-batch's part of the mean over the global batch, and zero where it is empty.
 
     Written as a mean times a share, not a sum over a size: with one trainer the share is 1 and every
     gradient has the bits of torch's own mean.
     """
+    labels_B = to_device(micro.batch.labels.to(logits_B.dtype), logits_B.device)
     if not len(labels_B):
         return logits_B.sum()
     mean = F.binary_cross_entropy_with_logits(logits_B, labels_B)
-    return mean * (len(labels_B) / global_size)
+    return mean * (len(labels_B) / micro.batch.global_size)
 
 
-def predict_step(model: nn.Module, batch: Batch, step: int, clock: StepClock) -> Tensor:
-    """``logits_B`` on the CPU, with the rows as they are after ``step`` updates."""
+def predict_step(
+    model: nn.Module, embeddings: Embeddings, batch: Batch, ticket: Ticket, clock: StepClock
+) -> Tensor:
+    """``logits_B`` of a batch, on the CPU; the ticket's purpose must be to predict."""
+    micro = MicroBatch(batch, ticket, partial(embeddings.lookup, batch.sparse_features, ticket))
     with torch.no_grad():
-        logits_B: Tensor = model(batch, step, clock)
+        logits_B: Tensor = model(micro, clock)
         return logits_B.cpu()

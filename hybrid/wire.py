@@ -14,9 +14,9 @@ import socket
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,23 @@ from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from hybrid import errors
+from hybrid.dense.remote import NetHost
 from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards, Ticket
+from hybrid.embedding.shard import TableShards
 from hybrid.errors import ClusterError, HybridError
+from hybrid.host import Host
 from hybrid.memory import available_memory_bytes
 from hybrid.topology import Role, Topology
-
-if TYPE_CHECKING:
-    from torch.distributed.optim import DistributedOptimizer
+from hybrid.update import Ticket
 
 Owned = TypeVar("Owned")
+Hosted = TypeVar("Hosted", bound=Host)
 
 _scheme_numbers = itertools.count()
 _MIN_RPC_THREADS = 16
+# What torch puts before the exception of a worker that was raised while its answer was on the way.
+_IN_CALLBACK = "when running the callback: "
 
 
 def start(
@@ -169,7 +173,23 @@ class Remote(Generic[Owned]):
         return cast(Owned, self._rref.local_value())
 
 
-class RemoteTables(Remote[TableShards]):
+class RemoteHost(Remote[Hosted]):
+    """A stub of what a worker hosts and updates once a step."""
+
+    def ask_norm(self, step: int) -> Pending:
+        """See :meth:`UpdateBarrier.norm`."""
+        return Pending(self.role, rpc.rpc_async(self.role.rpc_name, _norm, args=(self._rref, step)))
+
+    def send_decision(self, step: int, scale: float | None) -> Pending:
+        """See :meth:`UpdateBarrier.decide`."""
+        return self.call("decide", step, scale)
+
+    def send_finish(self, trainer: int, step: int | None) -> Pending:
+        """See :meth:`UpdateBarrier.finish`."""
+        return self.call("finish", trainer, step)
+
+
+class RemoteTables(RemoteHost[TableShards]):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> torch.futures.Future[list[Tensor]]:
@@ -180,35 +200,20 @@ class RemoteTables(Remote[TableShards]):
         )
         return answer
 
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Pending:
+        """See :meth:`TableShards.receive`."""
+        return self.call("receive", ticket, grads)
 
-class RemoteNet(nn.Module):
-    """A dense net that lives on a worker; calling it is part of the distributed autograd graph."""
 
-    def __init__(self, role: Role, rref: rpc.RRef[Any]) -> None:
-        super().__init__()
-        self.role = role
-        self._rref = rref
+class RemoteNet(RemoteHost[NetHost]):
+    """A stub of a dense net that lives on a worker; calling it is part of the distributed autograd graph."""
 
-    def forward(self, hidden_BH: Tensor) -> Tensor:
-        """The remote net's output for ``hidden_BH``, which travels there as it is."""
-        output: Tensor = rpc.rpc_sync(self.role.rpc_name, _forward, args=(self._rref, hidden_BH))
+    def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+        """The remote net's output for ``hidden_BH``; see :meth:`NetHost.call`."""
+        output: Tensor = rpc.rpc_sync(
+            self.role.rpc_name, _call_net, args=(self._rref, tuple(ticket), hidden_BH)
+        )
         return output
-
-    def optimizer(self, make: Callable[..., torch.optim.Optimizer], *args: Any) -> DistributedOptimizer:
-        """torch's ``DistributedOptimizer`` over the remote parameters, with ``make(parameters, *args)``.
-
-        Its ``step(context_id)`` applies this trainer's gradients of that context, on the worker. ``make``
-        is a function rather than an optimizer class, which torch would replace by its deprecated
-        TorchScript twin, one that takes no lock.
-        """
-        from torch.distributed.optim import DistributedOptimizer  # importing it compiles TorchScript
-
-        parameters = rpc.rpc_sync(self.role.rpc_name, _parameter_rrefs, args=(self._rref,))
-        return DistributedOptimizer(make, parameters, *args)
-
-    def remote(self) -> Remote[nn.Module]:
-        """The stub for calls other than forward."""
-        return Remote(self.role, self._rref)
 
 
 def create(role: Role, cls: type[Owned], *args: Any, timeout_seconds: float) -> Pending:
@@ -252,23 +257,29 @@ def _vitals() -> Vitals:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _lookup(
-    rref: rpc.RRef[TableShards], ticket: tuple[int, int, bool], items: list[tuple[int, Any]]
+    rref: rpc.RRef[TableShards], ticket: tuple[Any, ...], items: list[tuple[int, Any]]
 ) -> torch.futures.Future[list[Tensor]]:
     tables: TableShards = rref.local_value()
+    return tables.lookup(Ticket(*ticket), items).then(_value)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _call_net(
+    rref: rpc.RRef[NetHost], ticket: tuple[Any, ...], hidden_BH: Tensor
+) -> torch.futures.Future[Tensor]:
+    host: NetHost = rref.local_value()
+    return host.call(Ticket(*ticket), hidden_BH).then(_value)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _norm(rref: rpc.RRef[Host], step: int) -> torch.futures.Future[float]:
+    host: Host = rref.local_value()
+    return host.norm(step).then(_value)
+
+
+def _value(answer: torch.futures.Future[Any]) -> Any:
     # RPC would send an exception set on the future as a value; one raised in a callback it sends as such.
-    return tables.lookup(Ticket(*ticket), items).then(lambda answer: answer.value())
-
-
-def _forward(rref: rpc.RRef[nn.Module], hidden_BH: Tensor) -> Tensor:
-    module = rref.local_value()
-    # Copies, since another trainer may step the parameters in place before this pass goes backward.
-    parameters = {name: parameter.clone() for name, parameter in module.named_parameters()}
-    output: Tensor = torch.func.functional_call(module, parameters, (hidden_BH,))
-    return output
-
-
-def _parameter_rrefs(rref: rpc.RRef[nn.Module]) -> list[rpc.RRef[Tensor]]:
-    return [rpc.RRef(p) for p in rref.local_value().parameters()]
+    return answer.value()
 
 
 def _construct(role: Role, cls: type[Any], args: tuple[Any, ...]) -> Any:
@@ -288,6 +299,10 @@ def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
 def _failure(error: Exception) -> Failure:
     users = isinstance(error, HybridError)
     message = str(error) if users else f"{type(error).__name__}: {first_line(error)}"
-    # What went wrong while a worker prepared an answer says so itself.
-    message = message.rpartition("when running the callback: ")[2]
+    if _IN_CALLBACK in message:
+        # What went wrong while a worker prepared an answer says so itself, after the name of its class.
+        message = message.rpartition(_IN_CALLBACK)[2]
+        kind, _, told = message.partition(": ")
+        if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
+            message, users = told, True
     return Failure(message, users, socket.gethostname(), traceback.format_exc())

@@ -21,12 +21,13 @@ from hybrid.data.prepared import prepare
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
 from hybrid.topology import MASTER
+from hybrid.update import Staleness
 from workers.bootstrap import announce_stop, join
 from workers.failure import diagnose
 from workers.listener import listen
 from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
-from workers.session import Session, metrics_of
+from workers.session import DatasetSession, metrics_of
 from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
 
@@ -60,7 +61,7 @@ def run(
         data = _Preparation(config)
         with join(MASTER, config, bound) as cluster:
             try:
-                job.run(Session(cluster.topology, config, data.result(view)), view)
+                job.run(DatasetSession(cluster.topology, config, data.result(view)), view)
             except (wire.RemoteError, wire.LostError) as error:
                 cause = diagnose(cluster, error, job.doing)
                 announce_stop(cluster, str(cause))
@@ -115,31 +116,28 @@ class Job:
         self._seconds_to_first_step = math.nan
         self._step = 0
         self._samples_trained = 0
+        self._skipped_steps = 0
         self._seconds_training = 0.0
 
-    def run(self, session: Session, view: TerminalView) -> None:
+    def run(self, session: DatasetSession, view: TerminalView) -> None:
         """Train, evaluate, write the checkpoint and the report."""
         train = self._config.train
-        ends = {"train.epochs": session.steps_per_epoch * train.epochs}
-        if train.max_steps:
-            ends["train.max_steps"] = train.max_steps
-        limit = min(ends, key=lambda key: ends[key])
         for report in session.bad_rows:
             for line in bad_row_lines(report):
                 view.note(line)
-        self._start(session, limit, ends[limit])
-        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[limit]
+        self._start(session)
+        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         with self._open_folder() as self._folder:
-            metrics = self._train(session, ends[limit], view)
-            self._finish(session, metrics, view, f"--set {limit}={more}")
+            metrics = self._train(session, view)
+            self._finish(session, metrics, view, f"--set {session.limit}={more}")
 
     def _open_folder(self) -> RunFolder:
         if self._resume is None:
             return RunFolder.create(self._path, self._config)
         return RunFolder.reopen(self._path, self._config, self._step)
 
-    def _train(self, session: Session, total: int, view: TerminalView) -> Metrics:
-        per_epoch = session.steps_per_epoch
+    def _train(self, session: DatasetSession, view: TerminalView) -> Metrics:
+        per_epoch, total = session.steps_per_epoch, session.total_steps
         metrics: Metrics | None = None
         while self._step < total:
             self.doing = f"at step {self._step}"
@@ -147,19 +145,32 @@ class Job:
             count = self._steps_to_next_stop(within, per_epoch, total)
             start = time.perf_counter()
             reports = session.train(epoch, within, count, self._step)
+            seconds = time.perf_counter() - start
+            self._note_skipped(reports, count, view)
             self._step += count
-            self._log(reports, time.perf_counter() - start, epoch, total, view)
+            staleness = None if self._config.train.update == "sync" else session.take_staleness()
+            self._log(reports, seconds, epoch, total, staleness, view)
             if self._is_evaluation_due(within + count == per_epoch, total):
                 metrics = self._evaluate(session, view)
         assert metrics is not None, "the last step is followed by an evaluation"
         return metrics
 
-    def _start(self, session: Session, limit: str, total: int) -> None:
+    def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
+        skipped = reports[0].skipped_steps  # the same on every trainer
+        self._skipped_steps += skipped
+        if skipped:
+            view.note(
+                f"steps {self._step} to {self._step + count - 1}: {skipped} skipped, "
+                "since a loss or gradient was not finite"
+            )
+
+    def _start(self, session: DatasetSession) -> None:
         if self._resume is None:
             return
         step = self._resume.manifest.step
-        if step >= total:
-            raise ConfigError(limit, f"the run has taken all {total} steps; raise it to go on")
+        if step >= session.total_steps:
+            rule = f"the run has taken all {session.total_steps} steps; raise it to go on"
+            raise ConfigError(session.limit, rule)
         session.load(self._resume)
         self._step = step
 
@@ -181,7 +192,15 @@ class Job:
         every = self._config.train.eval_every_steps
         return self._step == total or (self._step % every == 0 if every else epoch_ends)
 
-    def _log(self, reports: list[Report], seconds: float, epoch: int, total: int, view: TerminalView) -> None:
+    def _log(
+        self,
+        reports: list[Report],
+        seconds: float,
+        epoch: int,
+        total: int,
+        staleness: Staleness | None,
+        view: TerminalView,
+    ) -> None:
         samples = sum(len(r.labels) for r in reports)
         if not self._samples_trained:
             self._seconds_to_first_step = time.time() - self._started_at
@@ -198,11 +217,12 @@ class Job:
             samples_per_second=samples / seconds,
             seconds_left=(total - self._step) * seconds / steps,
             phase_seconds={p: sum(r.phase_seconds[p] for r in reports) / len(reports) for p in PHASES},
+            staleness=staleness,
         )
         self._folder.log_progress(progress)
         view.progress(progress)
 
-    def _evaluate(self, session: Session, view: TerminalView) -> Metrics:
+    def _evaluate(self, session: DatasetSession, view: TerminalView) -> Metrics:
         self.doing = f"while evaluating after step {self._step}"
         view.status("evaluating")
         metrics = session.evaluate(self._step)
@@ -210,7 +230,7 @@ class Job:
         view.evaluation(self._step, metrics)
         return metrics
 
-    def _finish(self, session: Session, metrics: Metrics, view: TerminalView, more: str) -> None:
+    def _finish(self, session: DatasetSession, metrics: Metrics, view: TerminalView, more: str) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         epochs_done = self._step // session.steps_per_epoch
@@ -223,6 +243,7 @@ class Job:
             "best_auc": session.best_auc,
             "bad_rows": sum(report.total for report in session.bad_rows),
             "steps": self._step,
+            "skipped_steps": self._skipped_steps,
             "samples_per_second": rate,
             "seconds_to_first_step": self._seconds_to_first_step,
         }

@@ -7,11 +7,12 @@ import dataclasses
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.checkpoint import CONFIG_FILE, DENSE_FILE, REMOTE_FILE, Checkpoint, load_state, unpack_dense
 from hybrid.clock import StepClock
@@ -24,13 +25,13 @@ from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
+from hybrid.embedding.shard import LocalTables, TableShards
 from hybrid.embedding.tables import table_specs
-from hybrid.embedding.update import UpdateMode
 from hybrid.errors import HybridError
 from hybrid.metrics import binary_metrics
 from hybrid.model import HybridModel
 from hybrid.step import predict_step
+from hybrid.update import Purpose, Ticket, UpdateRules
 from workers.paths import cache_folder
 from workers.terminal import bad_row_lines
 
@@ -50,7 +51,7 @@ class TrainedModel:
         self.step = stored.manifest.step
         self.config = load_config(stored.folder / CONFIG_FILE)
         self.encoder = FeatureEncoder.load(stored.folder)
-        self._shards, self._model = _assemble(self.config, self.encoder, stored)
+        self._shards, self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
 
     @contextmanager
     def opened(self) -> Iterator[TrainedModel]:
@@ -64,34 +65,40 @@ class TrainedModel:
         """``logits_N`` and ``labels_N`` of all samples of ``dataset``, in its order."""
         logits, labels = [], []
         clock = StepClock()
+        ticket = Ticket(0, self.step, self.step, purpose=Purpose.PREDICT)
         loader = BatchLoader(dataset, batch_size=self.config.train.batch_size)
         with loader.batches(0) as batches:
             for batch in batches:
-                logits.append(predict_step(self._model, batch, self.step, clock))
+                logits.append(predict_step(self._model, self._embeddings, batch, ticket, clock))
                 labels.append(batch.labels)
         return torch.cat(logits), torch.cat(labels)
 
 
 def _assemble(
     config: RunConfig, encoder: FeatureEncoder, stored: Checkpoint
-) -> tuple[TableShards, HybridModel]:
+) -> tuple[TableShards, Embeddings, HybridModel]:
     spec = encoder.input_spec
     tables = table_specs(config, spec, extra_columns(config.dense.net))
     # Everything lies on the one worker that this process is.
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
     placement = plan(tables, num_workers=1)
-    timeout = config.cluster.step_timeout_seconds
-    shards = TableShards(placement, 0, 1, UpdateMode.SYNC, timeout)
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    shards = TableShards(placement, 0, UpdateRules(num_trainers=1), dtype)
     shards.load(stored.folder, stored.manifest.step)
-    embeddings = Embeddings(tables, spec, placement, {0: shards})
-    net = build_dense_net(config, spec, embeddings.widths)
+    embeddings = Embeddings(tables, spec, placement, {0: LocalTables(shards)})
+    net = build_dense_net(config, spec, embeddings.widths).to(dtype)
     load_state(net, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
     remote_net = None
     if config.dense.remote_mlp:
-        remote_net = build_remote_net(config, spec, embeddings.widths)
-        load_state(remote_net, stored.tensors(REMOTE_FILE), stored.folder)
-    model = HybridModel(embeddings, net, remote_net)
-    return shards, model.eval()
+        at_hand = build_remote_net(config, spec, embeddings.widths).to(dtype).eval()
+        load_state(at_hand, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
+        remote_net = partial(_call_at_hand, at_hand)
+    return shards, embeddings, HybridModel(net, remote_net, dtype).eval()
+
+
+def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+    output: Tensor = net(hidden_BH)
+    return output
 
 
 def evaluate(folder: Path, inputs: Sequence[str]) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 
 from hybrid import checkpoint, wire
+from hybrid.batch import Batch
 from hybrid.checkpoint import Checkpoint, Manifest
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
@@ -19,14 +20,17 @@ from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_remote_net
+from hybrid.dense.optimizer import make_optimizer
+from hybrid.dense.remote import NetHost
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import InputSpec
 from hybrid.embedding.tables import plan_tables
-from hybrid.embedding.update import UpdateMode
 from hybrid.errors import CheckpointError, ClusterError, ConfigError
 from hybrid.metrics import Metrics, binary_metrics
+from hybrid.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
+from hybrid.update import Staleness, UpdateRules
 from workers.failure import gather
 from workers.trainer import Job, Report, Trainer
 
@@ -36,11 +40,16 @@ PING_TIMEOUT_SECONDS = 10.0
 BULK_TIMEOUT_SECONDS = 3600.0
 
 
-class RemoteMlp(nn.Sequential):
+class RemoteMlp(NetHost):
     """The remote dense net of a run, built where it lives."""
 
-    def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int]) -> None:
-        super().__init__(*build_remote_net(config, spec, widths))
+    def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int], rules: UpdateRules) -> None:
+        dense = config.dense
+        net = build_remote_net(config, spec, widths).to(getattr(torch, config.train.dtype))
+        optimizer = make_optimizer(
+            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
+        )
+        super().__init__(net, optimizer, rules)
 
 
 class Session:
@@ -48,33 +57,45 @@ class Session:
 
     Args:
         topology: the roles of the cluster.
-        data_folder: the prepared data set.
+        input_spec: what the batches hold.
+        total_steps: that the run will take in all; learning rates may depend on it.
+        ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
+        data_folder: a prepared data set; None where only batches of the caller's own are trained on.
 
     Attributes:
-        steps_per_epoch: steps that pass over all training samples.
-        bad_rows: reports of the rows skipped, of training and test files.
+        tables, placement: the tables, and where their rows are.
         trainers: a stub for each.
-        best_auc: what no model can beat on the test samples, where the data tell; else None.
     """
 
-    def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        config: RunConfig,
+        input_spec: InputSpec,
+        total_steps: int,
+        *,
+        ids_per_sample: Mapping[str, float] = MappingProxyType({}),
+        data_folder: Path | None = None,
+    ) -> None:
         self._config = config
-        self._data_folder = data_folder
-        train = PreparedDataset.open(data_folder, "train")
-        test = PreparedDataset.open(data_folder, "test")
-        if not test.num_samples:
-            raise ConfigError("data.test_fraction", "leaves no test rows; raise it, or set data.test_path")
-        self.best_auc = test.report.best_auc
-        self.bad_rows = (train.report.bad_rows, test.report.bad_rows)
-        self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
-        self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
-        self.tables, self.placement = plan_tables(config, train.input_spec, train.ids_per_sample)
+        self.tables, self.placement = plan_tables(config, input_spec, ids_per_sample)
+        self._rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
+        self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         holders = [w for w in topology.workers if self.placement.of_worker(w.index)]
         check_memory(self.placement, holders)
         self._hosts = {role.index: self._create_tables(role) for role in holders}
         self._on_workers("initialise", config.run.seed)
-        self._remote_net = self._create_remote_net(train.input_spec)
-        job = Job(config, data_folder, self.tables, self.placement, self._hosts, self._remote_net)
+        self._remote_net = self._create_remote_net(input_spec)
+        job = Job(
+            config,
+            input_spec,
+            self.tables,
+            self.placement,
+            self._rules,
+            self._hosts,
+            self._remote_net,
+            data_folder,
+        )
         self.trainers: list[wire.Remote[Trainer]] = gather(
             [
                 wire.create(role, Trainer, role.index, job, timeout_seconds=BULK_TIMEOUT_SECONDS)
@@ -82,17 +103,17 @@ class Session:
             ]
         )
 
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
-        """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
-        return self._on_trainers("train", num_steps, epoch, first_step, num_steps, steps_before)
+    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> list[Report]:
+        """Train on batches of the caller's own; see :meth:`Trainer.train_on`.
 
-    def evaluate(self, steps_before: int) -> Metrics:
-        """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
-        reports: list[Report] = []
-        for first in range(0, self._test_steps, EVAL_STEPS_PER_CALL):
-            count = min(EVAL_STEPS_PER_CALL, self._test_steps - first)
-            reports += self._on_trainers("evaluate", count, first, count, steps_before)
-        return metrics_of(reports)
+        Args:
+            make_batches: a function of a module that every trainer can import.
+        """
+        return self._on_trainers("train_on", BULK_TIMEOUT_SECONDS, make_batches, steps_before)
+
+    def take_staleness(self) -> Staleness:
+        """The staleness of all updates of tables since the last call."""
+        return sum(gather([host.call("take_staleness") for host in self._hosts.values()]), Staleness())
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics) -> Path:
         """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once."""
@@ -106,57 +127,43 @@ class Session:
             raise
 
     def _write_parts(self, partial: Path) -> None:
-        writers: list[wire.Remote[Any]] = [*self._hosts.values(), self.trainers[0]]
+        writers: list[wire.Remote[Any]] = [*self._everything_hosted, self.trainers[0]]
         gather([w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers])
-        if self._remote_net is not None:
-            (state,) = gather([self._remote_net.remote().call("state_dict")])
-            checkpoint.write_tensors(partial, checkpoint.REMOTE_FILE, state)
-        features = self._data_folder / encode.FILE_NAME
-        checkpoint.write_text(partial, encode.FILE_NAME, features.read_text(encoding="utf-8"))
         checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
 
     def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint; CheckpointError where it is of another model or other data."""
-        if FeatureEncoder.load(stored.folder) != FeatureEncoder.load(self._data_folder):
-            raise CheckpointError(
-                f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
-                "resume with the same files"
-            )
-        self._on_workers("load", stored.folder, stored.manifest.step)
-        calls = [t.call("load", stored.folder, timeout_seconds=BULK_TIMEOUT_SECONDS) for t in self.trainers]
-        if self._remote_net is not None:
-            state = stored.tensors(checkpoint.REMOTE_FILE)
-            calls.append(self._remote_net.remote().call("load_state_dict", state))
-        gather(calls)
+        """Go on from a checkpoint; CheckpointError where it is of another model."""
+        bulk = {"timeout_seconds": BULK_TIMEOUT_SECONDS}
+        step = stored.manifest.step
+        calls = [host.call("load", stored.folder, step, **bulk) for host in self._everything_hosted]
+        gather([*calls, *(t.call("load", stored.folder, **bulk) for t in self.trainers)])
+
+    @property
+    def _everything_hosted(self) -> list[wire.Remote[Any]]:
+        """All that workers update: their tables, and the remote net where there is one."""
+        return [*self._hosts.values(), *([self._remote_net] if self._remote_net else [])]
 
     def close(self) -> None:
         """End what runs in the background of the other roles."""
-        parts: list[wire.Remote[Any]] = [*self.trainers, *self._hosts.values()]
-        gather([part.call("close") for part in parts])
+        gather([part.call("close") for part in (*self.trainers, *self._everything_hosted)])
 
     def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of all tables, on all workers at once; it may take long."""
         gather([h.call(method, *args, timeout_seconds=BULK_TIMEOUT_SECONDS) for h in self._hosts.values()])
 
-    def _on_trainers(self, method: str, num_steps: int, *args: Any) -> list[Report]:
-        cluster = self._config.cluster
-        timeout = cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds
-        reports: list[Report] = gather(
-            [t.call(method, *args, timeout_seconds=timeout) for t in self.trainers]
-        )
+    def _on_trainers(self, method: str, timeout_seconds: float, *args: Any) -> list[Report]:
+        calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
+        try:
+            reports: list[Report] = gather(calls)
+        except ClusterError as error:
+            # The trainers that wait for the one that failed learn it at once.
+            for host in self._everything_hosted:
+                host.call("fail", f"the run has failed: {error}")
+            raise
         return reports
 
     def _create_tables(self, role: Role) -> wire.RemoteTables:
-        config = self._config
-        rref = wire.create_module(
-            role,
-            TableShards,
-            self.placement,
-            role.index,
-            config.cluster.trainers,
-            UpdateMode(config.train.update),
-            config.cluster.step_timeout_seconds,
-        )
+        rref = wire.create_module(role, TableShards, self.placement, role.index, self._rules, self._dtype)
         return wire.RemoteTables(role, rref)
 
     def _create_remote_net(self, spec: InputSpec) -> wire.RemoteNet | None:
@@ -165,7 +172,76 @@ class Session:
         role = Role(RoleKind.WORKER, self._config.dense.remote_worker)
         table_of = {f: t for t in self.tables for f in t.features}
         widths = [table_of[f.name].dim for f in spec.sparse_features]
-        return wire.RemoteNet(role, wire.create_module(role, RemoteMlp, self._config, spec, widths))
+        rref = wire.create_module(role, RemoteMlp, self._config, spec, widths, self._rules)
+        return wire.RemoteNet(role, rref)
+
+
+class DatasetSession(Session):
+    """A session that trains and evaluates on a prepared data set.
+
+    Attributes:
+        steps_per_epoch: steps that pass over all training samples.
+        bad_rows: reports of the rows skipped, of training and test files.
+        best_auc: what no model can beat on the test samples, where the data tell; else None.
+        limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
+        total_steps: that the run takes.
+    """
+
+    def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
+        self._data_folder = data_folder
+        train = PreparedDataset.open(data_folder, "train")
+        test = PreparedDataset.open(data_folder, "test")
+        if not test.num_samples:
+            raise ConfigError("data.test_fraction", "leaves no test rows; raise it, or set data.test_path")
+        self.best_auc = test.report.best_auc
+        self.bad_rows = (train.report.bad_rows, test.report.bad_rows)
+        self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
+        self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
+        ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
+        if config.train.max_steps:
+            ends["train.max_steps"] = config.train.max_steps
+        self.limit = min(ends, key=lambda key: ends[key])
+        self.total_steps = ends[self.limit]
+        super().__init__(
+            topology,
+            config,
+            train.input_spec,
+            self.total_steps,
+            ids_per_sample=train.ids_per_sample,
+            data_folder=data_folder,
+        )
+
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
+        """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
+        timeout = self._timeout_seconds(num_steps)
+        return self._on_trainers("train", timeout, epoch, first_step, num_steps, steps_before)
+
+    def evaluate(self, steps_before: int) -> Metrics:
+        """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
+        reports: list[Report] = []
+        for first in range(0, self._test_steps, EVAL_STEPS_PER_CALL):
+            count = min(EVAL_STEPS_PER_CALL, self._test_steps - first)
+            timeout = self._timeout_seconds(count)
+            reports += self._on_trainers("evaluate", timeout, first, count, steps_before)
+        return metrics_of(reports)
+
+    def load(self, stored: Checkpoint) -> None:
+        """Go on from a checkpoint; CheckpointError where it is of another model or other data."""
+        if FeatureEncoder.load(stored.folder) != FeatureEncoder.load(self._data_folder):
+            raise CheckpointError(
+                f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
+                "resume with the same files"
+            )
+        super().load(stored)
+
+    def _write_parts(self, partial: Path) -> None:
+        super()._write_parts(partial)
+        features = self._data_folder / encode.FILE_NAME
+        checkpoint.write_text(partial, encode.FILE_NAME, features.read_text(encoding="utf-8"))
+
+    def _timeout_seconds(self, num_steps: int) -> float:
+        cluster = self._config.cluster
+        return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds
 
 
 def metrics_of(reports: Sequence[Report]) -> Metrics:

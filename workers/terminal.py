@@ -19,6 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from hybrid.data.bad_rows import BadRowReport
     from hybrid.metrics import Metrics
+    from hybrid.update import Staleness
 
 _PHASE_STYLES = {
     "data": "yellow",
@@ -40,6 +41,7 @@ class Progress:
         samples_per_second: over all trainers, since the last log step.
         seconds_left: until the last step; NaN where unknown.
         phase_seconds: time since the last log step by phase (``hybrid.clock.PHASES``).
+        staleness: of the updates of tables since the last log step; None where it is zero by design.
     """
 
     step: int
@@ -51,6 +53,7 @@ class Progress:
     samples_per_second: float
     seconds_left: float
     phase_seconds: Mapping[str, float]
+    staleness: Staleness | None = None
 
     @property
     def phase_shares(self) -> dict[str, float]:
@@ -170,6 +173,7 @@ def _region(progress: Progress, console: Console) -> list[RenderableType]:
         ("AUC", _number(progress.auc)),
         ("samples/s", f"{progress.samples_per_second:,.0f}"),
         ("left", _clock(progress.seconds_left)),
+        *([] if progress.staleness is None else [("staleness", _staleness(progress.staleness))]),
     ):
         numbers.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
     return [bar, numbers, _stacked_bar(progress.phase_shares, "-" if console.options.ascii_only else "━")]
@@ -195,6 +199,8 @@ def _plain_progress(progress: Progress) -> Iterator[str]:
     yield f"AUC {_number(progress.auc)}"
     yield f"{progress.samples_per_second:,.0f} samples/s"
     yield f"left {_clock(progress.seconds_left)}"
+    if progress.staleness is not None:
+        yield f"staleness {_staleness(progress.staleness)}"
     yield " ".join(f"{phase} {share:.0%}" for phase, share in progress.phase_shares.items())
 
 
@@ -226,6 +232,11 @@ def bad_row_lines(report: BadRowReport) -> Iterator[str]:
 
 def _number(value: float) -> str:
     return "unknown" if math.isnan(value) else f"{value:.4f}"
+
+
+def _staleness(staleness: Staleness) -> str:
+    """Mean and largest number of updates that rows were behind."""
+    return f"{staleness.mean:.2f} (at most {staleness.largest})"
 
 
 def _clock(seconds: float) -> str:

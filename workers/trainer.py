@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from hybrid.batch import Batch
 from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.ddp import DdpMode, parallelise
+from hybrid.dense.ddp import DdpMode, Replica
 from hybrid.dense.device import choose_device
 from hybrid.dense.nets import build_dense_net
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.spec import InputSpec, TableSpec
+from hybrid.feed import Feed, StepInput, evened
+from hybrid.guard import Guard
 from hybrid.model import HybridModel
-from hybrid.step import ContextOptimizer, predict_step, train_step
+from hybrid.step import predict_step, train_step
 from hybrid.topology import Role, RoleKind
-from hybrid.wire import RemoteNet, RemoteTables
+from hybrid.update import Purpose, Ticket, UpdateRules
+from hybrid.wire import RemoteHost, RemoteNet, RemoteTables
 from workers.bootstrap import await_stop, join
 
 
@@ -34,18 +40,22 @@ class Job:
     """What the master tells every trainer.
 
     Attributes:
-        data_folder: the prepared data set.
+        input_spec: what the batches hold.
         tables, placement: the tables, and where their rows are.
+        rules: how gradients become updates.
         hosts: a stub for every worker that holds rows.
-    remote_net: the remote dense net, or None.
+        remote_net: the remote dense net, or None.
+        data_folder: the prepared data set; None where batches are given.
     """
 
     config: RunConfig
-    data_folder: Path
+    input_spec: InputSpec
     tables: tuple[TableSpec, ...]
     placement: Placement
+    rules: UpdateRules
     hosts: dict[int, RemoteTables]
     remote_net: RemoteNet | None
+    data_folder: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +66,14 @@ class Report:
         losses: this trainer's part of the loss, one value a step.
         logits, labels: of all samples of these steps.
         phase_seconds: where the time went.
+        skipped_steps: how many of the steps made no update, on any side.
     """
 
     losses: list[float]
     logits: Tensor
     labels: Tensor
     phase_seconds: dict[str, float]
+    skipped_steps: int
 
 
 class Trainer:
@@ -74,62 +86,88 @@ class Trainer:
 
     def __init__(self, index: int, job: Job) -> None:
         config = job.config
-        self._config = config
-        train = PreparedDataset.open(job.data_folder, "train")
-        test = PreparedDataset.open(job.data_folder, "test")
-        self._train_loader = _loader(config, train, index, shuffle=config.data.shuffle)
-        self._test_loader = _loader(config, test, index, shuffle=False)
+        train, dense = config.train, config.dense
+        self._index = index
+        self._job = job
+        self._device = choose_device(dense.device, index)
+        self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts)
+        net = build_dense_net(config, job.input_spec, self._embeddings.widths).to(self._device)
+        autocast = None if dense.autocast == "none" else getattr(torch, dense.autocast)
+        model = HybridModel(net, job.remote_net, getattr(torch, train.dtype), autocast)
+        optimizer = make_optimizer(
+            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
+        )
+        self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self._group = dist.group.WORLD
+        self._replica = Replica(model, DdpMode(dense.ddp), self._group)
+        decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
+        skip = train.non_finite == "skip"
+        self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
+        self._clock = StepClock()
+        hosts = list(job.hosts.values())
+        self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
-        embeddings = Embeddings(job.tables, train.input_spec, job.placement, job.hosts, index)
-        dense = config.dense
-        device = choose_device(dense.device, index)
-        self._net = build_dense_net(config, train.input_spec, embeddings.widths).to(device)
-        self._optimizer = make_optimizer(self._net.parameters(), dense.optimizer, dense.learning_rate)
-        self._optimizers: list[ContextOptimizer] = [DenseOptimizer(self._optimizer)]
-        if job.remote_net is not None:
-            remote = job.remote_net.optimizer(make_optimizer, dense.optimizer, dense.learning_rate)
-            self._optimizers.append(remote)
-        # DDP wraps stages in place; this names them as they are without it.
-        self._stages = nn.ModuleDict(dict(self._net.named_children()))
-        model = HybridModel(embeddings, self._net, job.remote_net)
-        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
-        self._model = parallelise(model, DdpMode(dense.ddp), dist.group.WORLD)
-        self._clock = StepClock()
+        if job.data_folder is not None:
+            self._train_loader = self._loader(job.data_folder, "train", shuffle=config.data.shuffle)
+            self._test_loader = self._loader(job.data_folder, "test", shuffle=False)
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> Report:
-        """Train on this trainer's share of some steps of an epoch.
+        """Train on this trainer's share of some steps of an epoch of the prepared data set.
 
         Args:
             epoch: which pass over the data.
             first_step, num_steps: steps within the epoch.
             steps_before: steps taken since the start of the run.
         """
-        self._model.train()
-        stream = self._seek(epoch, first_step)
-        report = _ReportBuilder()
-        for step in range(steps_before, steps_before + num_steps):
-            with self._clock.phase("data"):
-                batch = next(stream)
-            result = train_step(self._model, batch, self._optimizers, step, self._clock)
-            report.add(result.logits, batch.labels, result.loss)
+        if self._stream is None or self._position != (epoch, first_step):
+            self._close_stream()
+            self._stream = self._train_loader.batches(epoch, first_step)
+            self._feed.begin(self._stream, steps_before)
         self._position = (epoch, first_step + num_steps)
+        return self._train(itertools.islice(self._feed, num_steps), steps_before)
+
+    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> Report:
+        """Train on batches of the caller's own, to the end of those of all trainers.
+
+        Trainers may have different numbers of batches, of different sizes; each step takes one of every
+        trainer that still has one.
+
+        Args:
+            make_batches: gives the batches of a trainer by its index; called on every trainer.
+            steps_before: steps taken since the start of the run.
+        """
+        self._close_stream()
+        spec = self._job.input_spec
+        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+        own = iter(make_batches(self._index))
+        self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
+        return self._train(self._feed, steps_before)
+
+    def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
+        self._replica.module.train()
+        report = _ReportBuilder()
+        for step, (batch, micro_batches) in enumerate(inputs, steps_before):
+            result = train_step(self._replica, micro_batches, self._optimizer, self._guard, step, self._clock)
+            report.add(result.logits, batch.labels, result.loss, result.is_skipped)
         return report.build(self._clock)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Report:
         """Predict this trainer's share of some steps of the test data."""
-        self._model.eval()
+        model = self._replica.module.eval()
         report = _ReportBuilder()
         clock = StepClock()
+        ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._test_loader.batches(0, first_step) as stream:
             for batch in itertools.islice(stream, num_steps):
-                report.add(predict_step(self._model, batch, steps_before, clock), batch.labels)
+                report.add(predict_step(model, self._embeddings, batch, ticket, clock), batch.labels)
         return report.build(clock)
 
     def save(self, folder: Path) -> None:
         """Write the dense net and its optimizer into a checkpoint folder."""
-        packed = pack_dense(self._stages.state_dict(), self._optimizer.state_dict())
-        write_tensors(folder, DENSE_FILE, packed)
+        state = self._optimizer.optimizer.state_dict()
+        write_tensors(folder, DENSE_FILE, pack_dense(self._replica.stages.state_dict(), state))
 
     def load(self, folder: Path) -> None:
         """Take the dense net and its optimizer from a checkpoint.
@@ -138,21 +176,34 @@ class Trainer:
             CheckpointError: it is of another net.
         """
         net, state = unpack_dense(Checkpoint.open(folder).tensors(DENSE_FILE))
-        load_state(self._stages, net, folder)
-        groups = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        load_state(self._replica.stages, net, folder)
+        self._optimizer.load(state)
 
     def close(self) -> None:
         """End the background reading."""
+        self._close_stream()
+
+    def _close_stream(self) -> None:
         if self._stream is not None:
             self._stream.close()
+            self._stream = None
 
-    def _seek(self, epoch: int, step: int) -> BatchStream:
-        """Batches from ``step`` of ``epoch`` on, which is mostly where the reader is already."""
-        if self._stream is None or self._position != (epoch, step):
-            self.close()
-            self._stream = self._train_loader.batches(epoch, step)
-        return self._stream
+    @property
+    def _reducing_device(self) -> torch.device:
+        """Where the trainers' process group wants its tensors."""
+        return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
+
+    def _loader(self, data_folder: Path, split: str, shuffle: bool) -> BatchLoader:
+        config = self._job.config
+        return BatchLoader(
+            PreparedDataset.open(data_folder, split),
+            batch_size=config.train.batch_size,
+            trainer_index=self._index,
+            num_trainers=config.cluster.trainers,
+            seed=config.run.seed,
+            shuffle=shuffle,
+            prefetch_batches=config.data.prefetch_batches,
+        )
 
 
 class _ReportBuilder:
@@ -162,26 +213,18 @@ class _ReportBuilder:
         self._losses: list[float] = []
         self._logits: list[Tensor] = []
         self._labels: list[Tensor] = []
+        self._skipped_steps = 0
 
-    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float = 0.0) -> None:
+    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float = 0.0, is_skipped: bool = False) -> None:
         self._losses.append(loss)
         self._logits.append(logits_B)
         self._labels.append(labels_B)
+        self._skipped_steps += is_skipped
 
     def build(self, clock: StepClock) -> Report:
-        return Report(self._losses, torch.cat(self._logits), torch.cat(self._labels), clock.take())
-
-
-def _loader(config: RunConfig, dataset: PreparedDataset, index: int, shuffle: bool) -> BatchLoader:
-    return BatchLoader(
-        dataset,
-        batch_size=config.train.batch_size,
-        trainer_index=index,
-        num_trainers=config.cluster.trainers,
-        seed=config.run.seed,
-        shuffle=shuffle,
-        prefetch_batches=config.data.prefetch_batches,
-    )
+        # Nothing at all where no trainer was given a batch.
+        logits_N, labels_N = (torch.cat(t) if t else torch.empty(0) for t in (self._logits, self._labels))
+        return Report(self._losses, logits_N, labels_N, clock.take(), self._skipped_steps)
 
 
 def run(config: RunConfig, index: int) -> None:

@@ -2,6 +2,8 @@
 
 # No postponed annotations here: DDP checks those of a communication hook, as types.
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.dense.optimizer import squared_norm
 from hybrid.model import HybridModel
 
 
@@ -27,34 +30,87 @@ class DdpMode(StrEnum):
     OUTSIDE = "outside"
 
 
-def parallelise(model: HybridModel, mode: DdpMode, group: dist.ProcessGroup) -> nn.Module:
-    """Wrap the local parts of ``model`` in DDP over ``group`` as ``mode`` says; the module to call."""
-    if mode is DdpMode.OUTSIDE:
-        return _wrap(model, group)
-    if mode is DdpMode.INSIDE:
-        model.net.head = _wrap(model.net.head, group)
-    return model
+class Replica:
+    """One trainer's model, with DDP around what ``mode`` says, and the gradients of its current step.
+
+    Gradients of a step's micro-batches are added up here and reduced once, with those of the last one.
+
+    Args:
+        model: what to wrap; its stages are wrapped in place.
+        mode: what to wrap.
+        group: of all trainers.
+
+    Attributes:
+        module: what to call.
+        stages: the local net's stages, named as without DDP.
+        gradients: by parameter, once the last micro-batch of a step is collected.
+    """
+
+    def __init__(self, model: HybridModel, mode: DdpMode, group: dist.ProcessGroup) -> None:
+        self.stages = nn.ModuleDict(dict(model.net.named_children()))
+        self.module: nn.Module = model
+        self.gradients: dict[Tensor, Tensor] = {}
+        self._carried: dict[Tensor, Tensor] = {}  # what the micro-batches so far have left
+        self._ddp: DistributedDataParallel | None = None
+        if mode is DdpMode.OUTSIDE:
+            self.module = self._ddp = self._wrap(model, group)
+        elif mode is DdpMode.INSIDE:
+            model.net.head = self._ddp = self._wrap(model.net.head, group)
+        self._shared = set() if self._ddp is None else set(self._ddp.parameters())
+
+    def _wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
+        ddp = DistributedDataParallel(
+            module,
+            process_group=group,
+            gradient_as_bucket_view=True,
+            # Running statistics must agree; constant index tables need no broadcast every step.
+            forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
+        )
+        ddp.register_comm_hook(_Reduction(group, self._carried), sum_hook)
+        return ddp
+
+    def reducing(self, is_last: bool) -> AbstractContextManager[None]:
+        """In here, the gradients of a micro-batch are reduced if it is the step's last."""
+        if is_last or self._ddp is None:
+            return nullcontext()
+        no_sync: AbstractContextManager[None] = self._ddp.no_sync()
+        return no_sync
+
+    def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
+        """Add the gradients of a micro-batch, as its distributed autograd context holds them."""
+        self.gradients.clear()
+        for parameter in [p for p in self.stages.parameters() if p in gradients]:
+            gradient = gradients[parameter]
+            carried = self._carried.pop(parameter, None)
+            if carried is not None:
+                gradient = carried.add_(gradient)
+            elif not is_last:
+                gradient = gradient.clone()
+            (self.gradients if is_last else self._carried)[parameter] = gradient
+
+    def squared_norms(self) -> tuple[float, float]:
+        """Squared norm of the gradients that all trainers have alike, and of those of this one alone."""
+        shared = [g for p, g in self.gradients.items() if p in self._shared]
+        private = [g for p, g in self.gradients.items() if p not in self._shared]
+        return squared_norm(shared), squared_norm(private)
 
 
-def _wrap(module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
-    ddp = DistributedDataParallel(
-        module,
-        process_group=group,
-        gradient_as_bucket_view=True,
-        # Running statistics must agree; constant index tables need no broadcast every step.
-        forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
-    )
-    ddp.register_comm_hook(group, sum_hook)
-    return ddp
+@dataclass(frozen=True)
+class _Reduction:
+    group: dist.ProcessGroup
+    carried: dict[Tensor, Tensor]
 
 
-def sum_hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sum gradients over trainers.
+def sum_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Sum gradients over trainers, with what the earlier micro-batches of the step have left.
 
     DDP would divide by the number of trainers, the mean only where all batches are equal. Each
     trainer's loss already carries the weight of its samples in the global batch, so the sum is right.
     """
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if parameter in state.carried:
+            gradient.add_(state.carried.pop(parameter))
+    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
     return summed

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+import inspect
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hybrid.errors import ConfigError
+from hybrid.schedule import Schedule
+
+_CANNOT_STEP = {
+    "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",
+    "LBFGS": "computes the loss several times within a step, which is not possible here; take another class",
+}
+_REFUSED_OPTIONS = {
+    "lr": "is dense.learning_rate",
+    "maximize": "would raise the loss that the tables lower; leave it out",
+    "differentiable": "is for gradients of the step itself, which training does not take; leave it out",
+    "capturable": "is for steps inside CUDA graphs, and there are none here; leave it out",
+}
+_OPTIONS = "dense.optimizer_options"
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], name: str, learning_rate: float
+    parameters: Iterable[nn.Parameter], name: str, learning_rate: float, options: Sequence[str] = ()
 ) -> torch.optim.Optimizer:
     """An optimizer by the name of its class in ``torch.optim``.
 
+    Args:
+        options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
+
     Raises:
-        ConfigError: there is no such class.
+        ConfigError: there is no such class, it cannot train these parameters, or it refuses an option.
     """
+    cls = _optimizer_class(name)
+    arguments = _arguments(cls, name, options)
+    parameters = list(parameters)
+    if arguments:
+        _try_step(cls, name, parameters[:1], arguments, options)
+    try:
+        return cls(parameters, lr=learning_rate, **arguments)
+    except (ValueError, RuntimeError) as error:
+        rule = f"cannot train this net; take another class ({_first_line(error)})"
+        raise ConfigError("dense.optimizer", rule, name) from error
+
+
+def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     cls = getattr(torch.optim, name, None)
-    if not _is_optimizer(cls):
-        names = {n.lower(): n for n, value in sorted(vars(torch.optim).items()) if _is_optimizer(value)}
-        close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
-        hint = f"did you mean {names[close[0]]!r}?" if close else f"choose from {', '.join(names.values())}"
-        raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
-    return cls(parameters, lr=learning_rate)
+    if name in _CANNOT_STEP:
+        raise ConfigError("dense.optimizer", _CANNOT_STEP[name], name)
+    if _is_optimizer(cls):
+        return cls
+    classes = (n for n, value in sorted(vars(torch.optim).items()) if _is_optimizer(value))
+    names = {n.lower(): n for n in classes if n not in _CANNOT_STEP}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+    hint = f"did you mean {names[close[0]]!r}?" if close else f"choose from {', '.join(names.values())}"
+    raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
 
 
 def _is_optimizer(cls: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
@@ -34,17 +69,101 @@ def _is_optimizer(cls: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]
     return isinstance(cls, type) and issubclass(cls, base) and cls is not base
 
 
+def _arguments(
+    cls: Callable[..., torch.optim.Optimizer], name: str, options: Sequence[str]
+) -> dict[str, object]:
+    """The options as keyword arguments of ``cls``, each of the type that its default has."""
+    defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+    valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
+    arguments: dict[str, object] = {}
+    for text in options:
+        key, value = _parse(text)
+        if key in defaults and key in _REFUSED_OPTIONS:
+            raise ConfigError(_OPTIONS, f"{key} {_REFUSED_OPTIONS[key]}", text)
+        if key not in valid:
+            rule = f"{key} is not an argument of torch.optim.{name}; choose from {', '.join(valid)}"
+            raise ConfigError(_OPTIONS, rule, text)
+        if key in arguments:
+            raise ConfigError(_OPTIONS, f"must give {key} once", text)
+        kind = _kind(defaults[key])
+        if kind and kind != _kind(value):
+            raise ConfigError(_OPTIONS, f"{key} must be {kind}, as its default {defaults[key]} is", text)
+        arguments[key] = value
+    return arguments
+
+
+def _parse(text: str) -> tuple[str, object]:
+    """Key and value of one option."""
+    try:
+        ((key, value),) = tomllib.loads(text).items()
+    except ValueError as error:  # of TOML, or of other than one key
+        raise ConfigError(_OPTIONS, 'must hold texts such as "momentum = 0.9"', text) from error
+    value = tuple(value) if isinstance(value, list) else value
+    elements = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(e, str) or (isinstance(e, int | float) and math.isfinite(e)) for e in elements):
+        raise ConfigError(_OPTIONS, f"{key} must be true, false, a finite number, text, or a list", text)
+    return key, value
+
+
+def _kind(value: object) -> str:
+    """What a value is, in words; empty where there is none to go by."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    return "a list" if isinstance(value, tuple) else ""
+
+
+def _try_step(
+    cls: Callable[..., torch.optim.Optimizer],
+    name: str,
+    like: Sequence[nn.Parameter],
+    arguments: Mapping[str, object],
+    options: Sequence[str],
+) -> None:
+    """ConfigError where a step with ``arguments`` fails; several classes look at theirs only then."""
+    parameter = nn.Parameter(like[0].new_ones(2, 2) if like else torch.ones(2, 2))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        cls([parameter], **arguments).step()
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        rule = f"torch.optim.{name} refuses this: {_first_line(error)}"
+        raise ConfigError(_OPTIONS, rule, list(options)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 class DenseOptimizer:
-    """Steps a ``torch.optim`` optimizer with the gradients that a distributed autograd context holds."""
+    """A ``torch.optim`` optimizer that is handed its gradients and whose rates follow a schedule."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         self.optimizer = optimizer
+        self._schedule = schedule
+        self._rates = [group["lr"] for group in optimizer.param_groups]
 
-    def step(self, context_id: int) -> None:
-        """One step with the gradients of ``context_id``; parameters without one are left alone."""
-        gradients = torch.distributed.autograd.get_gradients(context_id)
-        for group in self.optimizer.param_groups:
+    def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Take step number ``step`` with ``gradients`` times ``scale``; parameters without one stay."""
+        factor = self._schedule.factor(step)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
             for parameter in group["params"]:
-                parameter.grad = gradients.get(parameter)
+                gradient = gradients.get(parameter)
+                parameter.grad = gradient if gradient is None or scale == 1.0 else gradient * scale
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def load(self, state: dict[int, dict[str, Tensor]]) -> None:
+        """Take the state of every parameter from a checkpoint; settings stay those of now."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> float:
+    """The square of the norm of all ``gradients`` together."""
+    detached = [gradient.detach() for gradient in gradients]
+    if not detached:
+        return 0.0
+    norms = torch._foreach_norm(detached, dtype=torch.float64)
+    return float(torch.stack(norms).square().sum())

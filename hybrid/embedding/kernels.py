@@ -24,27 +24,36 @@ class Bags(NamedTuple):
         offsets: int64 of shape (bags + 1), where each bag starts; None where each id is its own bag.
         weights_L: weight of each id within its bag, or None for ones. Only for sum pooling.
         pooling: how the rows of a bag become one vector.
+        winners_BD: for max pooling, the row that each pooled value came from, as ``pool_recorded`` found.
     """
 
     ids_L: Tensor
     offsets: Tensor | None = None
     weights_L: Tensor | None = None
     pooling: Pooling = Pooling.SUM
+    winners_BD: Tensor | None = None
 
 
 def pool(weight_RD: Tensor, bags: Bags) -> Tensor:
     """One pooled vector a bag, (bags, D); zeros for an empty bag."""
+    return pool_recorded(weight_RD, bags)[0]
+
+
+def pool_recorded(weight_RD: Tensor, bags: Bags) -> tuple[Tensor, Bags]:
+    """As :func:`pool`, and the bags with what their gradients will need, though the rows change meanwhile."""
     if bags.offsets is None:
-        return weight_RD.index_select(0, bags.ids_L)
-    return _embedding_bag(weight_RD, _with_weights_as(weight_RD.dtype, bags))[0]
+        return weight_RD.index_select(0, bags.ids_L), bags
+    pooled_BD, _, _, winners_BD = _embedding_bag(weight_RD, _with_weights_as(weight_RD.dtype, bags))
+    if bags.pooling is Pooling.MAX:
+        bags = bags._replace(winners_BD=winners_BD)
+    return pooled_BD, bags
 
 
-def row_gradients(bags: Bags, grad_BD: Tensor, weight_RD: Tensor) -> tuple[Tensor, Tensor]:
+def row_gradients(bags: Bags, grad_BD: Tensor) -> tuple[Tensor, Tensor]:
     """The distinct rows that ``bags`` touch, ascending, and their gradients, duplicates summed in order.
 
     Args:
         grad_BD: gradient of each bag's pooled vector.
-        weight_RD: the rows as the lookup saw them; only max pooling reads them.
 
     Returns:
         rows_U (int64) and grad_UD.
@@ -57,8 +66,8 @@ def row_gradients(bags: Bags, grad_BD: Tensor, weight_RD: Tensor) -> tuple[Tenso
     offset2bag_L = torch.repeat_interleave(torch.arange(len(bag_size)), bag_size)
     largest = bag_size.new_empty(0)
     if bags.pooling is Pooling.MAX:
-        rows_UD = weight_RD.index_select(0, rows_U)
-        largest = _embedding_bag(rows_UD, bags._replace(ids_L=inverse_L))[3]
+        assert bags.winners_BD is not None, "max pooling for training records its winners"
+        largest = torch.searchsorted(rows_U, bags.winners_BD)
     grad_UD = torch.ops.aten._embedding_bag_dense_backward(
         grad_BD, inverse_L, offset2bag_L, bag_size, largest, len(rows_U), False, _MODES[bags.pooling],
         bags.weights_L, -1,
@@ -95,7 +104,10 @@ def concatenate(parts: list[Bags]) -> Bags:
         weights_L = torch.cat(
             [torch.ones(len(p.ids_L)) if p.weights_L is None else p.weights_L for p in parts]
         )
-    return Bags(ids_L, torch.cat(starts), weights_L, parts[0].pooling)
+    winners = [p.winners_BD for p in parts if p.winners_BD is not None]
+    return Bags(
+        ids_L, torch.cat(starts), weights_L, parts[0].pooling, torch.cat(winners) if winners else None
+    )
 
 
 def initialise_rows(

@@ -8,7 +8,8 @@ however many ids went there. ``hybrid/embedding/routes.py`` has the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.routes import BatchIds, Finish, Item, Items, Route, make_routes
-from hybrid.embedding.shard import Ticket
 from hybrid.embedding.spec import InputSpec, Pooling, TableSpec
+from hybrid.update import Purpose, Ticket
 
 
 class PendingTensors(Protocol):
@@ -27,14 +28,42 @@ class PendingTensors(Protocol):
     def wait(self) -> list[Tensor]: ...
 
 
+class Sending(Protocol):
+    """A message on its way that has no answer but that it has arrived, or an exception."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
 class TableHost(Protocol):
     """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors: ...
 
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Sending: ...
 
-class PendingLookup:
-    """A lookup under way; ``wait`` gives ``pooled_BE``, the features' vectors side by side."""
+
+class PendingLookup(Protocol):
+    """A lookup under way."""
+
+    def wait(self) -> Tensor:
+        """``pooled_BE``, the features' vectors side by side, once every worker has answered."""
+        ...
+
+
+class Nothing:
+    """The vectors of no samples, for which nobody is asked."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def wait(self) -> Tensor:
+        return torch.empty(0, self._width)
+
+
+class _Vectors:
+    """A lookup of all features of a batch."""
 
     def __init__(
         self, answers: Mapping[int, PendingTensors], finishes: Sequence[tuple[Route, Finish]]
@@ -43,7 +72,6 @@ class PendingLookup:
         self._finishes = finishes
 
     def wait(self) -> Tensor:
-        """The vectors, once every worker has answered."""
         results = {worker: answer.wait() for worker, answer in self._answers.items()}
         if len(self._finishes) == 1:
             ((route, finish),) = self._finishes
@@ -55,6 +83,39 @@ class PendingLookup:
         return torch.cat([pieces[k] for k in sorted(pieces)], dim=1)
 
 
+class _Prefetched:
+    """One worker's answer to a prefetched lookup, whose gradients go back by a message of their own."""
+
+    def __init__(self, answer: PendingTensors, send: Callable[[Sequence[Tensor]], None]) -> None:
+        self._answer = answer
+        self._send = send
+
+    def wait(self) -> list[Tensor]:
+        tensors = self._answer.wait()
+        # Autograd records the use of these values only if an input of it requires a gradient.
+        anchor = torch.zeros(0, requires_grad=True)
+        return list(_SendBack.apply(anchor, self._send, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _SendBack(torch.autograd.Function):
+    """The identity, whose backward pass sends the gradients on as soon as all of them are there."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        anchor: Tensor,
+        send: Callable[[Sequence[Tensor]], None],
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.send = send  # type: ignore[attr-defined]
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
+        ctx.send([grad.contiguous() for grad in grads])  # type: ignore[attr-defined]
+        return (None, None, *(None for _ in grads))
+
+
 class Embeddings:
     """All tables of a model, as a trainer sees them.
 
@@ -62,7 +123,6 @@ class Embeddings:
         tables, input_spec: the tables, and the features that read them.
         placement: which worker holds which rows.
         hosts: for every worker that holds a shard, whoever answers for it.
-        trainer: index of this trainer.
     """
 
     def __init__(
@@ -71,7 +131,6 @@ class Embeddings:
         input_spec: InputSpec,
         placement: Placement,
         hosts: Mapping[int, TableHost],
-        trainer: int = 0,
     ) -> None:
         self._features = input_spec.sparse_features
         table_of = {feature: table for table in tables for feature in table.features}
@@ -79,7 +138,7 @@ class Embeddings:
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._hosts = hosts
-        self._trainer = trainer
+        self._sent: list[Sending] = []
         self._routes: dict[frozenset[int], list[Route]] = {}
 
     @property
@@ -87,13 +146,13 @@ class Embeddings:
         """Width of each feature's vector, in feature order."""
         return [t.dim for t in self._tables]
 
-    def lookup(self, sparse: SparseFeatures, step: int, train: bool = True) -> PendingLookup:
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket) -> PendingLookup:
         """Start looking up a batch; nothing waits here.
 
         Args:
             sparse: ids of K features for B samples.
-            step: the lookup sees the updates of all steps before this one.
-            train: whether a backward pass will follow; it must then reach every lookup exactly once.
+            ticket: for which step, what the lookup must see, and what follows. Where gradients do, the
+                backward pass must reach every lookup exactly once.
 
         Raises:
             ValueError: an id is not a row of its table, a feature that is not multi-hot has other than
@@ -103,9 +162,27 @@ class Embeddings:
         self._check(sparse, ids)
         items: Items = {worker: [] for worker in self._hosts}
         finishes = [(route, route.start(ids, items)) for route in self._routes_for(sparse)]
-        ticket = Ticket(self._trainer, step, train)
-        answers = {worker: host.lookup(ticket, items[worker]) for worker, host in self._hosts.items()}
-        return PendingLookup(answers, finishes)
+        answers: dict[int, PendingTensors] = {
+            worker: host.lookup(ticket, items[worker]) for worker, host in self._hosts.items()
+        }
+        if ticket.purpose is Purpose.PREFETCH:
+            answers = {w: _Prefetched(a, partial(self._send_back, w, ticket)) for w, a in answers.items()}
+        return _Vectors(answers, finishes)
+
+    def nothing(self) -> PendingLookup:
+        """What :meth:`lookup` would give for no samples, without asking anybody."""
+        return Nothing(sum(self.widths))
+
+    def _send_back(self, worker: int, ticket: Ticket, grads: Sequence[Tensor]) -> None:
+        self._check_sent()
+        self._sent.append(self._hosts[worker].send_gradients(ticket, grads))
+
+    def _check_sent(self) -> None:
+        """Raise what the sending of earlier gradients has come to; those under way are looked at later."""
+        arrived = [sending for sending in self._sent if sending.done()]
+        self._sent = [sending for sending in self._sent if sending not in arrived]
+        for sending in arrived:
+            sending.wait()
 
     def _routes_for(self, sparse: SparseFeatures) -> list[Route]:
         every = range(len(self._features))

@@ -83,10 +83,16 @@ class Placement:
 
 
 def state_values_per_row(table: TableSpec) -> int:
-    """Float32 values of optimizer state that one row of ``table`` carries."""
-    return {"sgd": 0, "adagrad": table.dim, "rowwise_adagrad": 1, "adam": 2 * table.dim + 1}[
-        table.optimizer.name
-    ]
+    """Values of optimizer state that one row of ``table`` carries."""
+    return {
+        "sgd": 0,
+        "momentum": table.dim,
+        "adagrad": table.dim,
+        "rowwise_adagrad": 1,
+        "adam": 2 * table.dim + 1,
+        "adamw": 2 * table.dim + 1,
+        "ftrl": 2 * table.dim,
+    }[table.optimizer.name]
 
 
 def bytes_per_row(table: TableSpec) -> int:

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
+from hybrid.barrier import UpdateBarrier
 from hybrid.checkpoint import Checkpoint, shard_file, write_tensors
-from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, row_gradients
+from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, pool_recorded, row_gradients
 from hybrid.embedding.optimizer import OPTIMIZERS
 from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.routes import Item
-from hybrid.embedding.update import UpdateBarrier, UpdateMode
-
-
-class Ticket(NamedTuple):
-    """Who looks up, and when.
-
-    Attributes:
-        trainer: index of the trainer.
-        step: the lookup sees the updates of all steps before this one.
-        train: whether gradients will follow; False for evaluation.
-    """
-
-    trainer: int
-    step: int
-    train: bool
-
+from hybrid.errors import ClusterError, NonFiniteError
+from hybrid.host import Host
+from hybrid.update import Purpose, Ticket, UpdateRules
 
 # The items of one trainer's lookup, each with the gradient of its result.
 Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
@@ -56,8 +45,8 @@ class TableGroup:
         named = {"weight": self.weight_RD, **self.optimizer.state}
         return {name: tensor[start : start + shard.num_rows] for name, tensor in named.items()}
 
-    def update(self, parts: list[tuple[Bags, Tensor]]) -> None:
-        """One optimizer step with the gradients of all ``parts``, in their order."""
+    def merge(self, parts: list[tuple[Bags, Tensor]]) -> tuple[Tensor, Tensor]:
+        """The distinct rows that ``parts`` touch and their gradients, summed in the order of ``parts``."""
         kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
         for bags, grad_BD in parts:
             kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
@@ -65,14 +54,47 @@ class TableGroup:
         for same in kinds.values():
             bags = concatenate([b for b, _ in same])
             grad_BD = same[0][1] if len(same) == 1 else torch.cat([g for _, g in same])
-            merged.append(row_gradients(bags, grad_BD, self.weight_RD))
+            merged.append(row_gradients(bags, grad_BD))
         if len(merged) > 1:  # rows read both one by one and pooled
             rows = Bags(torch.cat([rows_U for rows_U, _ in merged]))
-            merged = [row_gradients(rows, torch.cat([grad_UD for _, grad_UD in merged]), self.weight_RD)]
-        self.optimizer.step(*merged[0])
+            merged = [row_gradients(rows, torch.cat([grad_UD for _, grad_UD in merged]))]
+        return merged[0]
+
+    def table_of(self, row: int) -> tuple[str, int]:
+        """The table, and the row within it, that a row of the group is."""
+        number = bisect.bisect_right(self.group.starts, row) - 1
+        shard = self.group.shards[number]
+        return shard.table.name, (row - self.group.starts[number]) * shard.count + shard.index
 
 
-class TableShards(nn.Module):
+class TableUpdate:
+    """One step's merged gradients of all tables of a worker."""
+
+    def __init__(self, parts: list[tuple[TableGroup, Tensor, Tensor]], factor: float) -> None:
+        self._parts = parts  # each group with the rows touched and their gradients
+        self._factor = factor
+
+    def check_finite(self, step: int) -> None:
+        """NonFiniteError, naming table and row, where a gradient is not finite."""
+        for group, rows_U, grad_UD in self._parts:
+            if grad_UD.sum().isfinite():  # one pass; a sum of finite values may overflow, so look again
+                continue
+            wrong_U = ~grad_UD.isfinite().all(1)
+            if wrong_U.any():
+                table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
+                raise NonFiniteError(f"step {step}: the gradient of table {table}, row {row}, is not finite")
+
+    def squared_norm(self) -> float:
+        norms = (torch.linalg.vector_norm(grad_UD, dtype=torch.float64) for _, _, grad_UD in self._parts)
+        return sum(float(norm) ** 2 for norm in norms)
+
+    def apply(self, scale: float) -> None:
+        for group, rows_U, grad_UD in self._parts:
+            scaled_UD = grad_UD if scale == 1.0 else grad_UD.mul_(scale)
+            group.optimizer.step(rows_U, scaled_UD, self._factor)
+
+
+class TableShards(Host):
     """All tables of one worker. Created by the master as a ``RemoteModule``; trainers look rows up.
 
     Fill them before use: ``initialise`` for a new model, ``load`` for one out of a checkpoint.
@@ -80,57 +102,71 @@ class TableShards(nn.Module):
     Args:
         placement: where every table lies.
         worker: index of this worker.
-        num_trainers, mode, timeout_seconds: see :class:`UpdateBarrier`.
+        rules: how gradients become updates.
+        dtype: of rows and optimizer state.
     """
 
     def __init__(
-        self,
-        placement: Placement,
-        worker: int,
-        num_trainers: int,
-        mode: UpdateMode,
-        timeout_seconds: float,
-        dtype: torch.dtype = torch.float32,
+        self, placement: Placement, worker: int, rules: UpdateRules, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
+        self._rules = rules
         # Autograd records a lookup only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
-        self._barrier: UpdateBarrier[Gradients] = UpdateBarrier(
-            num_trainers, self._update, timeout_seconds, mode
-        )
+        # What was looked up ahead, until its gradients come: by trainer, step and part.
+        self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
+        self.barrier = UpdateBarrier[Gradients](rules, self._merge)
 
     def initialise(self, seed: int) -> None:
         """Fill every table with its initial rows, which depend on ``seed`` and the table's name alone."""
         for group in self.groups:
             group.initialise(seed)
 
-    @property
-    def version(self) -> int:
-        """How many updates the tables have seen."""
-        return self._barrier.version
-
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """Pooled vectors, one tensor an item, once the tables have seen all steps before the ticket's.
+        """Pooled vectors, one tensor an item, once the tables have seen as many updates as the ticket says.
 
-        With ``ticket.train`` the results carry gradients: the backward pass must reach each lookup of
-        each step exactly once, and hands its gradients to the update of that step.
+        For ``Purpose.TRAIN`` the results carry gradients: the backward pass must reach each lookup exactly
+        once, and hands its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they are
+        values, and :meth:`receive` takes their gradients.
         """
         items = [(group, Bags(*bags)) for group, bags in items]
-        return self._barrier.when(ticket.step, lambda: self.forward(ticket, items), ticket.trainer)
+        return self.barrier.when(ticket, lambda: self.forward(ticket, items))
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
         """As :meth:`lookup`, against the rows as they are now."""
-        if not ticket.train:
-            return self.pool(items)
-        return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
+        if ticket.purpose is Purpose.TRAIN:
+            return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
+        if ticket.purpose is Purpose.PREDICT:
+            return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
+        version = self.version
+        pooled, recorded = self.pool_recorded(items)
+        self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
+        return pooled
 
-    def pool(self, items: Sequence[Item]) -> list[Tensor]:
-        return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
+    def pool_recorded(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
+        """Pooled vectors, and the items with what their gradients will need."""
+        pooled, recorded = [], []
+        for group, bags in items:
+            vectors_BD, bags_then = pool_recorded(self.groups[group].weight_RD, bags)
+            pooled.append(vectors_BD)
+            recorded.append((group, bags_then))
+        return pooled, recorded
 
-    def contribute(self, ticket: Ticket, gradients: Gradients) -> None:
-        """Hand one trainer's gradients of one step to the update barrier."""
-        self._barrier.contribute(ticket.trainer, ticket.step, gradients)
+    def receive(self, ticket: Ticket, grads: Sequence[Tensor]) -> None:
+        """Take the gradients of a prefetched lookup's vectors, in their order."""
+        key = (ticket.trainer, ticket.step, ticket.part)
+        if key not in self._prefetched:
+            raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
+        items, read_at = self._prefetched.pop(key)
+        self.contribute(ticket, items, grads, read_at)
+
+    def contribute(
+        self, ticket: Ticket, items: Sequence[Item], grads: Sequence[Tensor], read_at: int
+    ) -> None:
+        """Hand one trainer's gradients of one lookup to the update barrier."""
+        gradients = [(group, bags, grad) for (group, bags), grad in zip(items, grads, strict=True)]
+        self.barrier.contribute(ticket, gradients, read_at)
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows and optimizer state of one shard, as views."""
@@ -139,7 +175,7 @@ class TableShards(nn.Module):
 
     def save(self, folder: Path) -> None:
         """Write each shard, with all updates that are under way, as a file of ``folder``."""
-        self._barrier.drain()
+        self.barrier.drain()
         for shard in self._shards():
             name = shard_file(shard.table.name, shard.index, shard.count)
             write_tensors(folder, name, self.shard_tensors(shard))
@@ -149,22 +185,40 @@ class TableShards(nn.Module):
         checkpoint = Checkpoint.open(folder)
         for shard in self._shards():
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
-        self._barrier.restart(step)
+        self._prefetched.clear()
+        self.barrier.restart(step)
 
     def _shards(self) -> list[Shard]:
         return [shard for group in self.groups for shard in group.group.shards]
 
-    def close(self) -> None:
-        """End the background thread."""
-        self._barrier.close()
-
-    def _update(self, contributions: list[Gradients]) -> None:
+    def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         parts: dict[int, list[tuple[Bags, Tensor]]] = {}
         for gradients in contributions:
             for group, bags, grad_BD in gradients:
                 parts.setdefault(group, []).append((bags, grad_BD))
-        for group, group_parts in parts.items():
-            self.groups[group].update(group_parts)
+        merged = [(self.groups[g], *self.groups[g].merge(group_parts)) for g, group_parts in parts.items()]
+        update = TableUpdate(merged, self._rules.schedule.factor(step))
+        if self._rules.check_finite:
+            update.check_finite(step)
+        return update
+
+
+class LocalTables:
+    """Tables of this very process, for those who look up without RPC."""
+
+    def __init__(self, shards: TableShards) -> None:
+        self._shards = shards
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.lookup`."""
+        return self._shards.lookup(ticket, items)
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[None]:
+        """See :meth:`TableShards.receive`."""
+        self._shards.receive(ticket, grads)
+        sent: Future[None] = Future()
+        sent.set_result(None)
+        return sent
 
 
 class _Lookup(torch.autograd.Function):
@@ -178,11 +232,13 @@ class _Lookup(torch.autograd.Function):
         ticket: Ticket,
         items: Sequence[Item],
     ) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.ticket, ctx.items = shards, ticket, items  # type: ignore[attr-defined]
-        return tuple(shards.pool(items))
+        read_at = shards.version
+        pooled, recorded = shards.pool_recorded(items)
+        ctx.arguments = shards, ticket, recorded, read_at  # type: ignore[attr-defined]
+        return tuple(pooled)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
-        shards, ticket, items = ctx.shards, ctx.ticket, ctx.items  # type: ignore[attr-defined]
-        shards.contribute(ticket, [(g, bags, grad) for (g, bags), grad in zip(items, grads, strict=True)])
+        shards, ticket, recorded, read_at = ctx.arguments  # type: ignore[attr-defined]
+        shards.contribute(ticket, recorded, grads, read_at)
         return None, None, None, None

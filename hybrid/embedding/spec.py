@@ -39,12 +39,19 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/optimizer.py``)."""
+    """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/optimizer.py``).
+
+    Settings that the named optimizer does not have are without effect.
+    """
 
     name: str
     learning_rate: float
     eps: float = 1e-8
     betas: tuple[float, float] = (0.9, 0.999)
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    ftrl_beta: float = 1.0
+    ftrl_l1: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

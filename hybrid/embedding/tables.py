@@ -57,6 +57,10 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
             learning_rate=section.learning_rate or shared.learning_rate,
             eps=shared.eps,
             betas=(shared.beta1, shared.beta2),
+            momentum=shared.momentum,
+            weight_decay=shared.weight_decay,
+            ftrl_beta=shared.ftrl_beta,
+            ftrl_l1=shared.ftrl_l1,
         ),
         # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
         init_scale=num_rows**-0.5,

@@ -55,6 +55,6 @@ def save_without_room(cluster: Cluster, config: RunConfig, cache: Path, folder: 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(CaseError, match=r"CheckpointError: cannot write \S+/features.json: File too large"):
+    with pytest.raises(CaseError, match=r"CheckpointError: cannot write \S+/config.toml: File too large"):
         clusters.get(2, 2).run(save_without_room, small_config(), cache, tmp_path)
     assert not list(tmp_path.iterdir())

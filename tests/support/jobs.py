@@ -15,7 +15,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.metrics import Metrics
 from workers.bootstrap import Cluster
-from workers.session import Session
+from workers.session import DatasetSession
 
 NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
 
@@ -39,9 +39,9 @@ class Trained:
 
 
 @contextmanager
-def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[Session]:
+def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[DatasetSession]:
     """A job on a running cluster."""
-    session = Session(cluster.topology, config, prepare(config, cache))
+    session = DatasetSession(cluster.topology, config, prepare(config, cache))
     try:
         yield session
     finally:
@@ -59,7 +59,7 @@ def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_s
             trainer.call("save", scratch / str(index)).wait()
             packed = Checkpoint(scratch / str(index), after.manifest).tensors(DENSE_FILE)
             nets.append(unpack_dense(packed)[0])
-        remote_net = after.tensors(REMOTE_FILE) if config.dense.remote_mlp else {}
+        remote_net = unpack_dense(after.tensors(REMOTE_FILE))[0] if config.dense.remote_mlp else {}
     losses = [sum(parts) for parts in zip(*(r.losses for r in reports), strict=True)]
     return Trained(losses, _tables(before), _tables(after), nets, remote_net)
 

@@ -17,6 +17,7 @@ from hybrid.config import (
     DenseSection,
     RunConfig,
     RunSection,
+    ScheduleSection,
     TableSection,
     TrainSection,
 )
@@ -109,6 +110,12 @@ def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
     assert config.train.epochs == 4
 
 
+ROW_OPTIMIZER = (
+    "must be one of sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, ftrl; "
+    "tables have only these, dense.optimizer takes classes of torch.optim"
+)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -137,6 +144,18 @@ def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
             "tables.user.dim = 0: must be an integer, at least 1",
         ),
         (
+            "embedding.optimizer=RMSprop",
+            f"embedding.optimizer = 'RMSprop': {ROW_OPTIMIZER}",
+        ),
+        (
+            "tables.user.optimizer=Adam",
+            f"tables.user.optimizer = 'Adam': {ROW_OPTIMIZER}",
+        ),
+        (
+            "embedding.eps=0",
+            "embedding.eps = 0.0: must be a finite number, at least 1e-30",
+        ),
+        (
             "train.batch_size=4\nepochs=2",
             "train.batch_size = '4\\nepochs=2': must be an integer, at least 1",
         ),
@@ -161,11 +180,11 @@ def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
         ("[data]\nbatch_size = 1", "data.batch_size", "train.batch_size"),
         ("[cluster]\nnet = 1", "cluster.net", "dense.net"),
         ("[trian]\nepochs = 1", "trian.epochs", "train.epochs"),
-        ("[trian]", "trian", "train.update"),
+        ("[trian]", "trian", "train.dtype"),
         ("batch_size = 1", "batch_size", "train.batch_size"),
         ("[tables.user]\ndims = 1", "tables.user.dims", "tables.user.dim"),
         ("[tables]\npooling = 'sum'", "tables.pooling", "tables.NAME.pooling"),
-        ("[train]\n'' = 1", "train", "train.update"),
+        ("[train]\n'' = 1", "train", "train.dtype"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
@@ -224,6 +243,9 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
         (RunConfig(data=DataSection(positive_labels=("1", "yes"), negative_labels=("yes",))),
          "data.negative_labels"),
         (RunConfig(train=TrainSection(batch_size=0)), "train.batch_size"),
+        (RunConfig(schedule=ScheduleSection(kind="one_cycle", warmup_steps=1)), "schedule.warmup_steps"),
+        (RunConfig(schedule=ScheduleSection(kind="cosine", warmup_steps=9, steps=9)),
+         "schedule.warmup_steps"),
     ],
 )  # fmt: skip
 def test_rules_hold_for_configurations_built_in_code(config: RunConfig, key: str) -> None:
@@ -235,6 +257,7 @@ def test_rules_hold_for_configurations_built_in_code(config: RunConfig, key: str
 
 def test_valid_configurations_built_in_code_pass() -> None:
     validate(RunConfig())
+    validate(RunConfig(schedule=ScheduleSection(kind="cosine", warmup_steps=9)))
     validate(RunConfig(data=CSV, dense=DenseSection(net="pkg.nets:mine", device="cuda:1", remote_worker=1)))
 
 

@@ -32,6 +32,17 @@ def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
     assert item.init_scale == pytest.approx(1 / 5)
 
 
+def test_every_setting_of_the_optimizer_reaches_its_tables() -> None:
+    embedding = EmbeddingSection(
+        optimizer="ftrl", learning_rate=0.1, eps=0.2, beta1=0.3, beta2=0.4, momentum=0.5, weight_decay=0.6,
+        ftrl_beta=0.7, ftrl_l1=0.8,
+    )  # fmt: skip
+    expected = OptimizerSpec(
+        "ftrl", 0.1, eps=0.2, betas=(0.3, 0.4), momentum=0.5, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8
+    )
+    assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
+
+
 def test_a_section_overrides_one_table() -> None:
     section = TableSection(
         dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row", workers=(1,)

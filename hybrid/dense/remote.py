@@ -1,0 +1,131 @@
+"""A dense net on a worker, shared by all trainers and updated once a step, as the tables are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from hybrid.barrier import UpdateBarrier
+from hybrid.checkpoint import REMOTE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
+from hybrid.dense.optimizer import DenseOptimizer, squared_norm
+from hybrid.errors import NonFiniteError
+from hybrid.host import Host
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+
+
+class NetHost(Host):
+    """Holds a net for all trainers; their gradients meet in trainer order and make one optimizer step.
+
+    Args:
+        net: what trainers call. Buffers that change as it runs, such as running statistics, change in
+            the order in which calls arrive.
+        optimizer: over the parameters of ``net``.
+        rules: how gradients become updates.
+    """
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, rules: UpdateRules) -> None:
+        super().__init__()
+        self.net = net
+        self.optimizer = DenseOptimizer(optimizer, rules.schedule)
+        self.parameter_list = list(net.parameters())
+        self._names = [name for name, _ in net.named_parameters()]
+        self._rules = rules
+        self._running = threading.Lock()
+        # Autograd records a use of the parameters only if an input of it requires a gradient.
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge)
+
+    def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
+        """The net's output for ``hidden_BH`` once it has seen as many updates as the ticket says."""
+        return self.barrier.when(ticket, lambda: self.forward(ticket, hidden_BH))
+
+    def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+        """As :meth:`call`, with the parameters as they are now."""
+        # One call at a time: each runs the net with parameters of its own in the place of the net's.
+        with self._running:
+            self.net.train(ticket.purpose is Purpose.TRAIN)
+            if ticket.purpose is Purpose.PREDICT:
+                with torch.no_grad():
+                    predicted: Tensor = self.net(hidden_BH)
+                return predicted
+            parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
+            named = dict(zip(self._names, parameters, strict=True))
+            output: Tensor = torch.func.functional_call(self.net, named, (hidden_BH,))
+            return output
+
+    @property
+    def is_stepped_meanwhile(self) -> bool:
+        """Whether another trainer's update may fall between a forward pass and its backward pass."""
+        return self._rules.mode is UpdateMode.ASYNC
+
+    def save(self, folder: Path) -> None:
+        """Write the net and its optimizer, with all updates that are under way, into a checkpoint folder."""
+        self.barrier.drain()
+        write_tensors(
+            folder, REMOTE_FILE, pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict())
+        )
+
+    def load(self, folder: Path, step: int) -> None:
+        """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
+        net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
+        load_state(self.net, net, folder)
+        self.optimizer.load(state)
+        self.barrier.restart(step)
+
+    def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:
+        merged = [gradient.clone() for gradient in contributions[0]]
+        for contribution in contributions[1:]:
+            torch._foreach_add_(merged, list(contribution))
+        update = NetUpdate(self, step, merged)
+        if self._rules.check_finite:
+            update.check_finite(self._names)
+        return update
+
+
+class NetUpdate:
+    """One step's merged gradients of a net."""
+
+    def __init__(self, host: NetHost, step: int, gradients: list[Tensor]) -> None:
+        self._host = host
+        self._step = step
+        self._gradients = gradients
+
+    def check_finite(self, names: Sequence[str]) -> None:
+        """NonFiniteError, naming the parameter, where a gradient is not finite."""
+        for name, gradient in zip(names, self._gradients, strict=True):
+            if not gradient.isfinite().all():
+                raise NonFiniteError(
+                    f"step {self._step}: the gradient of the remote net's {name} is not finite"
+                )
+
+    def squared_norm(self) -> float:
+        return squared_norm(self._gradients)
+
+    def apply(self, scale: float) -> None:
+        gradients: dict[Tensor, Tensor] = dict(zip(self._host.parameter_list, self._gradients, strict=True))
+        self._host.optimizer.step(self._step, gradients, scale)
+
+
+class _Parameters(torch.autograd.Function):
+    """The parameters, whose gradients go to the update barrier once all of them are there."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, host: NetHost, ticket: Ticket
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = host, ticket, host.version  # type: ignore[attr-defined]
+        # Views would do in step with the others; a copy stays what it was until the backward pass.
+        if host.is_stepped_meanwhile:
+            return tuple(parameter.detach().clone() for parameter in host.parameter_list)
+        return tuple(parameter.detach() for parameter in host.parameter_list)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
+        host, ticket, read_at = ctx.arguments  # type: ignore[attr-defined]
+        host.barrier.contribute(ticket, grads, read_at)
+        return None, None, None

@@ -1,0 +1,113 @@
+"""How a step is applied, decided for all sides alike: clipped, skipped, or as it is.
+
+::
+
+    trainers                                            workers
+    ────────                                            ───────
+    after the backward pass: norm of the dense ──────►  merge the step's gradients
+      gradients; ask every worker for its own  ◄──────  answer with their norm, and hold the update
+    sum over trainers and workers; all decide
+      the same scale, trainer 0 sends it       ──────►  apply the update, or drop it
+
+One round trip, and none where neither clipping nor skipping is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hybrid.errors import NonFiniteError
+
+# As torch.nn.utils.clip_grad_norm_ has it.
+_CLIP_EPS = 1e-6
+
+
+class PendingValue(Protocol):
+    """A host's answer on its way."""
+
+    def wait(self) -> float: ...
+
+
+class DecidedHost(Protocol):
+    """What holds its updates until a decision comes: a stub of a worker's tables or net."""
+
+    def ask_norm(self, step: int) -> PendingValue: ...
+
+    def send_decision(self, step: int, scale: float | None) -> PendingValue: ...
+
+
+class Guard:
+    """One trainer's part in the decisions of a run.
+
+    Args:
+        clip_norm: the largest norm of all gradients together; None for any.
+        skip: whether a step with a loss or gradient that is not finite is skipped; else it is an error.
+        hosts: everything on workers that waits for decisions.
+        group: of all trainers.
+        device: on which ``group`` reduces.
+    """
+
+    def __init__(
+        self,
+        clip_norm: float | None,
+        skip: bool,
+        hosts: Sequence[DecidedHost],
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._clip_norm = clip_norm
+        self._skip = skip
+        self._hosts = hosts
+        self._group = group
+        self._device = device
+        self._sent: list[PendingValue] = []
+
+    def check_loss(self, step: int, loss: float) -> None:
+        """NonFiniteError where the run is to stop at a loss that is not finite."""
+        if not self._skip and not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {step}: the loss of trainer {self._group.rank()} is {loss}; lower the learning rates, "
+                'look at the data, or set train.clip_norm or train.non_finite = "skip"'
+            )
+
+    def decide(self, step: int, loss: float, shared: float, private: float) -> float | None:
+        """What to multiply the gradients of a step by; None to skip it. All trainers call it each step.
+
+        Args:
+            loss: this trainer's.
+            shared: squared norm of the gradients that all trainers have alike.
+            private: squared norm of those that are this trainer's own.
+        """
+        if self._clip_norm is None and not self._skip:
+            if not math.isfinite(shared + private):
+                raise NonFiniteError(f"step {step}: a gradient of the dense net is not finite")
+            return 1.0
+        norms = [host.ask_norm(step) for host in self._hosts]
+        mine = private if math.isfinite(loss) else math.nan
+        total = shared + self._sum(mine) + sum(norm.wait() for norm in norms)
+        scale = self._scale(step, total)
+        if self._group.rank() == 0:
+            for sent in self._sent:
+                sent.wait()  # long answered: the norms came after them
+            self._sent = [host.send_decision(step, scale) for host in self._hosts]
+        return scale
+
+    def _sum(self, value: float) -> float:
+        """Sum over trainers."""
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, group=self._group)
+        return total.item()
+
+    def _scale(self, step: int, squared_norm: float) -> float | None:
+        if not math.isfinite(squared_norm):
+            if self._skip:
+                return None
+            raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(squared_norm)}")
+        if self._clip_norm is None:
+            return 1.0
+        return min(1.0, self._clip_norm / (math.sqrt(squared_norm) + _CLIP_EPS))

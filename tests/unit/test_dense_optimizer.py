@@ -1,0 +1,159 @@
+"""make_optimizer: every class of torch.optim trains a small net, or is refused and says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hybrid.dense.optimizer import make_optimizer
+from hybrid.errors import ConfigError
+
+CLASSES = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+REFUSED = {"SparseAdam": "takes sparse gradients only", "LBFGS": "computes the loss several times"}
+
+
+def net(bias: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4, bias=bias), nn.Tanh(), nn.Linear(4, 1, bias=bias))
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    input_BD = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(input_BD).square().mean().backward()
+        optimizer.step()
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - REFUSED.keys()))
+def test_every_class_that_can_trains_a_net_as_torch_does(name: str) -> None:
+    bias = name != "Muon"
+    ours, theirs = net(bias), net(bias)
+    trained = train(ours, make_optimizer(ours.parameters(), name, 0.01))
+    reference = train(theirs, CLASSES[name](theirs.parameters(), lr=0.01))  # type: ignore[call-arg]
+    for mine, other, start in zip(trained, reference, net(bias).parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert not torch.equal(mine, start)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("adamw", "did you mean 'AdamW'"),
+        ("Adan", "choose from ASGD, .*SGD$"),
+        ("lr_scheduler", "choose from"),
+        ("Optimizer", "choose from"),  # the base class, which optimizes nothing
+        ("__name__", "choose from"),
+    ],
+)
+def test_other_names_are_refused_with_a_hint(name: str, hint: str) -> None:
+    rule = rf"^dense\.optimizer = '{name}': is not a class of torch.optim; {hint}"
+    with pytest.raises(ConfigError, match=rule) as caught:
+        make_optimizer(net().parameters(), name, 0.1)
+    assert not any(refused in str(caught.value) for refused in REFUSED)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_classes_that_cannot_step_here_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^dense.optimizer = '{name}': {REFUSED[name]}"):
+        make_optimizer(net().parameters(), name, 0.01)
+
+
+def test_a_class_that_does_not_fit_the_net_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^dense.optimizer = 'Muon': cannot train this net; .*2D.*Size"):
+        make_optimizer(net().parameters(), "Muon", 0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "arguments"),
+    [
+        ("SGD", ("momentum = 0.9", "nesterov = true"), {"momentum": 0.9, "nesterov": True}),
+        ("Adam", ("betas = [0.5, 0.9]",), {"betas": (0.5, 0.9)}),
+        ("AdamW", ("weight_decay=1", "amsgrad=true"), {"weight_decay": 1, "amsgrad": True}),
+        ("Adam", ("fused = true",), {"fused": True}),
+        ("Adagrad", ("foreach = true",), {"foreach": True}),
+        ("Adafactor", ("eps = [1e-30, 1e-3]", "d = 2"), {"eps": (1e-30, 1e-3), "d": 2}),
+        ("Rprop", ("step_sizes = [1e-6, 1]",), {"step_sizes": (1e-6, 1)}),
+        ("Muon", ('adjust_lr_fn = "match_rms_adamw"',), {"adjust_lr_fn": "match_rms_adamw"}),
+    ],
+)
+def test_options_are_the_arguments_of_the_class(
+    name: str, options: tuple[str, ...], arguments: dict[str, Any]
+) -> None:
+    bias = name != "Muon"
+    ours, theirs = net(bias), net(bias)
+    optimizer = make_optimizer(ours.parameters(), name, 0.01, options)
+    assert optimizer.defaults | arguments | {"lr": 0.01} == optimizer.defaults
+    trained = train(ours, optimizer)
+    reference = train(theirs, CLASSES[name](theirs.parameters(), lr=0.01, **arguments))  # type: ignore[call-arg]
+    for mine, other in zip(trained, reference, strict=True):
+        assert torch.equal(mine, other)
+
+
+NOT_AN_OPTION = 'must hold texts such as "momentum = 0.9"'
+NOT_A_VALUE = "must be true, false, a finite number, text, or a list"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("SGD", ["momentum"], f"'momentum': {NOT_AN_OPTION}"),
+        ("SGD", ["momentum = fast"], f"'momentum = fast': {NOT_AN_OPTION}"),
+        ("SGD", [""], f"'': {NOT_AN_OPTION}"),
+        ("SGD", ["momentum = 1\nnesterov = true"], f"'momentum = 1\\nnesterov = true': {NOT_AN_OPTION}"),
+        ("SGD", ["momentum = nan"], f"'momentum = nan': momentum {NOT_A_VALUE}"),
+        ("SGD", ["momentum = inf"], f"'momentum = inf': momentum {NOT_A_VALUE}"),
+        ("Adam", ["betas = [0.9, nan]"], f"'betas = [0.9, nan]': betas {NOT_A_VALUE}"),
+        ("SGD", ["momentum = 2026-01-01"], f"'momentum = 2026-01-01': momentum {NOT_A_VALUE}"),
+        ("SGD", ["momentum = {a = 1}"], f"'momentum = {{a = 1}}': momentum {NOT_A_VALUE}"),
+        ("SGD", ["[momentum]"], f"'[momentum]': momentum {NOT_A_VALUE}"),
+        (
+            "SGD",
+            ["betas = [0.9, 0.99]"],
+            "'betas = [0.9, 0.99]': betas is not an argument of torch.optim.SGD; "
+            "choose from momentum, dampening, weight_decay, nesterov, foreach, fused",
+        ),
+        ("SGD", ["lr = 1"], "'lr = 1': lr is dense.learning_rate"),
+        ("SGD", ["maximize = true"], "'maximize = true': maximize would raise the loss"),
+        ("SGD", ["differentiable = true"], "'differentiable = true': differentiable is for gradients of"),
+        ("Adam", ["capturable = true"], "'capturable = true': capturable is for steps inside CUDA graphs"),
+        ("SGD", ["capturable = true"], "'capturable = true': capturable is not an argument of"),
+        ("SGD", ["params = 1"], "'params = 1': params is not an argument of"),
+        ("SGD", ["momentum = 0.5", "momentum = 0.9"], "'momentum = 0.9': must give momentum once"),
+        ("SGD", ["momentum = true"], "'momentum = true': momentum must be a number, as its default 0 is"),
+        ("SGD", ['nesterov = "no"'], "'nesterov = \"no\"': nesterov must be true or false"),
+        ("Adam", ["betas = 0.9"], "'betas = 0.9': betas must be a list, as its default (0.9, 0.999) is"),
+        ("SGD", ["momentum = -1"], "['momentum = -1']: torch.optim.SGD refuses this: Invalid momentum"),
+        ("SGD", ["nesterov = true"], "['nesterov = true']: torch.optim.SGD refuses this: Nesterov momentum"),
+        ("Adam", ["betas = [0.9]"], "['betas = [0.9]']: torch.optim.Adam refuses this: "),
+        ("Adam", ["betas = [0.9, 0.9, 0.9]"], "['betas = [0.9, 0.9, 0.9]']: torch.optim.Adam refuses"),
+        ("Adam", ['betas = ["a", "b"]'], '[\'betas = ["a", "b"]\']: torch.optim.Adam refuses this: '),
+        # torch looks at these only when it steps.
+        ("Muon", ["ns_steps = 100"], "['ns_steps = 100']: torch.optim.Muon refuses this: Number of steps"),
+        ("Muon", ["ns_steps = 1.5"], "['ns_steps = 1.5']: torch.optim.Muon refuses this: "),
+    ],
+)
+def test_options_that_the_class_does_not_take_are_refused(
+    name: str, options: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_optimizer(net(bias=name != "Muon").parameters(), name, 0.01, options)
+    assert str(caught.value).startswith(f"dense.optimizer_options = {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_trying_the_options_leaves_the_net_alone() -> None:
+    module = net()
+    optimizer = make_optimizer(module.parameters(), "Adam", 0.5, ["betas = [0.5, 0.9]"])
+    assert not optimizer.state
+    for parameter, start in zip(module.parameters(), net().parameters(), strict=True):
+        assert torch.equal(parameter, start)
+        assert parameter.grad is None

@@ -1,0 +1,388 @@
+"""The one-process reference against models written out in a few lines of plain torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
+from hybrid.dense.nets import DenseNet
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.errors import ConfigError, NonFiniteError
+from hybrid.reference import Reference
+
+USERS, ITEMS, DIM, STEPS = 7, 5, 4, 20
+INPUT_SPEC = InputSpec(
+    ("price", "age"),
+    (FeatureSpec("user", USERS), FeatureSpec("item", ITEMS), FeatureSpec("bought", ITEMS, multi_hot=True)),
+)
+SGD = OptimizerSpec("sgd", 0.3)
+CONSTANT = ScheduleSection()
+
+
+class Samples(NamedTuple):
+    """Samples as a plain model takes them; ``bought`` holds bags, the items of all of them one by one."""
+
+    dense_BF: Tensor
+    user_B: Tensor
+    item_B: Tensor
+    bought_L: Tensor
+    bought_offsets: Tensor
+    weights_L: Tensor | None
+    labels_B: Tensor
+
+    def batch(self, global_size: int | None = None) -> Batch:
+        size = len(self.labels_B)
+        ids_L = torch.cat([self.user_B, self.item_B, self.bought_L])
+        offsets = torch.cat([torch.arange(2 * size), 2 * size + self.bought_offsets])
+        weights_L = None
+        if self.weights_L is not None:
+            weights_L = torch.cat([torch.ones(2 * size), self.weights_L])
+        sparse = SparseFeatures(ids_L, offsets, weights_L, 3)
+        return Batch(self.dense_BF, sparse, self.labels_B, size if global_size is None else global_size)
+
+    def share(self, start: int, stop: int) -> Samples:
+        first, last = self.bought_offsets[start], self.bought_offsets[stop]
+        return Samples(
+            self.dense_BF[start:stop],
+            self.user_B[start:stop],
+            self.item_B[start:stop],
+            self.bought_L[first:last],
+            self.bought_offsets[start : stop + 1] - first,
+            None if self.weights_L is None else self.weights_L[first:last],
+            self.labels_B[start:stop],
+        )
+
+
+def samples(
+    every_row: bool = True, weighted: bool = False, dtype: torch.dtype = torch.float32, size: int = 16
+) -> Iterator[Samples]:
+    """Samples of 20 steps; every second bag of ``bought`` is empty."""
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        lengths_B = torch.arange(size) % 2 * torch.randint(1, 5, (size,), generator=generator)
+        count = int(lengths_B.sum())
+        user_B, item_B = torch.arange(size) % USERS, torch.arange(size) % ITEMS
+        if not every_row:
+            user_B, item_B = user_B // 2, item_B // 2
+        order_B = torch.randperm(size, generator=generator)
+        yield Samples(
+            torch.randn(size, 2, generator=generator, dtype=dtype),
+            user_B[order_B],
+            item_B[order_B.flip(0)],
+            torch.randint(0, ITEMS if every_row else ITEMS // 2, (count,), generator=generator),
+            torch.cat([torch.zeros(1, dtype=torch.int64), lengths_B.cumsum(0)]),
+            torch.rand(count, generator=generator) if weighted else None,
+            torch.randint(0, 2, (size,), generator=generator).to(dtype),
+        )
+
+
+class Interaction(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cross = nn.Linear(width, width)
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        x_BH = torch.cat([bottom_BH, pooled_BE], dim=1)
+        return x_BH * torch.sigmoid(self.cross(x_BH))
+
+
+def make_net() -> DenseNet:
+    torch.manual_seed(5)
+    width = 3 + 3 * DIM
+    head = nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1), nn.Flatten(0))
+    return DenseNet(nn.Linear(2, 3), Interaction(width), head)
+
+
+def make_remote_net() -> nn.Module:
+    torch.manual_seed(6)
+    return nn.Sequential(nn.Linear(3 + 3 * DIM, 3 + 3 * DIM), nn.Tanh())
+
+
+def initial_rows() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return {
+        "users": torch.randn(USERS, DIM, generator=generator),
+        "items": torch.randn(ITEMS, DIM, generator=generator),
+    }
+
+
+class Plain(nn.Module):
+    """Tables with dense gradients and the net; two features share the table of items."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        mode: str = "sum",
+        remote_net: nn.Module | None = None,
+        autocast: bool = False,
+    ) -> None:
+        super().__init__()
+        rows = initial_rows()
+        self.users = nn.Embedding.from_pretrained(rows["users"], freeze=False)
+        self.items = nn.Embedding.from_pretrained(rows["items"], freeze=False)
+        self.bought = nn.EmbeddingBag.from_pretrained(
+            rows["items"], freeze=False, mode=mode, include_last_offset=True
+        )
+        self.bought.weight = self.items.weight
+        self.net = make_net()
+        self.remote_net = remote_net
+        self.autocast = autocast
+        self.to(dtype)
+
+    def forward(self, samples: Samples) -> Tensor:
+        weights_L = None if samples.weights_L is None else samples.weights_L.to(self.users.weight.dtype)
+        bought_BD = self.bought(samples.bought_L, samples.bought_offsets, weights_L)
+        pooled_BE = torch.cat([self.users(samples.user_B), self.items(samples.item_B), bought_BD], dim=1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            hidden_BH = self.net.interaction(self.net.bottom(samples.dense_BF), pooled_BE)
+        if self.remote_net is not None:
+            hidden_BH = self.remote_net(hidden_BH.float() if self.autocast else hidden_BH)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            logits_B: Tensor = self.net.head(hidden_BH)
+        return logits_B.float() if self.autocast else logits_B
+
+    def loss(self, samples: Samples) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self(samples), samples.labels_B)
+
+    def tables(self) -> list[nn.Parameter]:
+        return [self.users.weight, self.items.weight]
+
+    def dense(self) -> list[nn.Parameter]:
+        remote = [] if self.remote_net is None else self.remote_net.parameters()
+        return [*self.net.parameters(), *remote]
+
+
+def make_reference(
+    optimizer: OptimizerSpec = SGD,
+    pooling: str = "sum",
+    remote_net: nn.Module | None = None,
+    trainers: int = 1,
+    dense: Mapping[str, Any] = MappingProxyType({}),
+    schedule: ScheduleSection = CONSTANT,
+    **train: Any,
+) -> Reference:
+    config = RunConfig(
+        cluster=ClusterSection(trainers=trainers),
+        dense=DenseSection(**{"optimizer": "SGD", "learning_rate": 0.1, **dense}),
+        train=TrainSection(**train),
+        schedule=schedule,
+    )
+    tables = [
+        TableSpec("users", USERS, DIM, Pooling(pooling), ("user",), optimizer, 1.0),
+        TableSpec("items", ITEMS, DIM, Pooling(pooling), ("item", "bought"), optimizer, 1.0),
+    ]
+    return Reference(config, INPUT_SPEC, tables, initial_rows(), make_net(), remote_net, STEPS)
+
+
+def assert_same(reference: Reference, plain: Plain, tolerance: float = 0.0, trainer: int = 0) -> None:
+    """All parameters are those of ``plain``; without a tolerance, bit for bit."""
+    ours = [*reference.tables.values(), *reference.nets[trainer].parameters()]
+    ours += reference.remote_net.parameters() if reference.remote_net is not None else []
+    for mine, theirs in zip(ours, [*plain.tables(), *plain.dense()], strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=tolerance, atol=tolerance)
+    assert not torch.equal(reference.tables["items"], initial_rows()["items"].to(plain.items.weight.dtype))
+
+
+DECAY, EPS, BETAS = 0.01, 1e-4, (0.8, 0.95)
+TABLE_OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.3, weight_decay=DECAY),
+    "momentum": lambda p: torch.optim.SGD(p, 0.3, 0.7, weight_decay=DECAY),
+    "adagrad": lambda p: torch.optim.Adagrad(p, 0.3, weight_decay=DECAY, eps=EPS),
+    "adam": lambda p: torch.optim.Adam(p, 0.3, BETAS, EPS, DECAY),
+    "adamw": lambda p: torch.optim.AdamW(p, 0.3, BETAS, EPS, DECAY),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("remote", [False, True])
+@pytest.mark.parametrize("name", TABLE_OPTIMIZERS)
+def test_one_trainer_has_the_bits_of_torch(name: str, remote: bool, dtype: str) -> None:
+    remote_net = make_remote_net() if remote else None
+    plain = Plain(getattr(torch, dtype), remote_net=copy.deepcopy(remote_net))
+    spec = OptimizerSpec(name, 0.3, EPS, BETAS, momentum=0.7, weight_decay=DECAY)
+    dense = {"optimizer": "Adam", "learning_rate": 0.02, "optimizer_options": ("betas = [0.5, 0.9]",)}
+    reference = make_reference(spec, remote_net=remote_net, dense=dense, dtype=dtype)
+    rows = TABLE_OPTIMIZERS[name](plain.tables())
+    adam = torch.optim.Adam(plain.dense(), 0.02, (0.5, 0.9))
+    for step in samples(dtype=getattr(torch, dtype)):
+        plain.zero_grad()
+        loss = plain.loss(step)
+        loss.backward()
+        rows.step()
+        adam.step()
+        assert reference.step([step.batch()]) == loss.item()
+    assert_same(reference, plain)
+    for name_in_net, parameter in plain.net.named_parameters():
+        for key, value in reference.dense_state(reference.nets[0])[name_in_net].items():
+            assert torch.equal(value, adam.state[parameter][key])
+    assert torch.equal(reference.logits(step.batch()), plain(step))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "weighted"), [("sum", False), ("mean", False), ("max", False), ("sum", True)]
+)
+def test_bags_pool_as_torch_pools_them_and_untouched_rows_stay(pooling: str, weighted: bool) -> None:
+    plain = Plain(mode=pooling)
+    reference = make_reference(pooling=pooling)
+    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
+    for step in samples(every_row=False, weighted=weighted):
+        plain.zero_grad()
+        plain.loss(step).backward()
+        optimizer.step()
+        reference.step([step.batch()])
+    assert_same(reference, plain)
+    assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
+
+
+@pytest.mark.parametrize("clip_norm", [0.01, 1e3])
+def test_clipping_is_that_of_torch_over_all_gradients(clip_norm: float) -> None:
+    plain = Plain(torch.float64, remote_net=make_remote_net())
+    reference = make_reference(remote_net=make_remote_net(), dtype="float64", clip_norm=clip_norm)
+    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
+    clipped = 0
+    for step in samples(dtype=torch.float64):
+        plain.zero_grad()
+        plain.loss(step).backward()
+        clipped += bool(nn.utils.clip_grad_norm_(plain.parameters(), clip_norm) > clip_norm)
+        optimizer.step()
+        reference.step([step.batch()])
+    assert clipped == (STEPS if clip_norm < 1 else 0)
+    assert_same(reference, plain, 1e-13)
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (11, 5), (16, 0)])
+@pytest.mark.parametrize("ddp", ["outside", "inside", "none"])
+def test_two_trainers_share_what_ddp_wraps(ddp: str, sizes: tuple[int, int]) -> None:
+    """Two models, as on two trainers: gradients of shared parameters are summed by hand, others not."""
+    plains = [Plain(torch.float64, remote_net=make_remote_net()) for _ in range(2)]
+    adams = [torch.optim.Adam(plain.dense(), 0.02) for plain in plains]
+    rows = [torch.optim.SGD(plain.tables(), 0.3) for plain in plains]
+    dense = {"optimizer": "Adam", "learning_rate": 0.02, "ddp": ddp}
+    reference = make_reference(remote_net=make_remote_net(), trainers=2, dense=dense, dtype="float64")
+    wrapped = {
+        "outside": ("net", "remote_net"),
+        "inside": ("net.head", "remote_net"),
+        "none": ("remote_net",),
+    }
+    for step in samples(dtype=torch.float64):
+        shares = [step.share(0, sizes[0]), step.share(sizes[0], 16)]
+        losses = []
+        for plain, share, size in zip(plains, shares, sizes, strict=True):
+            plain.zero_grad()
+            loss = plain.loss(share) * size / 16 if size else plain(share).sum()
+            loss.backward()
+            losses.append(loss.item())
+        for (name, first), second in zip(plains[0].named_parameters(), plains[1].parameters(), strict=True):
+            if name.startswith((*wrapped[ddp], "users", "items")):
+                assert first.grad is not None
+                assert second.grad is not None
+                first.grad = second.grad = first.grad + second.grad
+        for optimizer in (*adams, *rows):
+            optimizer.step()
+        assert reference.step([share.batch(16) for share in shares]) == pytest.approx(sum(losses), rel=1e-12)
+    for trainer, plain in enumerate(plains):
+        assert_same(reference, plain, 1e-11, trainer)
+    logits = [reference.logits(step.batch(), trainer) for trainer in range(2)]
+    assert torch.equal(*logits) == (ddp == "outside")
+
+
+@pytest.mark.parametrize("pooling", ["sum", "max"])
+@pytest.mark.parametrize("broken_step", [None, 6])
+def test_pipelined_reads_rows_that_lack_the_last_update(pooling: str, broken_step: int | None) -> None:
+    plain = Plain(torch.float64, pooling)
+    reference = make_reference(pooling=pooling, dtype="float64", update="pipelined", non_finite="skip")
+    dense = torch.optim.SGD(plain.dense(), 0.1)
+    after = [[table.detach().clone() for table in plain.tables()]]  # tables after each step
+    for number, step in enumerate(samples(every_row=False, dtype=torch.float64)):
+        if number == broken_step:
+            step.dense_BF[0, 0] = math.nan
+        for table, visible in zip(plain.tables(), after[max(0, number - 1)], strict=True):
+            table.data.copy_(visible)
+        plain.zero_grad()
+        plain.loss(step).backward()
+        after.append([rows.clone() for rows in after[-1]])
+        if number != broken_step:
+            dense.step()
+            for rows, table in zip(after[-1], plain.tables(), strict=True):
+                assert table.grad is not None
+                rows -= 0.3 * table.grad
+        reference.step([step.batch()])
+    for table, rows in zip(plain.tables(), after[-1], strict=True):
+        table.data.copy_(rows)
+    assert_same(reference, plain, 1e-12)
+    torch.testing.assert_close(reference.logits(step.batch()), plain(step).detach(), rtol=1e-12, atol=1e-12)
+    assert reference.skipped_steps == (broken_step is not None)
+
+
+def test_a_skipped_step_changes_nothing_but_the_schedule() -> None:
+    plain = Plain()
+    spec = OptimizerSpec("adam", 0.3, EPS, BETAS)
+    schedule = ScheduleSection(kind="cosine", final_factor=0.1)
+    dense = {"optimizer": "Adam", "learning_rate": 0.02}
+    reference = make_reference(spec, dense=dense, schedule=schedule, non_finite="skip")
+    groups = [{"params": plain.tables(), "lr": 0.3, "betas": BETAS, "eps": EPS}]
+    adam = torch.optim.Adam([*groups, {"params": plain.dense(), "lr": 0.02}])
+    for number, step in enumerate(samples()):
+        for group, rate in zip(adam.param_groups, (0.3, 0.02), strict=True):
+            group["lr"] = rate * (0.1 + 0.9 * (1 + math.cos(math.pi * number / STEPS)) / 2)
+        if number in (0, 7):
+            step.dense_BF[0, 0] = math.inf
+            assert not math.isfinite(reference.step([step.batch()]))
+            continue
+        plain.zero_grad()
+        plain.loss(step).backward()
+        adam.step()
+        reference.step([step.batch()])
+    assert_same(reference, plain, 1e-5)
+    assert reference.skipped_steps == 2
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
+    reference = make_reference()
+    reference.tables["items"][0, 0] = math.inf
+    with pytest.raises(NonFiniteError, match="not finite"):
+        reference.step([next(samples()).batch()])
+
+
+def test_async_has_no_reference() -> None:
+    with pytest.raises(ConfigError, match=r"train\.update"):
+        make_reference(update="async")
+
+
+def test_autocast_holds_for_the_local_stages_only() -> None:
+    plain = Plain(remote_net=make_remote_net(), autocast=True)
+    reference = make_reference(remote_net=make_remote_net(), dense={"autocast": "bfloat16"})
+    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
+    for step in samples():
+        plain.zero_grad()
+        plain.loss(step).backward()
+        optimizer.step()
+        reference.step([step.batch()])
+    assert_same(reference, plain)
+    assert torch.equal(reference.logits(step.batch()), plain(step))
+    plain.autocast = False
+    assert not torch.equal(reference.logits(step.batch()), plain(step))
+
+
+def test_a_row_is_touched_even_if_its_gradient_is_zero() -> None:
+    """Ids of weight zero have gradients of zero; their rows decay, and rows that no id names do not."""
+    reference = make_reference(OptimizerSpec("sgd", 0.3, weight_decay=0.5))
+    step = next(samples(weighted=True))
+    ids, offsets = torch.tensor([2]), torch.tensor([0, 1])
+    step = step.share(0, 1)._replace(
+        item_B=torch.tensor([1]), bought_L=ids, bought_offsets=offsets, weights_L=torch.zeros(1)
+    )
+    reference.step([step.batch()])
+    before, after = initial_rows()["items"], reference.tables["items"]
+    torch.testing.assert_close(after[2], before[2] * (1 - 0.3 * 0.5))
+    assert torch.equal(after[3], before[3])
