@@ -77,9 +77,9 @@ class Reference:
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
         self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
-        # What a step reads: in pipelined mode the tables without their last update, that of these rows.
+        # What a step reads: in pipelined mode the tables without their last update.
         self._visible = self.tables
-        self._unseen: dict[str, Tensor] = {}
+        self._last_updated: dict[str, Tensor] = {}  # ids_U by table
         if config.train.update == "pipelined":
             self._visible = {name: table_RD.clone() for name, table_RD in self.tables.items()}
 
@@ -121,11 +121,21 @@ class Reference:
             self.skipped_steps += 1
         return loss.item()
 
+    def see_all_updates(self) -> None:
+        """Let the next step read every update so far, as the first step of an epoch does."""
+        self._show_last_update()
+
     @torch.no_grad()
     def logits(self, batch: Batch, trainer: int = 0) -> Tensor:
         """``logits_B`` of one trainer's net for samples of a test set, with all updates."""
         self._dense.eval()
         return self._forward(trainer, batch, self._touch([batch], self.tables))
+
+    @property
+    def parameter_names(self) -> tuple[list[str], list[str]]:
+        """Names of the parameters of a trainer's net, and of the remote net, in the order of optimizers."""
+        remote = self.remote_net or nn.Module()
+        return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
 
     def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state of each parameter of one of the nets, by the parameter's name in it."""
@@ -189,9 +199,8 @@ class Reference:
 
     def _show_last_update(self) -> None:
         """Let the next step read the update of the step before this one; this step's is still to come."""
-        for name, ids_U in self._unseen.items():
+        for name, ids_U in self._last_updated.items():
             self._visible[name][ids_U] = self.tables[name][ids_U]
-        self._unseen = {}
 
     def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
         gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]
@@ -212,7 +221,7 @@ class Reference:
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
             update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
-            self._unseen[spec.name] = ids_U
+            self._last_updated[spec.name] = ids_U
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid import __version__
-from hybrid.config import RunConfig
+from hybrid.config import DTYPES, RunConfig
 from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.paths import cache_folder, refuse_existing, run_path
 from workers.resume import resumed_config
+from workers.task import CompareTask, TrainTask
 
 INTERRUPTED = 130
 
@@ -79,6 +82,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(launch)
     _add_resume(launch)
     launch.set_defaults(run=_launch)
+    compare = commands.add_parser(
+        "compare", help="train some steps on a cluster and in one process, and print what differs"
+    )
+    _add_config(compare)
+    compare.add_argument("--steps", type=int, default=20, help="how many steps (default: 20)")
+    compare.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
+    )
+    compare.set_defaults(run=_compare)
     for kind, text in (
         (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
         (RoleKind.TRAINER, "start one trainer by hand"),
@@ -160,7 +172,22 @@ def _launch(options: argparse.Namespace, started_at: float) -> None:
     from workers.launch import launch
 
     config = _read_config(options)
-    launch(config, _folder(options, config), options.resume, started_at)
+    folder = _folder(options, config)
+    launch(config, folder, TrainTask(folder, options.resume, started_at))
+
+
+def _compare(options: argparse.Namespace, started_at: float) -> None:
+    from workers.launch import launch
+
+    if options.steps < 1:
+        raise ConfigError("--steps", "must be at least 1", options.steps)
+    config = _read_config(options)
+    config = config.replace(train=dataclasses.replace(config.train, dtype=options.dtype))
+    if config.train.update == "async":
+        rule = "must be sync or pipelined: what async comes to depends on who is quick"
+        raise ConfigError("train.update", rule, config.train.update)
+    with tempfile.TemporaryDirectory(prefix="hybrid-compare-") as folder:
+        launch(config, Path(folder), CompareTask(options.steps))
 
 
 def _role(options: argparse.Namespace, started_at: float) -> None:
@@ -174,7 +201,7 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
     folder = _folder(options, config) if role == MASTER else run_path(config)
     from workers.roles import run_role
 
-    run_role(role, config, folder, resume=getattr(options, "resume", None), started_at=started_at)
+    run_role(role, config, TrainTask(folder, getattr(options, "resume", None), started_at))
 
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:

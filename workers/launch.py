@@ -32,6 +32,7 @@ from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.topology import MASTER, Role
 from workers.listener import listen
 from workers.paths import log_path
+from workers.task import CompareTask, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
 _PRELOAD = ["torch._dynamo", "workers.master", "workers.trainer", "workers.worker"]
@@ -77,13 +78,12 @@ class Child:
         return Outcome(f"{self.role} (pid {self.process.pid}) {how}; see {log}", False)
 
 
-def launch(config: RunConfig, folder: Path, resume: Path | None, started_at: float) -> None:
-    """Run a whole cluster on this machine; returns when the job is done and every process has ended.
+def launch(config: RunConfig, folder: Path, task: TrainTask | CompareTask) -> None:
+    """Run a whole cluster on this machine; returns when the task is done and every process has ended.
 
     Args:
-        folder: of the run; the roles' logs go there too.
-        resume: run folder to go on from.
-        started_at: ``time.time()`` of the user's command.
+        folder: for the roles' logs.
+        task: what the cluster is for.
 
     Raises:
         ClusterError: a role failed; the message is the first cause.
@@ -97,8 +97,8 @@ def launch(config: RunConfig, folder: Path, resume: Path | None, started_at: flo
             _make_log_folder(folder)
             context = _start_server()
             for role in config.cluster.topology.roles:
-                extra = (listener, resume, started_at) if role == MASTER else ()
-                children.append(_start(context, role, config, folder, extra))
+                extra = (listener,) if role == MASTER else ()
+                children.append(_start(context, role, config, folder, task, extra))
         _supervise(children, folder, config.cluster.stop_timeout_seconds)
     finally:
         _end(children, config.cluster.stop_timeout_seconds)
@@ -136,10 +136,16 @@ def _end_server() -> None:
 
 
 def _start(
-    context: ForkServerContext, role: Role, config: RunConfig, folder: Path, extra: tuple[Any, ...]
+    context: ForkServerContext,
+    role: Role,
+    config: RunConfig,
+    folder: Path,
+    task: TrainTask | CompareTask,
+    extra: tuple[Any, ...],
 ) -> Child:
     reports, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_role_main, args=(role, config, folder, sender, *extra), name=str(role))
+    arguments = (role, config, folder, task, sender, *extra)
+    process = context.Process(target=_role_main, args=arguments, name=str(role))
     process.start()
     sender.close()
     return Child(role, process, reports)
@@ -190,10 +196,9 @@ def _role_main(
     role: Role,
     config: RunConfig,
     folder: Path,
+    task: TrainTask | CompareTask,
     reports: Connection,
     listener: socket.socket | None = None,
-    resume: Path | None = None,
-    started_at: float | None = None,
 ) -> None:
     """What each child runs: its role, with its output in its log and its failure told to the launcher."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
@@ -203,7 +208,7 @@ def _role_main(
     from workers.roles import run_role
 
     try:
-        run_role(role, config, folder, listener=listener, resume=resume, started_at=started_at)
+        run_role(role, config, task, listener)
     except Exception as error:
         traceback.print_exc()
         message = str(error) if isinstance(error, HybridError) else f"{role}: {type(error).__name__}: {error}"

@@ -20,48 +20,40 @@ from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
-from hybrid.topology import MASTER
+from hybrid.topology import MASTER, Topology
 from hybrid.update import Staleness
 from workers.bootstrap import announce_stop, join
+from workers.compare import Comparison
 from workers.failure import diagnose
 from workers.listener import listen
 from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
 from workers.session import DatasetSession, metrics_of
+from workers.task import CompareTask, TrainTask
 from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
 
 _POLL_SECONDS = 0.05
 
 
-def run(
-    config: RunConfig,
-    folder: Path,
-    *,
-    listener: socket.socket | None = None,
-    resume: Checkpoint | None = None,
-    started_at: float | None = None,
-) -> None:
-    """The master process: run the configured job on its cluster, from start to end.
+def run(config: RunConfig, task: TrainTask | CompareTask, listener: socket.socket | None = None) -> None:
+    """The master process: run a task on its cluster, from start to end.
 
     Args:
-        folder: where results go; nothing is written there before the job can start.
         listener: the rendezvous socket, where the launcher has bound it already.
-        resume: the checkpoint to go on from.
-        started_at: ``time.time()`` of the user's command; now where it is None.
 
     Raises:
         HybridError: what went wrong first, in one line.
     """
     torch.set_num_threads(config.cluster.threads)
-    job = Job(config, folder, resume, started_at or time.time())
+    job = Job(config, task) if isinstance(task, TrainTask) else Comparison(config, task.steps)
     section = config.cluster
     with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
         data = _Preparation(config)
         with join(MASTER, config, bound) as cluster:
             try:
-                job.run(DatasetSession(cluster.topology, config, data.result(view)), view)
+                job.run(cluster.topology, data.result(view), view)
             except (wire.RemoteError, wire.LostError) as error:
                 cause = diagnose(cluster, error, job.doing)
                 announce_stop(cluster, str(cause))
@@ -100,27 +92,28 @@ class _Preparation:
 
 
 class Job:
-    """One run from its first step to its summary.
+    """One run from its first step to its summary; nothing is written before the first.
 
     Attributes:
         doing: what is going on, to say where it failed.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, resume: Checkpoint | None, started_at: float) -> None:
+    def __init__(self, config: RunConfig, task: TrainTask) -> None:
         self.doing = "at start"
         self._config = config
-        self._path = folder
+        self._path = task.folder
         self._folder: RunFolder
-        self._resume = resume
-        self._started_at = started_at
+        self._resume = None if task.resume is None else Checkpoint.open(task.resume)
+        self._started_at = task.started_at
         self._seconds_to_first_step = math.nan
         self._step = 0
         self._samples_trained = 0
         self._skipped_steps = 0
         self._seconds_training = 0.0
 
-    def run(self, session: DatasetSession, view: TerminalView) -> None:
+    def run(self, topology: Topology, data_folder: Path, view: TerminalView) -> None:
         """Train, evaluate, write the checkpoint and the report."""
+        session = DatasetSession(topology, self._config, data_folder)
         train = self._config.train
         for report in session.bad_rows:
             for line in bad_row_lines(report):

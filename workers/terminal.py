@@ -139,6 +139,13 @@ class TerminalView:
         )
         self._print(line)
 
+    def show(self, *parts: RenderableType) -> None:
+        """Print a result; the live region goes."""
+        if self._live is not None:
+            self._live.stop()
+        for part in parts:
+            self._console.print(part, soft_wrap=True, highlight=False)
+
     def summary(self, summary: Summary) -> None:
         """Say how the run ended and what to do next; the live region goes."""
         if self._live is not None:

@@ -155,17 +155,17 @@ class BiasCorrections:
         largest = max(betas)
         # From here on both powers are below half a unit in the last place of 1.
         self._settled = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
-        self._table_N2 = torch.empty(0, 2, dtype=torch.float64)
+        self.table_N2 = torch.empty(0, 2, dtype=torch.float64)
 
     def of(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
         """Both corrections, float64 and of shape (U, 1); ``steps_U`` holds at least one n, all from 1 up."""
         index_U = steps_U.long().clamp_(max=self._settled)
-        if (largest := int(index_U.max())) >= len(self._table_N2):
+        if (largest := int(index_U.max())) >= len(self.table_N2):
             beta1, beta2 = self._betas
-            more = range(len(self._table_N2), largest + 1024)
+            more = range(len(self.table_N2), largest + 1024)
             rows = [(1 - beta1**n, (1 - beta2**n) ** 0.5) for n in more]
-            self._table_N2 = torch.cat([self._table_N2, torch.tensor(rows, dtype=torch.float64)])
-        correction_U1, root_U1 = self._table_N2.index_select(0, index_U).split(1, dim=1)
+            self.table_N2 = torch.cat([self.table_N2, torch.tensor(rows, dtype=torch.float64)])
+        correction_U1, root_U1 = self.table_N2.index_select(0, index_U).split(1, dim=1)
         return correction_U1, root_U1
 
 

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
 from hybrid.errors import ConfigError
 
-BYTES_PER_VALUE = 4
 BYTES_PER_ID = 8
 # Splitting a small table saves no memory worth having and costs one more message segment a step.
 MIN_SPLIT_BYTES = 16 << 20
@@ -96,13 +95,13 @@ def state_values_per_row(table: TableSpec) -> int:
 
 
 def bytes_per_row(table: TableSpec) -> int:
-    return (table.dim + state_values_per_row(table)) * BYTES_PER_VALUE
+    return (table.dim + state_values_per_row(table)) * table.bytes_per_value
 
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
     """Bytes on the wire that one sample costs this table: ids there, rows here, gradients back."""
     ids = sum(ids_per_sample.get(f, 1.0) for f in table.features)
-    return ids * BYTES_PER_ID + 2 * len(table.features) * table.dim * BYTES_PER_VALUE
+    return ids * BYTES_PER_ID + 2 * len(table.features) * table.dim * table.bytes_per_value
 
 
 def plan(

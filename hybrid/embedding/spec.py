@@ -67,6 +67,7 @@ class TableSpec:
         init_scale: rows start uniform in [-init_scale, init_scale].
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
         workers: worker indices it may be placed on; empty for any.
+        bytes_per_value: of its rows and their optimizer state.
     """
 
     name: str
@@ -78,3 +79,4 @@ class TableSpec:
     init_scale: float
     placement: str = "auto"
     workers: tuple[int, ...] = ()
+    bytes_per_value: int = 4

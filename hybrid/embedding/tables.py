@@ -66,6 +66,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         init_scale=num_rows**-0.5,
         placement=section.placement or shared.placement,
         workers=section.workers,
+        bytes_per_value=8 if config.train.dtype == "float64" else 4,
     )
 
 

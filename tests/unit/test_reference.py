@@ -93,7 +93,7 @@ class Interaction(nn.Module):
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         x_BH = torch.cat([bottom_BH, pooled_BE], dim=1)
-        return x_BH * torch.sigmoid(self.cross(x_BH))
+        return torch.tanh(self.cross(x_BH))
 
 
 def make_net() -> DenseNet:

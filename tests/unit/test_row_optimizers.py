@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config import TABLE_OPTIMIZERS
-from hybrid.embedding.optimizer import OPTIMIZERS, RowOptimizer
+from hybrid.embedding.optimizer import OPTIMIZERS, BiasCorrections, RowOptimizer
 from hybrid.embedding.placement import state_values_per_row
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 
@@ -114,15 +114,17 @@ def test_the_bias_of_adam_is_corrected_as_in_torch_after_many_steps(dtype: torch
     assert torch.equal(weight_RD, parameter.detach())
 
 
-def test_the_correction_of_adam_comes_to_an_end() -> None:
+def test_bias_corrections_are_exact_and_their_table_has_an_end() -> None:
     """A row resumed after a million steps needs no table of a million entries."""
-    weight_RD = initial()
-    optimizer = make("adam", weight_RD)
-    optimizer.state["steps"].fill_(1e6)
-    grad_RD = torch.ones_like(weight_RD)
-    optimizer.step(torch.arange(ROWS), grad_RD)
-    mean, square = (1 - BETAS[0]), (1 - BETAS[1])
-    torch.testing.assert_close(initial() - weight_RD, RATE * mean * grad_RD / (math.sqrt(square) + EPS))
+    beta1, beta2 = BETAS
+    corrections = BiasCorrections(BETAS)
+    counts = [1, 2, 1500, 10**6, *range(3, 1500)]
+    for count in counts:
+        ours = [float(tensor) for tensor in corrections.of(torch.tensor([float(count)]))]
+        assert ours == [1 - beta1**count, (1 - beta2**count) ** 0.5]
+    together = torch.cat(corrections.of(torch.tensor(counts, dtype=torch.float32)), dim=1)
+    assert together.tolist() == [[1 - beta1**count, (1 - beta2**count) ** 0.5] for count in counts]
+    assert len(corrections.table_N2) < 2000
 
 
 def follow(

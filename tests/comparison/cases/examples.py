@@ -1,0 +1,52 @@
+"""The constants and training examples of torch's ``ddp_under_dist_autograd_test.py``."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import nn
+
+from hybrid.batch import Batch, SparseFeatures
+
+NUM_ROWS, DIM, NUM_DENSE, HIDDEN, OUT = 2, 3, 2, 3, 1
+NUM_EXAMPLES = 16
+ROW_VALUE = 0.5
+
+
+def get_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A layer without bias whose weights are 1, but for the first, which is -1."""
+    layer = nn.Linear(inputs, outputs, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)[0, 0] = -1.0
+    return layer
+
+
+def get_training_examples(num_trainers: int) -> list[Batch]:
+    """One batch a trainer; ``labels`` are the values, -1 or 1, that outputs are multiplied with.
+
+    Every example has a twin of the same features and the opposite value, at another trainer: over all
+    trainers, their gradients cancel.
+
+    Raises:
+        ValueError: the examples cannot be dealt out evenly.
+    """
+    if NUM_EXAMPLES % num_trainers:
+        raise ValueError(f"{NUM_EXAMPLES} examples cannot be dealt out evenly to {num_trainers} trainers")
+    examples = [
+        (value, (x, y), row)
+        for value in (-1.0, 1.0)
+        for x, y, row in itertools.product((-value, value), (value, -value), range(NUM_ROWS))
+    ]
+    return [batch_of(examples[t :: 1][: NUM_EXAMPLES // num_trainers]) for t in _starts(num_trainers)]
+
+
+def _starts(num_trainers: int) -> range:
+    return range(0, NUM_EXAMPLES, NUM_EXAMPLES // num_trainers)
+
+
+def batch_of(examples: list[tuple[float, tuple[float, float], int]]) -> Batch:
+    """A batch of examples, each its value, dense features and row."""
+    values, dense, rows = zip(*examples, strict=True)
+    sparse = SparseFeatures(torch.tensor(rows), None, None, num_features=1)
+    return Batch(torch.tensor(dense), sparse, torch.tensor(values), NUM_EXAMPLES)

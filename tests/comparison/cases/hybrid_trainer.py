@@ -1,0 +1,160 @@
+"""The hybrid model of torch's test, built from this project's parts on a running cluster.
+
+======================== ==================================================
+there                    here
+======================== ==================================================
+RemoteEM                 :class:`Tables`, looked up by ``Embeddings``
+RemoteNet                :class:`Net`, called through ``wire.RemoteNet``
+fc1, torch.cat, fc2      bottom, interaction and head of a ``DenseNet``
+DdpMode, DDP             ``DdpMode`` and ``Replica``
+join                     ``evened`` batches: who has run out goes on empty
+Trainer                  :class:`Trainer`
+do_test_on_master        :func:`train`
+======================== ==================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comparison.cases.examples import DIM, HIDDEN, NUM_DENSE, NUM_ROWS, OUT, ROW_VALUE, get_linear
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+
+from hybrid import wire
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.nets import DenseNet
+from hybrid.dense.remote import NetHost
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.feed import Feed, evened
+from hybrid.model import HybridModel, MicroBatch
+from hybrid.update import UpdateMode, UpdateRules
+from workers.bootstrap import Cluster
+from workers.failure import gather
+
+SECONDS = 10.0
+RATE = 0.125  # a power of two: sums and products of these small numbers stay exact
+TABLE = TableSpec("ids", NUM_ROWS, DIM, Pooling.SUM, ("ids",), OptimizerSpec("sgd", RATE), ROW_VALUE)
+INPUT = InputSpec(("x", "y"), (FeatureSpec("ids", NUM_ROWS),))
+PLACEMENT = plan([TABLE], 1)
+
+
+class Tables(TableShards):
+    """The one table, every value of which starts alike."""
+
+    def initialise(self, seed: int) -> None:
+        for group in self.groups:
+            group.weight_RD.fill_(ROW_VALUE)
+
+    def rows(self) -> Tensor:
+        """All rows, with all updates."""
+        self.barrier.drain()
+        return self.groups[0].weight_RD.clone()
+
+
+class Net(NetHost):
+    """A layer and ReLU."""
+
+    def __init__(self, rules: UpdateRules) -> None:
+        net = nn.Sequential(get_linear(NUM_DENSE + DIM, HIDDEN), nn.ReLU())
+        super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
+
+    def weight(self) -> Tensor:
+        """The weight, with all updates."""
+        self.barrier.drain()
+        return self.parameter_list[0].detach().clone()
+
+
+class Concatenation(nn.Module):
+    """The interaction of torch's test."""
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        return torch.cat([bottom_BH, pooled_BE], dim=1)
+
+
+class Trainer:
+    """Lives on a trainer; takes steps without updating its own net, as torch's test does."""
+
+    def __init__(self, index: int, mode: str, tables: wire.RemoteTables, remote_net: wire.RemoteNet) -> None:
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self._group = dist.group.WORLD
+        net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
+        embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
+        self._replica = Replica(HybridModel(net, remote_net), DdpMode(mode), self._group)
+        self._clock = StepClock()
+        self._feed = Feed(embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
+
+    def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
+        """One step a batch, for as long as any trainer has one; the last step's gradients by parameter."""
+        empty = Batch.empty(NUM_DENSE, num_sparse=1)
+        self._feed.begin(evened(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
+        for _, (micro,) in self._feed:
+            self._step(micro)
+        gradients = self._replica.gradients
+        return {name: gradients[p].clone() for name, p in self._replica.stages.named_parameters()}
+
+    def _step(self, micro: MicroBatch) -> None:
+        with dist_autograd.context() as context:
+            output_B = self._replica.module(micro, self._clock)
+            values_B = micro.batch.labels
+            # torch's test multiplies (B, 1) with (B,), an outer product.
+            assert output_B.shape == values_B.shape
+            # DDP there averages over trainers. Here a loss carries its share of the global batch, and
+            # gradients are summed; gradients that cancel in a mean cancel in a sum just so.
+            loss = (output_B * values_B).sum() / micro.batch.global_size
+            dist_autograd.backward(context, [loss])
+            self._replica.collect(dist_autograd.get_gradients(context), is_last=True)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training left behind.
+
+    Attributes:
+        gradients: of the local net's parameters by name, of every trainer, of every round's last step.
+        rows, weight: of the table and the remote net, at the end.
+    """
+
+    gradients: list[list[dict[str, Tensor]]]
+    rows: Tensor
+    weight: Tensor
+
+
+@contextmanager
+def hosted(cluster: Cluster, num_trainers: int) -> Iterator[tuple[wire.RemoteTables, wire.RemoteNet]]:
+    """The table and the remote net, on the cluster's first worker."""
+    role = cluster.topology.workers[0]
+    rules = UpdateRules(num_trainers, timeout_seconds=SECONDS)
+    tables = wire.RemoteTables(role, wire.create_module(role, Tables, PLACEMENT, 0, rules))
+    net = wire.RemoteNet(role, wire.create_module(role, Net, rules))
+    tables.call("initialise", 0).wait()
+    try:
+        yield tables, net
+    finally:
+        gather([host.call("close") for host in (tables, net)])
+
+
+def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
+    """Train some rounds over each trainer's share, a list of batches."""
+    roles = cluster.topology.trainers
+    steps = max(len(share) for share in shares)
+    with hosted(cluster, len(roles)) as (tables, net):
+        trainers: list[wire.Remote[Trainer]] = gather(
+            [wire.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
+        )
+        gradients = []
+        for first in range(0, rounds * steps, steps):
+            paired = zip(trainers, shares, strict=True)
+            calls: list[Any] = [trainer.call("train", share, first) for trainer, share in paired]
+            gradients.append(gather(calls))
+        return Trained(gradients, tables.call("rows").wait(), net.call("weight").wait())

@@ -1,0 +1,173 @@
+"""The same job on the cluster and in one process of plain torch, and by how much their results differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from rich.table import Table
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.data.loader import BatchLoader
+from hybrid.data.storage import PreparedDataset
+from hybrid.dense.nets import build_dense_net, build_remote_net
+from hybrid.metrics import Metrics, binary_metrics
+from hybrid.reference import Reference
+from hybrid.topology import Topology
+from workers.session import DatasetSession
+from workers.snapshot import (
+    TOLERANCES,
+    VALUE,
+    Difference,
+    DifferenceError,
+    Part,
+    differences,
+    reference_snapshot,
+    snapshot,
+)
+from workers.terminal import TerminalView
+
+# Epoch, first step in it, number of steps, steps before.
+Run: TypeAlias = tuple[int, int, int, int]
+
+
+class Comparison:
+    """Trains the first steps of a run twice.
+
+    Args:
+        steps: how many; no more than the run has.
+    """
+
+    def __init__(self, config: RunConfig, steps: int) -> None:
+        self.doing = "at start"
+        self._config = config
+        self._steps = steps
+        self._dtype: torch.dtype = getattr(torch, config.train.dtype)
+
+    def run(self, topology: Topology, data_folder: Path, view: TerminalView) -> None:
+        """Train on the cluster, then here, and print what differs.
+
+        Raises:
+            DifferenceError: something does, by more than rounding.
+        """
+        session = DatasetSession(topology, self._config, data_folder)
+        reference = self._reference(session, data_folder)
+        steps = min(self._steps, session.total_steps)
+        self.doing = "while training on the cluster"
+        view.status(f"training {steps} steps on the cluster")
+        runs = list(_runs(steps, session.steps_per_epoch))
+        losses = [loss for run in runs for loss in self._train(session, *run)]
+        ours = snapshot(session, *reference.parameter_names)
+        metrics = session.evaluate(steps)
+        session.close()
+        self.doing = "while training in one process"
+        view.status(f"training {steps} steps in one process")
+        expected_losses = list(self._train_here(reference, data_folder, runs))
+        ours[Part("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
+        expected = reference_snapshot(reference)
+        expected[Part("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
+        found = differences(ours, expected)
+        same = sum(each.largest == 0 for each in found)
+        alone = self._evaluate_here(reference, data_folder)
+        view.show(
+            _table(found),
+            f"test AUC: cluster {metrics.auc:.6f}, one process {alone.auc:.6f}",
+            f"{same} of {len(found)} tensors are the same bit for bit",
+        )
+        self._judge(found)
+
+    def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
+        spec = PreparedDataset.open(data_folder, "train").input_spec
+        table_of = {feature: table for table in session.tables for feature in table.features}
+        widths = [table_of[feature.name].dim for feature in spec.sparse_features]
+        config = self._config
+        net = build_dense_net(config, spec, widths)
+        remote_net = build_remote_net(config, spec, widths) if config.dense.remote_mlp else None
+        start = snapshot(session)
+        rows = {table.name: start[Part(f"table {table.name}")] for table in session.tables}
+        return Reference(config, spec, session.tables, rows, net, remote_net, session.total_steps)
+
+    def _train(self, session: DatasetSession, epoch: int, first: int, count: int, before: int) -> list[float]:
+        reports = session.train(epoch, first, count, before)
+        return [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
+
+    def _train_here(self, reference: Reference, data_folder: Path, runs: Sequence[Run]) -> Iterator[float]:
+        dataset = PreparedDataset.open(data_folder, "train")
+        for epoch, _, count, _ in runs:
+            reference.see_all_updates()
+            for shares in _shares(self._config, dataset, epoch, count):
+                yield reference.step(shares)
+
+    def _evaluate_here(self, reference: Reference, data_folder: Path) -> Metrics:
+        dataset = PreparedDataset.open(data_folder, "test")
+        logits, labels = [], []
+        with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
+            for batch in batches:
+                logits.append(reference.logits(batch))
+                labels.append(batch.labels)
+        return binary_metrics(torch.cat(logits), torch.cat(labels))
+
+    def _judge(self, found: Sequence[Difference]) -> None:
+        relative, absolute = TOLERANCES[self._config.train.dtype]
+        allowed = f"{absolute:g} + {relative:g} of the value"
+        apart = [each for each in found if each.ratio > 1]
+        if apart:
+            farthest = max(apart, key=lambda each: each.ratio)
+            raise DifferenceError(
+                f"{len(apart)} of {len(found)} tensors differ by more than {allowed}; "
+                f"the farthest is {farthest.part}"
+            )
+
+
+def _table(found: Sequence[Difference]) -> Table:
+    """A line for each parameter: how far apart its values are, and its optimizer state."""
+    by_parameter: dict[str, list[Difference]] = {}
+    for each in found:
+        by_parameter.setdefault(each.part.parameter, []).append(each)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("largest difference of")
+    for heading in ("value", "optimizer state", "share of what is allowed"):
+        table.add_column(heading, justify="right")
+    for parameter, members in sorted(by_parameter.items(), key=lambda item: -_farthest(item[1])):
+        value = max((m.largest for m in members if m.part.kind == VALUE), default=0.0)
+        state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
+        cells = [f"{number:.1e}" if number else "none" for number in (value, state)]
+        ratio = _farthest(members)
+        table.add_row(parameter, *cells, f"{ratio:.2%}" if ratio else "", style="" if ratio <= 1 else "red")
+    return table
+
+
+def _farthest(members: Sequence[Difference]) -> float:
+    return max(member.ratio for member in members)
+
+
+def _runs(steps: int, per_epoch: int) -> Iterator[Run]:
+    """A run of steps for each epoch that ``steps`` reach into."""
+    for before in range(0, steps, per_epoch):
+        yield before // per_epoch, 0, min(per_epoch, steps - before), before
+
+
+def _shares(
+    config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
+) -> Iterator[tuple[Batch, ...]]:
+    """The batches of all trainers, of the first ``count`` steps of an epoch."""
+    loaders = [
+        BatchLoader(
+            dataset,
+            batch_size=config.train.batch_size,
+            trainer_index=index,
+            num_trainers=config.cluster.trainers,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+        )
+        for index in range(config.cluster.trainers)
+    ]
+    streams = [loader.batches(epoch) for loader in loaders]
+    try:
+        yield from (shares for shares, _ in zip(zip(*streams, strict=True), range(count), strict=False))
+    finally:
+        for stream in streams:
+            stream.close()

@@ -1,0 +1,135 @@
+"""All that a job has trained, on the cluster and in one process, and how far the two are apart."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, shard_file, unpack_dense
+from hybrid.errors import HybridError
+from hybrid.metrics import Metrics
+from hybrid.reference import Reference
+from workers.failure import gather
+from workers.session import Session
+
+# Relative and absolute; what rounding alone comes to where several trainers add in another order.
+TOLERANCES = {"float64": (1e-9, 1e-10), "float32": (1e-5, 1e-6)}
+VALUE = "value"
+_NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
+
+
+class DifferenceError(HybridError):
+    """The cluster and one process have come to different results."""
+
+
+class Part(NamedTuple):
+    """The name of a tensor: whose it is, and whether it is the value itself or optimizer state of it."""
+
+    parameter: str
+    kind: str = VALUE
+
+    def __str__(self) -> str:
+        return self.parameter if self.kind == VALUE else f"{self.parameter}, {self.kind}"
+
+
+Snapshot: TypeAlias = dict[Part, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How far two tensors that should be equal are apart.
+
+    Attributes:
+        part: which tensor.
+        largest: absolute difference of two values.
+        ratio: the largest difference as a share of what the tolerance allows for that value.
+    """
+
+    part: Part
+    largest: float
+    ratio: float
+
+    @classmethod
+    def between(cls, part: Part, ours: Tensor, expected: Tensor) -> Difference:
+        relative, absolute = TOLERANCES[str(expected.dtype).removeprefix("torch.")]
+        if not expected.numel():
+            return cls(part, 0.0, 0.0)
+        apart = (ours.double() - expected.double()).abs().nan_to_num(torch.inf)
+        allowed = absolute + relative * expected.double().abs()
+        return cls(part, apart.max().item(), (apart / allowed).max().item())
+
+
+def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence[str] = ()) -> Snapshot:
+    """What a cluster has trained: rows, nets of all trainers, the remote net, and optimizer state.
+
+    Args:
+        names, remote_names: of the parameters of the dense net and of the remote net, in their order;
+            without them, the tables only.
+    """
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
+        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0, _NO_METRICS))
+        found = _tables(stored)
+        if names:
+            folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
+            gather([t.call("save", folder) for t, folder in zip(session.trainers, folders, strict=True)])
+            for index, folder in enumerate(folders):
+                packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
+                found |= _net(f"trainer {index}", packed, names)
+        if remote_names:
+            found |= _net("remote net", stored.tensors(REMOTE_FILE), remote_names)
+        return found
+
+
+def _tables(stored: Checkpoint) -> Snapshot:
+    found: Snapshot = {}
+    for table, (num_rows, _, count) in stored.manifest.tables.items():
+        for index in range(count):
+            for kind, rows in stored.tensors(shard_file(table, index, count)).items():
+                part = Part(f"table {table}", VALUE if kind == "weight" else kind)
+                whole = found.setdefault(part, rows.new_empty(num_rows, *rows.shape[1:]))
+                whole[index::count] = rows
+    return found
+
+
+def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
+    net, states = unpack_dense(packed)
+    found = {Part(f"{owner}: {name}"): tensor for name, tensor in net.items()}
+    for index, state in states.items():
+        found |= {Part(f"{owner}: {names[index]}", kind): tensor for kind, tensor in state.items()}
+    return found
+
+
+def reference_snapshot(reference: Reference) -> Snapshot:
+    """The same of one process, under the same names."""
+    found: Snapshot = {}
+    for table, rows_RD in reference.tables.items():
+        found[Part(f"table {table}")] = rows_RD
+        states = reference.table_states[table].items()
+        found |= {Part(f"table {table}", kind): state for kind, state in states}
+    nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
+    if reference.remote_net is not None:
+        nets["remote net"] = reference.remote_net
+    for owner, net in nets.items():
+        found |= {Part(f"{owner}: {name}"): tensor for name, tensor in net.state_dict().items()}
+        for name, state in reference.dense_state(net).items():
+            kept = {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
+            found |= {Part(f"{owner}: {name}", kind): value for kind, value in kept.items()}
+    return found
+
+
+def differences(ours: Snapshot, expected: Snapshot) -> list[Difference]:
+    """How far each tensor is from what one process has, in the order of ``expected``.
+
+    Raises:
+        DifferenceError: there are tensors on one side that the other does not have.
+    """
+    if ours.keys() != expected.keys():
+        alone = min(ours.keys() ^ expected.keys())
+        raise DifferenceError(f"{alone} is there on one side only")
+    return [Difference.between(part, ours[part], expected[part]) for part in expected]

@@ -1,0 +1,32 @@
+"""What the master of a cluster is there for. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTask:
+    """Train, evaluate, and leave a run folder.
+
+    Attributes:
+        folder: of the run.
+        resume: run folder to go on from, or None.
+        started_at: ``time.time()`` of the user's command.
+    """
+
+    folder: Path
+    resume: Path | None
+    started_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class CompareTask:
+    """Train some steps on the cluster and in one process, and print what differs.
+
+    Attributes:
+        steps: how many.
+    """
+
+    steps: int
