@@ -104,7 +104,8 @@ class UpdateBarrier(Generic[Contribution]):
         waiting = _Waiting(ticket, work, Future())
         with self._changed:
             if self._failure is not None:
-                raise self._failure
+                waiting.future.set_exception(self._failure)  # type: ignore[arg-type]
+                return waiting.future
             if not self._is_ready(ticket):
                 self._waiting.append(waiting)  # type: ignore[arg-type]  # results are opaque here
                 return waiting.future
@@ -127,11 +128,13 @@ class UpdateBarrier(Generic[Contribution]):
                 raise self._failure
             if step >= self._finished.get(trainer, step + 1):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} after its end")
-            fresh = _Share[Contribution](ticket.followed, time.monotonic(), read_at=read_at)
-            share = self._shares.setdefault((step, trainer), fresh)
             is_past = self._rules.mode is not UpdateMode.ASYNC and step < self._version
-            if ticket.part in share.parts or is_past:
+            share = self._shares.get((step, trainer))
+            if is_past or (step, trainer) in self._applying or (share and ticket.part in share.parts):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} twice")
+            if share is None:
+                share = _Share(ticket.followed, time.monotonic(), read_at=read_at)
+                self._shares[step, trainer] = share
             share.parts[ticket.part] = contribution
             share.read_at = min(share.read_at, read_at)
             self._changed.notify_all()
@@ -141,7 +144,8 @@ class UpdateBarrier(Generic[Contribution]):
         future: Future[float] = Future()
         with self._changed:
             if self._failure is not None:
-                raise self._failure
+                future.set_exception(self._failure)  # type: ignore[arg-type]
+                return future
             if self._norm is None or self._norm[0] < step:
                 self._norm_waiting.append((step, future))
                 return future
@@ -198,6 +202,8 @@ class UpdateBarrier(Generic[Contribution]):
             self._version = version
             self._served.clear()
             self._finished.clear()
+            self._norm = None
+            self._decisions.clear()
 
     def close(self) -> None:
         """End the threads; lookups still waiting fail."""

@@ -38,11 +38,8 @@ def get_training_examples(num_trainers: int) -> list[Batch]:
         for value in (-1.0, 1.0)
         for x, y, row in itertools.product((-value, value), (value, -value), range(NUM_ROWS))
     ]
-    return [batch_of(examples[t :: 1][: NUM_EXAMPLES // num_trainers]) for t in _starts(num_trainers)]
-
-
-def _starts(num_trainers: int) -> range:
-    return range(0, NUM_EXAMPLES, NUM_EXAMPLES // num_trainers)
+    size = NUM_EXAMPLES // num_trainers
+    return [batch_of(examples[start : start + size]) for start in range(0, NUM_EXAMPLES, size)]
 
 
 def batch_of(examples: list[tuple[float, tuple[float, float], int]]) -> Batch:

@@ -158,3 +158,17 @@ def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -
             calls: list[Any] = [trainer.call("train", share, first) for trainer, share in paired]
             gradients.append(gather(calls))
         return Trained(gradients, tables.call("rows").wait(), net.call("weight").wait())
+
+
+class _Echo:
+    def say(self, batch: Batch) -> Batch:
+        return batch
+
+
+def echo(cluster: Cluster, batch: Batch) -> Batch:
+    """A batch, to a trainer and back."""
+    remote: wire.Remote[_Echo] = wire.create(
+        cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
+    ).wait()
+    answered: Batch = remote.call("say", batch).wait()
+    return answered

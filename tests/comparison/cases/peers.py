@@ -1,0 +1,197 @@
+"""What each trainer computes of the comparisons between local and distributed autograd.
+
+The nets here are torch's own, under torch's own DDP, but where the project's is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.nn import RemoteModule
+from torch.nn.parallel import DistributedDataParallel
+
+from hybrid import wire
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.nets import DenseNet
+from hybrid.embedding.lookup import Nothing
+from hybrid.feed import evened
+from hybrid.model import HybridModel, MicroBatch
+from hybrid.update import Ticket
+from workers.bootstrap import Cluster
+from workers.failure import gather
+
+SECONDS = 20.0
+
+Gradients: TypeAlias = dict[str, Tensor]
+# The gradients of distributed autograd, and those of a local backward pass.
+Compared: TypeAlias = tuple[Gradients, Gradients]
+# Called on a trainer with its index.
+Job: TypeAlias = Callable[[int], list[Compared]]
+
+
+class _Peer:
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def run(self, job: Job) -> list[Compared]:
+        # Inputs differ from trainer to trainer; or all gradients would be the same before DDP reduces them.
+        torch.manual_seed(self._index)
+        return job(self._index)
+
+
+def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
+    """What ``job`` gives on every trainer, all at once."""
+    creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
+    peers: list[wire.Remote[_Peer]] = gather(creating)
+    return gather([peer.call("run", job, timeout_seconds=SECONDS) for peer in peers])
+
+
+def _inputs(index: int, uneven: bool) -> list[Tensor]:
+    """One input; 3 on even trainers where they are to have different numbers."""
+    return [torch.rand(3, 2) for _ in range(3 if uneven and index % 2 == 0 else 1)]
+
+
+def stock_ddp(uneven: bool, index: int) -> list[Compared]:
+    """torch's own DDP, in its own ``join`` where numbers of inputs differ."""
+    net = nn.Linear(2, 3)
+    ddp = DistributedDataParallel(net)
+    with ddp.join(enable=uneven):
+        return [_compare_stock(ddp, net, inputs) for inputs in _inputs(index, uneven)]
+
+
+def _compare_stock(ddp: nn.Module, net: nn.Module, inputs_BF: Tensor) -> Compared:
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(inputs_BF).norm()])
+        held = dist_autograd.get_gradients(context)
+        distributed = {name: held[p].clone() for name, p in net.named_parameters()}
+    ddp.zero_grad()
+    ddp(inputs_BF).norm().backward()
+    return distributed, _local_gradients(net)
+
+
+def _local_gradients(net: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+class _BottomOnly(nn.Module):
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        return bottom_BH
+
+
+def hybrid_replica(uneven: bool, index: int) -> list[Compared]:
+    """The project's ``Replica``; a trainer that has run out of inputs goes on with empty ones."""
+    assert dist.group.WORLD is not None
+    model = HybridModel(DenseNet(nn.Linear(2, 3), _BottomOnly(), nn.Identity()))
+    replica = Replica(model, DdpMode.OUTSIDE, dist.group.WORLD)
+    empty = Batch.empty(num_dense=2, num_sparse=0)
+    own = (
+        empty._replace(dense_features=x_BF, labels=torch.zeros(len(x_BF))) for x_BF in _inputs(index, uneven)
+    )
+    steps = evened(own, empty, dist.group.WORLD, torch.device("cpu"))
+    return [_compare_replica(replica, batch) for batch in steps]
+
+
+def _compare_replica(replica: Replica, batch: Batch) -> Compared:
+    micro = MicroBatch(batch, Ticket(0, 0, 0), partial(Nothing, 0))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [replica.module(micro, StepClock()).norm()])
+        replica.collect(dist_autograd.get_gradients(context), is_last=True)
+        named = replica.stages.named_parameters()
+        distributed = {name: replica.gradients[p].clone() for name, p in named}
+    replica.module.zero_grad()
+    replica.module(micro, StepClock()).norm().backward()
+    return distributed, _local_gradients(replica.stages)
+
+
+def sparse_gradients(index: int) -> list[Compared]:
+    """An ``EmbeddingBag`` with sparse gradients, under DDP; every gradient must be sparse."""
+    table = nn.EmbeddingBag(10, 3, sparse=True)
+    ddp = DistributedDataParallel(table)
+    ids_L, offsets = torch.randint(10, (10,)), torch.tensor([0, 4])
+    ddp(ids_L, offsets).sum().backward()
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(ids_L, offsets).sum()])
+        ((parameter, distributed),) = dist_autograd.get_gradients(context).items()
+    local = table.weight.grad
+    assert parameter is table.weight
+    assert local is not None
+    assert local.is_sparse
+    assert distributed.is_sparse
+    # torch.equal knows no sparse tensors.
+    return [({"weight": distributed.to_dense()}, {"weight": local.to_dense()})]
+
+
+class _RemoteLayer:
+    """A layer on a worker, and its twin at hand with the same weight."""
+
+    def __init__(self, remote_device: str, inputs: int, outputs: int) -> None:
+        self.remote = RemoteModule(remote_device, nn.Linear, (inputs, outputs, False))
+        self.local = nn.Linear(inputs, outputs, bias=False)
+        # The weight that came by RPC is a copy.
+        self.local.load_state_dict(self.remote.get_module_rref().to_here().state_dict())
+
+    def compared(self, context: int) -> tuple[Tensor, Tensor]:
+        """The gradient that the worker holds in a context, and the twin's."""
+        rref = self.remote.get_module_rref()
+        assert self.local.weight.grad is not None
+        return rpc.rpc_sync(rref.owner(), _remote_gradient, args=(rref, context)), self.local.weight.grad
+
+
+def _remote_gradient(rref: rpc.RRef[nn.Linear], context: int) -> Tensor:
+    return dist_autograd.get_gradients(context)[rref.local_value().weight]
+
+
+def local_vs_remote(remote_device: str, index: int) -> list[Compared]:
+    """A layer on a worker, then a layer under DDP."""
+    first, second = _RemoteLayer(remote_device, 10, 5), nn.Linear(5, 1)
+    ddp, inputs_BF = DistributedDataParallel(second), torch.rand(10, 10)
+    ddp(first.local(inputs_BF)).sum().backward()
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [ddp(first.remote.forward(inputs_BF)).sum()])
+        pairs = {"1": first.compared(context), "2": _compared(second, context)}
+    return [_split(pairs)]
+
+
+def chain(device: str, index: int) -> list[Compared]:
+    """Four layers, on a worker and under DDP in turn; those under DDP are on ``device``."""
+    here = torch.device(device)
+    first, third = _RemoteLayer("worker0/cpu", 10, 7), _RemoteLayer("worker0/cpu", 5, 3)
+    second, fourth = nn.Linear(7, 5).to(here), nn.Linear(3, 1).to(here)
+    device_ids = None if here.type == "cpu" else [here.index]
+    ddp2, ddp4 = (DistributedDataParallel(layer, device_ids=device_ids) for layer in (second, fourth))
+    inputs_BF = torch.rand(10, 10)
+
+    def loss(layer1: Callable[[Tensor], Tensor], layer3: Callable[[Tensor], Tensor]) -> Tensor:
+        total: Tensor = ddp4(layer3(ddp2(layer1(inputs_BF).to(here)).cpu()).to(here)).sum()
+        return total
+
+    loss(first.local, third.local).backward()
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [loss(first.remote.forward, third.remote.forward)])
+        pairs = {
+            "1": first.compared(context),
+            "2": _compared(second, context),
+            "3": third.compared(context),
+            "4": _compared(fourth, context),
+        }
+    return [_split(pairs)]
+
+
+def _compared(layer: nn.Linear, context: int) -> tuple[Tensor, Tensor]:
+    assert layer.weight.grad is not None
+    # RPC has no way from GPU to GPU here.
+    return dist_autograd.get_gradients(context)[layer.weight].cpu(), layer.weight.grad.cpu()
+
+
+def _split(pairs: dict[str, tuple[Tensor, Tensor]]) -> Compared:
+    distributed = {name: gradient for name, (gradient, _) in pairs.items()}
+    return distributed, {name: gradient for name, (_, gradient) in pairs.items()}

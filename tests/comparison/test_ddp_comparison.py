@@ -1,0 +1,71 @@
+"""Distributed autograd gives the gradients of a local backward pass, DDP and remote layers included.
+
+The ``DdpComparisonTest`` of torch's ``ddp_under_dist_autograd_test.py``, by the names it has there, on the
+trainers of a running cluster.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from comparison.cases.peers import (
+    Compared,
+    hybrid_replica,
+    local_vs_remote,
+    on_all_trainers,
+    sparse_gradients,
+    stock_ddp,
+)
+from support.cluster import Clusters, RunningCluster
+
+TRAINERS = 4
+
+
+@pytest.fixture
+def cluster(clusters: Clusters) -> RunningCluster:
+    return clusters.get(TRAINERS, 1)
+
+
+def check(of_trainers: list[list[Compared]], names: set[str], shared: set[str]) -> None:
+    """See that both ways gave the same gradients, and all trainers those of ``shared`` parameters."""
+    assert len(of_trainers) == TRAINERS
+    for of_trainer in of_trainers:
+        for distributed, local in of_trainer:
+            assert distributed.keys() == names
+            torch.testing.assert_close(distributed, local)
+            assert all(gradient.any() for gradient in local.values())
+    for of_step in zip(*of_trainers, strict=False):  # a trainer may have had fewer
+        for name in names:
+            first, *others = (distributed[name] for distributed, _ in of_step)
+            assert all(torch.equal(first, other) for other in others) == (name in shared)
+
+
+def test_ddp_comparison(cluster: RunningCluster) -> None:
+    compared = cluster.run(on_all_trainers, partial(hybrid_replica, False))
+    assert [len(of_trainer) for of_trainer in compared] == [1, 1, 1, 1]
+    check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
+
+
+def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
+    compared = cluster.run(on_all_trainers, partial(hybrid_replica, True))
+    assert [len(of_trainer) for of_trainer in compared] == [3, 3, 3, 3]
+    check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
+
+
+@pytest.mark.parametrize(("uneven", "steps"), [(False, [1, 1, 1, 1]), (True, [3, 1, 3, 1])])
+def test_ddp_comparison_by_torchs_own_join(uneven: bool, steps: list[int], cluster: RunningCluster) -> None:
+    compared = cluster.run(on_all_trainers, partial(stock_ddp, uneven))
+    assert [len(of_trainer) for of_trainer in compared] == steps
+    check(compared, {"weight", "bias"}, {"weight", "bias"})
+
+
+def test_ddp_dist_autograd_sparse_grads(cluster: RunningCluster) -> None:
+    check(cluster.run(on_all_trainers, sparse_gradients), {"weight"}, {"weight"})
+
+
+@pytest.mark.parametrize("remote_device", ["worker0/cpu", "worker0"])
+def test_ddp_dist_autograd_local_vs_remote(remote_device: str, cluster: RunningCluster) -> None:
+    compared = cluster.run(on_all_trainers, partial(local_vs_remote, remote_device))
+    check(compared, names={"1", "2"}, shared={"2"})

@@ -1,0 +1,109 @@
+"""Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cluster import Clusters
+from support.matrix import STEPS, Case, Outcome, train_case
+from support.pairwise import pairwise_rows
+
+from hybrid.config import SCHEDULES, TABLE_OPTIMIZERS
+from workers.snapshot import Snapshot, reference_snapshot
+
+FEATURES = ("one_hot", "sum", "mean", "max", "weights")
+CHOICES = {
+    "trainers": (1, 2, 3),
+    "workers": (1, 2, 3),
+    "ddp": ("none", "inside", "outside"),
+    "placement": ("table", "row"),
+    "optimizer": TABLE_OPTIMIZERS,
+    "inputs": ("even", "uneven"),
+    "features": FEATURES,
+    "remote": (False, True),
+    "dtype": ("float64", "float32"),
+    "update": ("sync", "pipelined"),
+    "micro_batches": (1, 2),
+    "clip_norm": (None, 0.2),
+    "schedule": SCHEDULES,
+    "weight_decay": (0.0, 0.01),
+    "dense_optimizer": ("SGD", "AdamW"),
+}
+# By cluster, so that one lives on until another is wanted.
+CASES = sorted((Case(**row) for row in pairwise_rows(CHOICES)), key=lambda c: (c.trainers, c.workers))
+TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
+
+# Nothing here adds numbers in another order than torch does. Each multi-hot table is on a worker of its
+# own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The
+# rate is constant, since torch's schedulers multiply up what ours compute at once. Torch has no ftrl.
+SAME_BITS = [
+    Case(
+        trainers=1,
+        workers=3,
+        optimizer=optimizer,
+        features=FEATURES[number % len(FEATURES)],
+        dtype=dtype,
+        remote=number % 2 == 0,
+        update=("sync", "pipelined")[number // 5 % 2],
+        dense_optimizer="AdamW",
+        shared_table=False,
+    )
+    for number, (dtype, optimizer) in enumerate(
+        (dtype, optimizer)
+        for dtype in ("float32", "float64")
+        for optimizer in TABLE_OPTIMIZERS
+        if optimizer != "ftrl"
+    )
+]
+
+
+def trained(clusters: Clusters, case: Case) -> Outcome:
+    return clusters.get(case.trainers, case.workers).run(train_case, case)
+
+
+def expected(case: Case, start: Snapshot) -> tuple[list[float], Snapshot]:
+    """Losses of each step in one process, and all that it has at the end."""
+    reference = case.reference(start)
+    return [reference.step(shares) for shares in case.shares()], reference_snapshot(reference)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
+    outcome = trained(clusters, case)
+    losses, end = expected(case, outcome.start)
+    rtol, atol = TOLERANCE[case.dtype]
+    assert len(outcome.losses) == STEPS
+    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
+    assert outcome.end.keys() == end.keys()
+    for part, tensor in end.items():
+        apart = f"{part} is another than in one process"
+        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+    for part, rows_RD in outcome.start.items():
+        assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
+    assert outcome.staleness.largest == (case.update == "pipelined")
+
+
+@pytest.mark.parametrize("case", SAME_BITS, ids=lambda case: case.name)
+def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters) -> None:
+    outcome = trained(clusters, case)
+    losses, end = expected(case, outcome.start)
+    assert outcome.losses == losses
+    assert outcome.end.keys() == end.keys()
+    assert [part for part, tensor in end.items() if not torch.equal(outcome.end[part], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(trainers=3, optimizer="adam", features="sum", inputs="uneven", remote=True, placement="row"),
+        Case(
+            trainers=3, optimizer="ftrl", features="max", update="pipelined", clip_norm=0.2, dtype="float32"
+        ),
+        Case(trainers=3, ddp="none", micro_batches=2, dtype="float32", remote=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
+    first, second = trained(clusters, case), trained(clusters, case)
+    assert first.losses == second.losses
+    assert [part for part, tensor in first.end.items() if not torch.equal(second.end[part], tensor)] == []

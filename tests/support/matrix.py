@@ -1,0 +1,210 @@
+"""Jobs small enough to be trained twice by the dozen, in all the ways that they can differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from support.cluster import small_config
+from torch import nn
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.config import RunConfig, TableSection
+from hybrid.dense.nets import DenseNet, build_dense_net, build_remote_net
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.embedding.tables import plan_tables
+from hybrid.reference import Reference
+from hybrid.update import Staleness
+from workers.bootstrap import Cluster
+from workers.session import Session
+from workers.snapshot import VALUE, Snapshot, snapshot
+
+MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
+
+STEPS = 20
+ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
+_LARGEST_BAG = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One job: its cluster, its model, and how it is trained."""
+
+    trainers: int = 2
+    workers: int = 2
+    ddp: str = "outside"
+    placement: str = "table"
+    optimizer: str = "sgd"
+    inputs: str = "even"
+    features: str = "one_hot"
+    remote: bool = False
+    dtype: str = "float64"
+    update: str = "sync"
+    micro_batches: int = 1
+    clip_norm: float | None = None
+    non_finite: str = "stop"
+    schedule: str = "constant"
+    weight_decay: float = 0.0
+    dense_optimizer: str = "SGD"
+    shared_table: bool = True
+
+    @property
+    def name(self) -> str:
+        """The values that are not the default ones."""
+        fields = dataclasses.fields(self)
+        shown = {f.name: v for f in fields if (v := getattr(self, f.name)) != f.default}
+        return f"{self.trainers}x{self.workers}-" + "-".join(
+            str(value) if isinstance(value, str) else f"{name}={value}"
+            for name, value in shown.items()
+            if name not in ("trainers", "workers")
+        )
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration; eps is large, since a small one makes whole steps out of rounding errors."""
+        warmup = 0 if self.schedule in ("constant", "one_cycle") else 4
+        options = {"SGD": ("momentum = 0.9",), "AdamW": ("eps = 0.01",)}[self.dense_optimizer]
+        config = small_config(
+            cluster={"trainers": self.trainers, "workers": self.workers},
+            embedding={
+                "dim": 4,
+                "pooling": self._pooling,
+                "placement": self.placement,
+                "optimizer": self.optimizer,
+                "learning_rate": 0.1,
+                "eps": 1e-2,
+                "weight_decay": self.weight_decay,
+            },
+            dense={
+                "net": "dcn_v2",
+                "top_mlp": (6,),
+                "cross_layers": 1,
+                "ddp": self.ddp,
+                "optimizer": self.dense_optimizer,
+                "optimizer_options": options,
+                "learning_rate": 0.05,
+                "remote_mlp": (5, 4) if self.remote else (),
+                "remote_worker": self.workers - 1,
+            },
+            train={
+                "update": self.update,
+                "micro_batches": self.micro_batches,
+                "dtype": self.dtype,
+                "clip_norm": self.clip_norm,
+                "non_finite": self.non_finite,
+            },
+            schedule={"kind": self.schedule, "warmup_steps": warmup, "decay_every": 5},
+        )
+        tables = {"d": TableSection(dim=2)}
+        if self.shared_table:
+            tables["bc"] = TableSection(features=("b", "c"))
+        return config.replace(tables=tables)
+
+    @property
+    def _pooling(self) -> str:
+        return self.features if self.features in ("mean", "max") else "sum"
+
+    @property
+    def input_spec(self) -> InputSpec:
+        is_bag = self.features != "one_hot"
+        features = tuple(FeatureSpec(name, rows, is_bag and name != "d") for name, rows in ROWS.items())
+        return InputSpec(("x", "y"), features)
+
+    def batches(self, trainer: int) -> list[Batch]:
+        """The batches of one trainer."""
+        generator = torch.Generator().manual_seed(100 + trainer)
+        if self.inputs == "even":
+            sizes = [6] * STEPS
+        else:  # one ends early, and the last of three has none at all
+            length = {0: STEPS if self.trainers == 1 else 13, 1: STEPS, 2: 0}[trainer]
+            sizes = torch.randint(1, 9, (length,), generator=generator).tolist()
+        # Where shares are even, the trainer itself knows what all of them hold together.
+        total = self.trainers * 6 if self.inputs == "even" else 0
+        return [self._batch(size, total, generator) for size in sizes]
+
+    def _batch(self, size: int, total: int, generator: torch.Generator) -> Batch:
+        bags, weights = [], []
+        for feature in self.input_spec.sparse_features:
+            lengths = [1] * size
+            if feature.multi_hot:
+                lengths = torch.randint(0, _LARGEST_BAG, (size,), generator=generator).tolist()
+            rows = feature.num_rows
+            bags.append([torch.randint(rows, (n,), generator=generator).tolist() for n in lengths])
+            weights.append([(torch.rand(n, generator=generator) + 0.5).tolist() for n in lengths])
+        sparse = SparseFeatures.from_bags(bags, weights if self.features == "weights" else None)
+        if self.features == "one_hot":
+            sparse = sparse._replace(offsets=None)
+        dense_BF = torch.randn(size, 2, generator=generator)
+        labels_B = torch.randint(0, 2, (size,), generator=generator).float()
+        return Batch(dense_BF, sparse, labels_B, total)
+
+    def skipping(self) -> Case:
+        """The same, but that it skips steps that are not finite."""
+        return dataclasses.replace(self, non_finite="skip")
+
+    def shares(self, make_batches: MakeBatches | None = None) -> list[list[Batch]]:
+        """The batches of all trainers, step by step, as one process sees them."""
+        own = [list((make_batches or self.batches)(trainer)) for trainer in range(self.trainers)]
+        steps = []
+        empty = Batch.empty(2, len(ROWS))
+        for step in range(max(len(batches) for batches in own)):
+            present = [batches[step] if step < len(batches) else empty for batches in own]
+            size = sum(len(batch.labels) for batch in present)
+            steps.append([batch._replace(global_size=size) for batch in present])
+        return steps
+
+    def nets(self) -> tuple[DenseNet, nn.Module | None]:
+        """The dense net that every trainer starts from, and the remote net."""
+        config, spec = self.config, self.input_spec
+        tables, _ = plan_tables(config, spec, {})
+        table_of = {feature: table for table in tables for feature in table.features}
+        widths = [table_of[feature.name].dim for feature in spec.sparse_features]
+        remote_net = build_remote_net(config, spec, widths) if self.remote else None
+        return build_dense_net(config, spec, widths), remote_net
+
+    def reference(self, start: Snapshot) -> Reference:
+        """One process with the rows of ``start``."""
+        config, spec = self.config, self.input_spec
+        tables, _ = plan_tables(config, spec, {})
+        rows = {part.parameter.removeprefix("table "): rows_RD for part, rows_RD in start.items()}
+        return Reference(config, spec, tables, rows, *self.nets(), STEPS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What training on a cluster gave.
+
+    Attributes:
+        losses: of each step, over all trainers.
+        skipped_steps: of each trainer.
+        start: the rows before.
+        end: everything, after.
+    """
+
+    losses: list[float]
+    skipped_steps: list[int]
+    start: Snapshot
+    end: Snapshot
+    staleness: Staleness
+
+
+def train_case(cluster: Cluster, case: Case, make_batches: MakeBatches | None = None) -> Outcome:
+    """Train a case to its end; runs in the master's process.
+
+    Args:
+        make_batches: instead of the case's own.
+    """
+    names = [[] if net is None else [name for name, _ in net.named_parameters()] for net in case.nets()]
+    session = Session(cluster.topology, case.config, case.input_spec, STEPS)
+    try:
+        start = {part: rows for part, rows in snapshot(session).items() if part.kind == VALUE}
+        reports = session.train_on(make_batches or case.batches, 0)
+        end = snapshot(session, *names)
+        losses = [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
+        skipped = [report.skipped_steps for report in reports]
+        return Outcome(losses, skipped, start, end, session.take_staleness())
+    finally:
+        session.close()
