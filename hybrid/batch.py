@@ -31,6 +31,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hybrid.errors import DataError
+
 
 class SparseFeatures(NamedTuple):
     """Ids of K sparse features for B samples, feature-major.
@@ -108,6 +110,24 @@ class Batch(NamedTuple):
         """No samples of F dense and K sparse features."""
         sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
+
+    def check(self, num_dense: int, num_sparse: int) -> None:
+        """See that all parts are of the same samples, and of F dense and K sparse features.
+
+        Raises:
+            DataError: they are not.
+        """
+        size = len(self.labels)
+        found = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
+        if found != ((size, num_dense), size):
+            raise DataError(
+                f"a batch of {size} labels has dense features of shape {list(found[0])}, not "
+                f"[{size}, {num_dense}], and sparse features of {found[1]} samples"
+            )
+        if self.sparse_features.num_features != num_sparse:
+            raise DataError(
+                f"a batch has {self.sparse_features.num_features} sparse features, not {num_sparse}"
+            )
 
     def split(self, parts: int) -> list[Batch]:
         """Consecutive parts whose sizes differ by one sample at most; later ones may be empty."""

@@ -49,7 +49,7 @@ class Manifest:
         epoch: epochs finished.
         tables: table name to [number of rows, dim, number of shards].
         files: every other file of the folder, by relative path, with its size in bytes.
-        metrics: the last evaluation's.
+        metrics: the last evaluation's; empty where there was none.
     """
 
     step: int

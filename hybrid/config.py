@@ -19,6 +19,7 @@ DDP_MODES = ("none", "inside", "outside")
 UPDATE_MODES = ("sync", "pipelined", "async")
 TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
 SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
+OWN_FUNCTION = r"\w+(\.\w+)*:\w+"  # code of the user's own, as module:function
 DTYPES = ("float32", "float64")
 
 

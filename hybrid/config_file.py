@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hybrid.config import NETS, TABLE_OPTIMIZERS, RunConfig, TableSection
+from hybrid.config import NETS, OWN_FUNCTION, TABLE_OPTIMIZERS, RunConfig, TableSection
 from hybrid.errors import ConfigError
 from hybrid.schedule import check_schedule
 
@@ -213,6 +213,7 @@ def validate(config: RunConfig) -> None:
         key.check(f"{section}.{name}", value)
     _validate_data(config)
     _validate_dense(config)
+    _validate_train(config)
     _validate_tables(config)
     check_schedule(config.schedule, config.schedule.steps or None)
 
@@ -241,7 +242,7 @@ def _validate_data(config: RunConfig) -> None:
 
 def _validate_dense(config: RunConfig) -> None:
     dense = config.dense
-    if dense.net not in NETS and not re.fullmatch(r"\w+(\.\w+)*:\w+", dense.net):
+    if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
         raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", dense.device):
         raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
@@ -252,6 +253,16 @@ def _validate_dense(config: RunConfig) -> None:
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def _validate_train(config: RunConfig) -> None:
+    train = config.train
+    if train.update == "async":
+        rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
+        if train.clip_norm is not None:
+            raise ConfigError("train.clip_norm", rule, train.clip_norm)
+        if train.non_finite == "skip":
+            raise ConfigError("train.non_finite", rule, train.non_finite)
 
 
 def _validate_tables(config: RunConfig) -> None:

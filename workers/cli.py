@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -14,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid import __version__
-from hybrid.config import DTYPES, RunConfig
+from hybrid.config import DTYPES, OWN_FUNCTION, RunConfig
 from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.paths import cache_folder, refuse_existing, run_path
 from workers.resume import resumed_config
-from workers.task import CompareTask, TrainTask
+from workers.task import CompareTask, OwnTask, TrainTask
 
 INTERRUPTED = 130
 
@@ -91,6 +92,10 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
     )
     compare.set_defaults(run=_compare)
+    own = commands.add_parser("run", help="start a cluster and call your own function on its master")
+    own.add_argument("function", metavar="MODULE:FUNCTION", help="called as function(topology, config)")
+    _add_config(own)
+    own.set_defaults(run=_run)
     for kind, text in (
         (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
         (RoleKind.TRAINER, "start one trainer by hand"),
@@ -188,6 +193,16 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
         raise ConfigError("train.update", rule, config.train.update)
     with tempfile.TemporaryDirectory(prefix="hybrid-compare-") as folder:
         launch(config, Path(folder), CompareTask(options.steps))
+
+
+def _run(options: argparse.Namespace, started_at: float) -> None:
+    from workers.launch import launch
+
+    if not re.fullmatch(OWN_FUNCTION, options.function):
+        raise ConfigError("FUNCTION", "must be module:function", options.function)
+    config = _read_config(options)
+    with tempfile.TemporaryDirectory(prefix="hybrid-run-") as folder:
+        launch(config, Path(folder), OwnTask(options.function))
 
 
 def _role(options: argparse.Namespace, started_at: float) -> None:

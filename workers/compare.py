@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -47,12 +47,13 @@ class Comparison:
         self._steps = steps
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-    def run(self, topology: Topology, data_folder: Path, view: TerminalView) -> None:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
         """Train on the cluster, then here, and print what differs.
 
         Raises:
             DifferenceError: something does, by more than rounding.
         """
+        data_folder = data()
         session = DatasetSession(topology, self._config, data_folder)
         reference = self._reference(session, data_folder)
         steps = min(self._steps, session.total_steps)

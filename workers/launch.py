@@ -32,7 +32,7 @@ from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.topology import MASTER, Role
 from workers.listener import listen
 from workers.paths import log_path
-from workers.task import CompareTask, TrainTask
+from workers.task import Task
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
 _PRELOAD = ["torch._dynamo", "workers.master", "workers.trainer", "workers.worker"]
@@ -78,7 +78,7 @@ class Child:
         return Outcome(f"{self.role} (pid {self.process.pid}) {how}; see {log}", False)
 
 
-def launch(config: RunConfig, folder: Path, task: TrainTask | CompareTask) -> None:
+def launch(config: RunConfig, folder: Path, task: Task) -> None:
     """Run a whole cluster on this machine; returns when the task is done and every process has ended.
 
     Args:
@@ -140,7 +140,7 @@ def _start(
     role: Role,
     config: RunConfig,
     folder: Path,
-    task: TrainTask | CompareTask,
+    task: Task,
     extra: tuple[Any, ...],
 ) -> Child:
     reports, sender = context.Pipe(duplex=False)
@@ -196,7 +196,7 @@ def _role_main(
     role: Role,
     config: RunConfig,
     folder: Path,
-    task: TrainTask | CompareTask,
+    task: Task,
     reports: Connection,
     listener: socket.socket | None = None,
 ) -> None:

@@ -6,10 +6,12 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Protocol
 
 import torch
 
@@ -26,17 +28,18 @@ from workers.bootstrap import announce_stop, join
 from workers.compare import Comparison
 from workers.failure import diagnose
 from workers.listener import listen
+from workers.own import OwnJob
 from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
 from workers.session import DatasetSession, metrics_of
-from workers.task import CompareTask, TrainTask
+from workers.task import CompareTask, OwnTask, Task, TrainTask
 from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
 
 _POLL_SECONDS = 0.05
 
 
-def run(config: RunConfig, task: TrainTask | CompareTask, listener: socket.socket | None = None) -> None:
+def run(config: RunConfig, task: Task, listener: socket.socket | None = None) -> None:
     """The master process: run a task on its cluster, from start to end.
 
     Args:
@@ -46,14 +49,14 @@ def run(config: RunConfig, task: TrainTask | CompareTask, listener: socket.socke
         HybridError: what went wrong first, in one line.
     """
     torch.set_num_threads(config.cluster.threads)
-    job = Job(config, task) if isinstance(task, TrainTask) else Comparison(config, task.steps)
+    job = _make_job(config, task)
     section = config.cluster
     with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
-        data = _Preparation(config)
+        data = _Preparation(config, view, is_wanted=not isinstance(task, OwnTask))
         with join(MASTER, config, bound) as cluster:
             try:
-                job.run(cluster.topology, data.result(view), view)
+                job.run(cluster.topology, data.result, view)
             except (wire.RemoteError, wire.LostError) as error:
                 cause = diagnose(cluster, error, job.doing)
                 announce_stop(cluster, str(cause))
@@ -65,23 +68,47 @@ def run(config: RunConfig, task: TrainTask | CompareTask, listener: socket.socke
             announce_stop(cluster)
 
 
+class _Job(Protocol):
+    """What a task comes to; ``doing`` says where in it a failure came."""
+
+    doing: str
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+        """Do it, on a cluster that is there.
+
+        Args:
+            data: gives the folder of the prepared data, once it is there.
+        """
+        ...
+
+
+def _make_job(config: RunConfig, task: Task) -> _Job:
+    if isinstance(task, TrainTask):
+        return Job(config, task)
+    if isinstance(task, CompareTask):
+        return Comparison(config, task.steps)
+    return OwnJob(config, task.function)
+
+
 class _Preparation:
     """Prepares the data of a run in a thread that does not keep a process alive which fails meanwhile.
 
     The thread prints nothing itself: at the end of a process, one that holds stdout would abort it.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, view: TerminalView, is_wanted: bool) -> None:
         self._config = config
+        self._view = view
         self._said: SimpleQueue[str] = SimpleQueue()
         self._folder: Future[Path] = Future()
-        threading.Thread(target=self._run, name="prepare", daemon=True).start()
+        if is_wanted:
+            threading.Thread(target=self._run, name="prepare", daemon=True).start()
 
-    def result(self, view: TerminalView) -> Path:
+    def result(self) -> Path:
         """The folder of the prepared data, once it is there; says meanwhile what is going on."""
         while not self._folder.done() or not self._said.empty():
             with suppress(Empty):
-                view.status(self._said.get(timeout=_POLL_SECONDS))
+                self._view.status(self._said.get(timeout=_POLL_SECONDS))
         return self._folder.result()
 
     def _run(self) -> None:
@@ -111,9 +138,9 @@ class Job:
         self._skipped_steps = 0
         self._seconds_training = 0.0
 
-    def run(self, topology: Topology, data_folder: Path, view: TerminalView) -> None:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
         """Train, evaluate, write the checkpoint and the report."""
-        session = DatasetSession(topology, self._config, data_folder)
+        session = DatasetSession(topology, self._config, data())
         train = self._config.train
         for report in session.bad_rows:
             for line in bad_row_lines(report):

@@ -7,13 +7,13 @@ import socket
 from hybrid.config import RunConfig
 from hybrid.topology import Role, RoleKind
 from workers import master, trainer, worker
-from workers.task import CompareTask, TrainTask
+from workers.task import Task
 
 
 def run_role(
     role: Role,
     config: RunConfig,
-    task: TrainTask | CompareTask,
+    task: Task,
     listener: socket.socket | None = None,
 ) -> None:
     """Run ``role`` from start to end.

@@ -115,13 +115,19 @@ class Session:
         """The staleness of all updates of tables since the last call."""
         return sum(gather([host.call("take_staleness") for host in self._hosts.values()]), Staleness())
 
-    def save(self, folder: Path, step: int, epoch: int, metrics: Metrics) -> Path:
-        """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once."""
+    def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
+        """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once.
+
+        Args:
+            step, epoch: how many of each are done.
+            metrics: of the last evaluation, if there was one.
+        """
         partial = checkpoint.begin(folder)
         try:
             self._write_parts(partial)
             shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-            return checkpoint.commit(partial, Manifest(step, epoch, shapes, {}, metrics.as_dict()))
+            values = {} if metrics is None else metrics.as_dict()
+            return checkpoint.commit(partial, Manifest(step, epoch, shapes, {}, values))
         except BaseException:
             checkpoint.discard(partial)
             raise

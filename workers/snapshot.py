@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, shard_file, unpack_dense
 from hybrid.errors import HybridError
-from hybrid.metrics import Metrics
 from hybrid.reference import Reference
 from workers.failure import gather
 from workers.session import Session
@@ -21,7 +20,6 @@ from workers.session import Session
 # Relative and absolute; what rounding alone comes to where several trainers add in another order.
 TOLERANCES = {"float64": (1e-9, 1e-10), "float32": (1e-5, 1e-6)}
 VALUE = "value"
-_NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
 
 
 class DifferenceError(HybridError):
@@ -73,7 +71,7 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
             without them, the tables only.
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
-        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0, _NO_METRICS))
+        stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
         found = _tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,17 @@ class CompareTask:
     """
 
     steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """Call a function of the user's own.
+
+    Attributes:
+        function: "module:function".
+    """
+
+    function: str
+
+
+Task: TypeAlias = TrainTask | CompareTask | OwnTask

@@ -106,6 +106,10 @@ class TerminalView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal to others; the live region goes."""
         if self._live is not None:
             self._live.stop()
 
@@ -141,15 +145,13 @@ class TerminalView:
 
     def show(self, *parts: RenderableType) -> None:
         """Print a result; the live region goes."""
-        if self._live is not None:
-            self._live.stop()
+        self.close()
         for part in parts:
             self._console.print(part, soft_wrap=True, highlight=False)
 
     def summary(self, summary: Summary) -> None:
         """Say how the run ended and what to do next; the live region goes."""
-        if self._live is not None:
-            self._live.stop()
+        self.close()
         self._print(Text())
         for label, value, style in _summary_lines(summary):
             self._print(Text(f"{label:<20}", style="dim").append(value, style=f"not dim {style}"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,25 @@ class Trainer:
         trainer that still has one.
 
         Args:
-            make_batches: gives the batches of a trainer by its index; called on every trainer.
+            make_batches: gives the batches of a trainer by its index; called on every trainer. Their
+                ``global_size`` is not read.
             steps_before: steps taken since the start of the run.
+
+        Raises:
+            DataError: a batch is not of the job's features.
         """
         self._close_stream()
         spec = self._job.input_spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
-        own = iter(make_batches(self._index))
+        own = self._checked(make_batches(self._index))
         self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
         return self._train(self._feed, steps_before)
+
+    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        spec = self._job.input_spec
+        for batch in batches:
+            batch.check(len(spec.dense_features), len(spec.sparse_features))
+            yield batch
 
     def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
         self._replica.module.train()

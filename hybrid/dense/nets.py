@@ -13,8 +13,7 @@ remote dense net may sit between ``interaction`` and ``head``. Every stage takes
 from __future__ import annotations
 
 import hashlib
-import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from hybrid.config import NETS, RunConfig
 from hybrid.embedding.spec import InputSpec
 from hybrid.errors import ConfigError
+from hybrid.own_code import load_function
 
 Stages = tuple[nn.Module, nn.Module]
 
@@ -273,13 +273,7 @@ def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
 
 
 def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    module_name, _, function_name = config.dense.net.partition(":")
-    try:
-        function: Callable[..., object] = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
-        reason = f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError("dense.net", reason, config.dense.net) from error
-    net = function(config, input_spec, widths)
+    net = load_function("dense.net", config.dense.net)(config, input_spec, widths)
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.dense.nets.DenseNet, not a {type(net).__name__}"
         raise ConfigError("dense.net", reason, config.dense.net)

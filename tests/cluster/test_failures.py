@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import CaseError, Clusters, small_config
-from support.jobs import NO_METRICS, opened
+from support.jobs import opened
 
 from hybrid.config import RunConfig
 from hybrid.wire import RemoteError
@@ -47,7 +47,7 @@ def save_without_room(cluster: Cluster, config: RunConfig, cache: Path, folder: 
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         try:
-            session.save(folder / "step-1", 1, 0, NO_METRICS)
+            session.save(folder / "step-1", 1, 0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

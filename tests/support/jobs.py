@@ -13,11 +13,8 @@ from torch import Tensor
 from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, shard_file, unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from hybrid.metrics import Metrics
 from workers.bootstrap import Cluster
 from workers.session import DatasetSession
-
-NO_METRICS = Metrics(0.5, 0.7, 1.0, 1.0, 0.5, 0.5, 1)
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,9 @@ def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[Dataset
 def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_steps: int) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
-        before = Checkpoint.open(session.save(scratch / "before", 0, 0, NO_METRICS))
+        before = Checkpoint.open(session.save(scratch / "before", 0, 0))
         reports = session.train(0, 0, num_steps, 0)
-        after = Checkpoint.open(session.save(scratch / "after", num_steps, 0, NO_METRICS))
+        after = Checkpoint.open(session.save(scratch / "after", num_steps, 0))
         nets = []
         for index, trainer in enumerate(session.trainers):
             trainer.call("save", scratch / str(index)).wait()

@@ -1,0 +1,30 @@
+"""A function of the user's own as what the master does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.own_code import load_function
+from hybrid.topology import Topology
+from workers.terminal import TerminalView
+
+
+class OwnJob:
+    """Calls ``function(topology, config)`` in the master's process, once the cluster is there.
+
+    Args:
+        function: "module:function".
+    """
+
+    doing = "in your function"
+
+    def __init__(self, config: RunConfig, function: str) -> None:
+        self._config = config
+        self._function = load_function("FUNCTION", function)
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+        """Call it; the run ends when it returns."""
+        view.close()
+        self._function(topology, self._config)
