@@ -1,0 +1,98 @@
+"""Comparing a job with one process, a function of one's own, and what stops a run that goes astray."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, run, settings
+
+TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+SMALL = settings(
+    data={"synthetic_rows": 2000, "synthetic_test_rows": 500},
+    train={"batch_size": 100},
+    dense={"device": "cpu"},
+)
+
+# A net that is another in each process, which no comparison can miss.
+ODD_NET = """
+import os
+from hybrid.dense.nets import DenseNet, build_dense_net
+
+def build(config, spec, widths):
+    net = build_dense_net(config.replace(dense=type(config.dense)(net="dcn_v2")), spec, widths)
+    net.head[0].bias.data += os.getpid()
+    return net
+"""
+
+
+def test_compare_finds_the_same_in_one_process(tmp_path: Path) -> None:
+    ended = run(["compare", "--steps", 25, *SMALL, *settings(train={"update": "pipelined"})], tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "table C1 " in ended.stdout
+    assert "trainer 1: head.0.weight" in ended.stdout
+    aucs = re.search(r"test AUC: cluster (0\.\d+), one process (0\.\d+)", ended.stdout)
+    assert aucs is not None
+    assert aucs[1] == aucs[2]
+    assert re.search(r"\d+ of \d+ tensors are the same bit for bit", ended.stdout)
+
+
+def test_compare_fails_where_the_results_differ(tmp_path: Path) -> None:
+    (tmp_path / "odd_net.py").write_text(ODD_NET)
+    ended = run(["compare", "--steps", 2, *SMALL, *settings(dense={"net": "odd_net:build"})], tmp_path)
+    assert ended.code == 1
+    assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than \S+ \+ \S+ of", ended.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", 0], "--steps = 0: must be at least 1"),
+        (settings(train={"update": "async"}), "train.update = 'async': must be sync or pipelined"),
+    ],
+)
+def test_compare_refuses_what_cannot_be_compared(
+    arguments: list[object], message: str, tmp_path: Path
+) -> None:
+    ended = run(["compare", *arguments], tmp_path)
+    assert ended.code == 1
+    assert message in ended.stderr
+
+
+def test_the_own_loop_of_the_documentation_trains(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL)
+    (tmp_path / "own_loop.py").write_text(code)
+    ended = run(["run", "own_loop:main"], tmp_path)
+    assert ended.code == 0, ended.stderr
+    losses = re.search(r"^300 steps, loss (\S+) to (\S+)$", ended.stdout, re.MULTILINE)
+    assert losses is not None
+    assert float(losses[2]) < 0.1 * float(losses[1])
+    assert (tmp_path / "model/manifest.json").is_file()
+
+
+def test_what_is_no_function_is_refused(tmp_path: Path) -> None:
+    ended = run(["run", "own_loop"], tmp_path)
+    assert ended.code == 1
+    assert "FUNCTION = 'own_loop': must be module:function" in ended.stderr
+
+
+def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
+    wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30})
+    ended = run(["launch", *SMALL, *wild], tmp_path)
+    assert ended.code == 1
+    assert re.match(
+        r"hybrid launch: step \d+: .* not finite|hybrid launch: step \d+: the loss of", ended.stderr
+    )
+    assert not list(tmp_path.glob("runs/*/checkpoints/*"))
+
+
+def test_a_run_that_skips_such_steps_goes_on_and_counts_them(tmp_path: Path) -> None:
+    wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30}, train={"non_finite": "skip"})
+    ended = run(["launch", *SMALL, *wild, *settings(run={"folder": "skipped"})], tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "skipped, since a loss or gradient was not finite" in ended.stdout
+    (result,) = tmp_path.glob("skipped/result.json")
+    skipped = re.search(r'"skipped_steps": (\d+)', result.read_text())
+    assert skipped is not None
+    assert int(skipped[1]) > 0
