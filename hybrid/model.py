@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
+from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
 from hybrid.embedding.lookup import PendingLookup
 from hybrid.update import Ticket
@@ -71,6 +72,12 @@ class HybridModel(nn.Module):
         self._remote = (remote_net,)
         self._dtype = dtype
         self._autocast = autocast
+
+    @classmethod
+    def of(cls, config: RunConfig, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
+        """The model of a run, in the precision that its configuration says."""
+        autocast = None if config.dense.autocast == "none" else getattr(torch, config.dense.autocast)
+        return cls(net, remote_net, getattr(torch, config.train.dtype), autocast)
 
     def forward(self, micro: MicroBatch, clock: StepClock) -> Tensor:
         """``logits_B`` of a micro-batch.

@@ -93,7 +93,7 @@ def _assemble(
         at_hand = build_remote_net(config, spec, embeddings.widths).to(dtype).eval()
         load_state(at_hand, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
         remote_net = partial(_call_at_hand, at_hand)
-    return shards, embeddings, HybridModel(net, remote_net, dtype).eval()
+    return shards, embeddings, HybridModel.of(config, net, remote_net).eval()
 
 
 def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:

@@ -92,8 +92,7 @@ class Trainer:
         self._device = choose_device(dense.device, index)
         self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts)
         net = build_dense_net(config, job.input_spec, self._embeddings.widths).to(self._device)
-        autocast = None if dense.autocast == "none" else getattr(torch, dense.autocast)
-        model = HybridModel(net, job.remote_net, getattr(torch, train.dtype), autocast)
+        model = HybridModel.of(config, net, job.remote_net)
         optimizer = make_optimizer(
             net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
         )

@@ -54,7 +54,7 @@ SAME_BITS = [
         for optimizer in TABLE_OPTIMIZERS
         if optimizer != "ftrl"
     )
-]
+] + [Case(trainers=1, workers=3, dtype="float32", autocast="bfloat16", remote=True, shared_table=False)]
 
 
 def trained(clusters: Clusters, case: Case) -> Outcome:

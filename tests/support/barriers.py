@@ -39,7 +39,7 @@ def barrier(
     num_trainers: int,
     apply: Callable[[list[str]], None],
     mode: UpdateMode = UpdateMode.SYNC,
-    timeout_seconds: float = PATIENCE_SECONDS,
+    timeout_seconds: float = 2 * PATIENCE_SECONDS,
     *,
     parts: int = 1,
     decided: bool = False,

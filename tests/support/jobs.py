@@ -1,20 +1,25 @@
-"""Jobs that cluster cases run: train some steps, and look at what came of it."""
+"""Jobs on a prepared data set that cluster cases run."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from rich.console import Console
+from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, shard_file, unpack_dense
+from hybrid.checkpoint import DENSE_FILE, unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from workers.bootstrap import Cluster
+from workers.compare import Comparison
 from workers.session import DatasetSession
+from workers.snapshot import Snapshot, snapshot
+from workers.terminal import TerminalView
 
 
 @dataclass(frozen=True)
@@ -23,16 +28,14 @@ class Trained:
 
     Attributes:
         losses: of each step, over all trainers.
-        initial_tables, tables: rows by table, before and after.
+        tables_before, tables: all rows, and their optimizer state.
         nets: the state of every trainer's dense net.
-        remote_net: the state of the remote dense net, empty without one.
     """
 
     losses: list[float]
-    initial_tables: dict[str, Tensor]
-    tables: dict[str, Tensor]
+    tables_before: Snapshot
+    tables: Snapshot
     nets: list[dict[str, Tensor]]
-    remote_net: dict[str, Tensor]
 
 
 @contextmanager
@@ -48,23 +51,19 @@ def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[Dataset
 def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_steps: int) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
-        before = Checkpoint.open(session.save(scratch / "before", 0, 0))
+        before = snapshot(session)
         reports = session.train(0, 0, num_steps, 0)
-        after = Checkpoint.open(session.save(scratch / "after", num_steps, 0))
+        after = snapshot(session)
         nets = []
         for index, trainer in enumerate(session.trainers):
             trainer.call("save", scratch / str(index)).wait()
-            packed = Checkpoint(scratch / str(index), after.manifest).tensors(DENSE_FILE)
-            nets.append(unpack_dense(packed)[0])
-        remote_net = unpack_dense(after.tensors(REMOTE_FILE))[0] if config.dense.remote_mlp else {}
+            nets.append(unpack_dense(load_file(scratch / str(index) / DENSE_FILE))[0])
     losses = [sum(parts) for parts in zip(*(r.losses for r in reports), strict=True)]
-    return Trained(losses, _tables(before), _tables(after), nets, remote_net)
+    return Trained(losses, before, after, nets)
 
 
-def _tables(stored: Checkpoint) -> dict[str, Tensor]:
-    tables = {}
-    for name, (num_rows, dim, count) in stored.manifest.tables.items():
-        tables[name] = torch.empty(num_rows, dim)
-        for index in range(count):
-            tables[name][index::count] = stored.tensors(shard_file(name, index, count))["weight"]
-    return tables
+def compare(cluster: Cluster, config: RunConfig, cache: Path, num_steps: int) -> None:
+    """Train here and in one process; DifferenceError where the results differ."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        view = TerminalView(Console(file=nowhere))
+        Comparison(config, num_steps).run(cluster.topology, lambda: prepare(config, cache), view)

@@ -49,6 +49,7 @@ class Case:
     schedule: str = "constant"
     weight_decay: float = 0.0
     dense_optimizer: str = "SGD"
+    autocast: str = "none"
     shared_table: bool = True
 
     @property
@@ -83,6 +84,7 @@ class Case:
                 "top_mlp": (6,),
                 "cross_layers": 1,
                 "ddp": self.ddp,
+                "autocast": self.autocast,
                 "optimizer": self.dense_optimizer,
                 "optimizer_options": options,
                 "learning_rate": 0.05,

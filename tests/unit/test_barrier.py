@@ -172,6 +172,15 @@ class TestPipelined:
             answer(updated)
         assert applied == [["p0", "p1"]]
 
+    def test_a_lookup_of_another_purpose_does_not_count(self) -> None:
+        with barrier(1, ignore, UpdateMode.PIPELINED) as each:
+            answer(each.when(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
+            give(each, 0, 0, followed=True)
+            updated = when(each, 1, nothing)
+            assert not is_done(updated)
+            answer(ahead(each, 0, 1, nothing))
+            answer(updated)
+
     def test_the_last_step_waits_for_no_lookup(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
             give(each, 0, 0, followed=False)
@@ -209,6 +218,7 @@ class TestPipelined:
             for seen in pool.map(train, range(num_trainers)):
                 assert seen == expected
             each.drain()
+            assert not each._served
         assert applied == [[f"t{t}p{p}" for t in range(num_trainers) for p in range(parts)]] * num_steps
 
 
@@ -338,6 +348,7 @@ class TestRestart:
                 assert not is_done(updated)
                 answer(ahead(each, trainer, 1, nothing))
             answer(updated)
+            give(each, 1, 1)
 
     def test_it_may_go_back_to_steps_that_were_decided(self) -> None:
         with barrier(1, ignore, decided=True) as each:

@@ -73,10 +73,11 @@ class TestDecided:
             assert each.version == 0
 
     def test_close_ends_the_wait_for_a_decision(self) -> None:
-        with barrier(1, ignore, decided=True) as each:
+        with barrier(1, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
             norm = each.norm(0)
             give(each, 0, 0)
             answer(norm)
+            pool.submit(each.close).result(PATIENCE_SECONDS)
 
 
 class TestEnds:

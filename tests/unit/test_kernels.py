@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, row_gradients
+from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, pool_recorded, row_gradients
 from hybrid.embedding.spec import Pooling
 
 ROWS, DIM = 13, 3
@@ -69,12 +69,13 @@ CASES = [
 def test_pooling_and_row_gradients_equal_autograd(bags: Bags, dtype: torch.dtype) -> None:
     weight_RD = random(ROWS, DIM, dtype=dtype).requires_grad_()
     expected_BD = plain_pool(weight_RD, bags)
-    pooled_BD = pool(weight_RD.detach(), bags)
+    pooled_BD, recorded = pool_recorded(weight_RD.detach(), bags)
+    assert torch.equal(pool(weight_RD.detach(), bags), pooled_BD)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(pooled_BD, expected_BD.detach(), rtol=tolerance, atol=tolerance)
 
     grad_BD = random(*pooled_BD.shape, dtype=dtype, seed=1)
-    rows_U, grad_UD = row_gradients(bags, grad_BD, weight_RD.detach())
+    rows_U, grad_UD = row_gradients(recorded, grad_BD)
     assert rows_U.tolist() == sorted(set(bags.ids_L.tolist()))
     dense_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_copy(0, rows_U, grad_UD)
     (expected_RD,) = torch.autograd.grad((expected_BD * grad_BD).sum() + 0 * weight_RD.sum(), weight_RD)
@@ -83,20 +84,43 @@ def test_pooling_and_row_gradients_equal_autograd(bags: Bags, dtype: torch.dtype
 
 def test_a_part_of_the_gradient_reaches_only_the_first_of_equal_largest_rows() -> None:
     weight_RD = torch.tensor([[1.0, 5.0], [5.0, 1.0], [5.0, 5.0]])
-    rows_U, grad_UD = row_gradients(bags_of([[0, 1, 2]], Pooling.MAX), torch.tensor([[1.0, 1.0]]), weight_RD)
+    _, bags = pool_recorded(weight_RD, bags_of([[0, 1, 2]], Pooling.MAX))
+    rows_U, grad_UD = row_gradients(bags, torch.tensor([[1.0, 1.0]]))
     assert rows_U.tolist() == [0, 1, 2]
     assert grad_UD.tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+def test_gradients_are_those_of_the_time_of_the_lookup(pooling: Pooling) -> None:
+    """Rows that change meanwhile, as in pipelined steps, change no gradient."""
+    weight_RD = random(ROWS, DIM, dtype=torch.float64)
+    pooled_BD, bags = pool_recorded(weight_RD, bags_of(BAGS, pooling))
+    grad_BD = random(*pooled_BD.shape, dtype=torch.float64, seed=1)
+    expected_UD = row_gradients(bags, grad_BD)[1]
+    weight_RD.neg_()
+    assert torch.equal(row_gradients(bags, grad_BD)[1], expected_UD)
+
+
+def test_gradients_of_concatenated_largest_rows_are_those_of_their_parts() -> None:
+    weight_RD = random(ROWS, DIM, dtype=torch.float64)
+    parts = [pool_recorded(weight_RD, bags_of(bags, Pooling.MAX))[1] for bags in (BAGS, BAGS[::-1][:4])]
+    grads = [random(len(bags), DIM, dtype=torch.float64, seed=s) for s, bags in enumerate((BAGS, BAGS[:4]))]
+    expected_RD = torch.zeros(ROWS, DIM, dtype=torch.float64)
+    for part, grad_BD in zip(parts, grads, strict=True):
+        expected_RD.index_add_(0, *row_gradients(part, grad_BD))
+    rows_U, grad_UD = row_gradients(concatenate(parts), torch.cat(grads))
+    torch.testing.assert_close(grad_UD, expected_RD[rows_U], rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
 def test_the_same_bags_give_the_same_bits(pooling: Pooling) -> None:
     generator = torch.Generator().manual_seed(2)
     ids_L = torch.randint(0, 7, (3000,), generator=generator)
-    bags = Bags(ids_L, torch.arange(0, 3001, 5), None, pooling)
     grad_BD = random(600, 16, dtype=torch.float32)
     weight_RD = random(7, 16, dtype=torch.float32)
-    first = row_gradients(bags, grad_BD, weight_RD)[1]
-    assert all(torch.equal(first, row_gradients(bags, grad_BD, weight_RD)[1]) for _ in range(5))
+    _, bags = pool_recorded(weight_RD, Bags(ids_L, torch.arange(0, 3001, 5), None, pooling))
+    first = row_gradients(bags, grad_BD)[1]
+    assert all(torch.equal(first, row_gradients(bags, grad_BD)[1]) for _ in range(5))
 
 
 @pytest.mark.parametrize("weighted", [(False, False), (True, True), (True, False), (False, True)])

@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
+from hybrid.embedding.routes import Item
+from hybrid.embedding.shard import LocalTables, TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.update import UpdateMode
+from hybrid.errors import ClusterError
+from hybrid.update import Purpose, Ticket, UpdateRules
 
 SGD = OptimizerSpec("sgd", 0.5)
+TICKET = Ticket(0, 0, 0)
 DTYPE = torch.float64
 
 
 class Tables:
     """Tables on workers, all in this process, and the same rows in plain torch modules."""
 
-    def __init__(self, tables: list[TableSpec], features: list[FeatureSpec], num_workers: int) -> None:
+    def __init__(
+        self,
+        tables: list[TableSpec],
+        features: list[FeatureSpec],
+        num_workers: int,
+    ) -> None:
         self.spec = InputSpec((), tuple(features))
         self.placement = plan(tables, num_workers)
         self.hosts = {
-            worker: TableShards(self.placement, worker, 1, UpdateMode.SYNC, 10.0, DTYPE)
+            worker: TableShards(self.placement, worker, UpdateRules(1), DTYPE)
             for worker in range(num_workers)
             if self.placement.of_worker(worker)
         }
         for host in self.hosts.values():
             host.initialise(seed=7)
-        self.embeddings = Embeddings(tables, self.spec, self.placement, self.hosts)
+        local = {worker: LocalTables(host) for worker, host in self.hosts.items()}
+        self.embeddings = Embeddings(tables, self.spec, self.placement, local)
         table_of = {feature: table for table in tables for feature in table.features}
         self.reference = {t.name: self.rows(t).requires_grad_() for t in tables}
         self.table_of = [table_of[f.name] for f in features]
@@ -90,11 +101,11 @@ def random_bags(num_rows: list[int], size: int, longest: int, seed: int) -> list
     ]
 
 
-def check_steps(tables: Tables, batches: list[SparseFeatures]) -> None:
+def check_steps(tables: Tables, batches: list[SparseFeatures], purpose: Purpose) -> None:
     """Pooled vectors, and rows after SGD steps, equal plain torch's."""
     try:
         for step, sparse in enumerate(batches):
-            pooled = tables.embeddings.lookup(sparse, step).wait()
+            pooled = tables.embeddings.lookup(sparse, Ticket(0, step, step, purpose=purpose)).wait()
             expected = tables.expected(sparse)
             torch.testing.assert_close(pooled, expected, rtol=1e-12, atol=1e-12)
             grad = torch.linspace(-1, 1, pooled.numel(), dtype=DTYPE).view_as(pooled)
@@ -105,18 +116,24 @@ def check_steps(tables: Tables, batches: list[SparseFeatures]) -> None:
                 for row, row_grad in zip(rows, grads, strict=True):
                     if row_grad is not None:
                         row -= SGD.learning_rate * row_grad
-        final = tables.embeddings.lookup(batches[0], len(batches), train=False).wait()
+        final = tables.embeddings.lookup(batches[0], evaluation(len(batches))).wait()
         torch.testing.assert_close(final, tables.expected(batches[0]), rtol=1e-12, atol=1e-12)
     finally:
         tables.close()
 
 
+def evaluation(step: int) -> Ticket:
+    return Ticket(0, step, step, purpose=Purpose.PREDICT)
+
+
 PLACEMENTS = ["table", "row"]
 CASES = list(itertools.product(PLACEMENTS, [1, 2, 3]))
+TRAINING = [Purpose.TRAIN, Purpose.PREFETCH]
 
 
+@pytest.mark.parametrize("purpose", TRAINING)
 @pytest.mark.parametrize(("placement", "workers"), CASES)
-def test_one_id_a_sample(placement: str, workers: int) -> None:
+def test_one_id_a_sample(placement: str, workers: int, purpose: Purpose) -> None:
     specs = [table("a", placement=placement), table("b", 5, placement=placement), table("c", 40)]
     tables = Tables(specs, [FeatureSpec("a", 11), FeatureSpec("b", 5), FeatureSpec("c", 40)], workers)
     batches = []
@@ -124,30 +141,33 @@ def test_one_id_a_sample(placement: str, workers: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(0, rows, (6,), generator=generator) for rows in (11, 5, 40)]
         batches.append(SparseFeatures(torch.cat(ids), None, None, 3))
-    check_steps(tables, batches)
+    check_steps(tables, batches, purpose)
 
 
+@pytest.mark.parametrize("purpose", TRAINING)
 @pytest.mark.parametrize("pooling", list(Pooling))
 @pytest.mark.parametrize(("placement", "workers"), CASES)
-def test_bags_some_of_them_empty(pooling: Pooling, placement: str, workers: int) -> None:
+def test_bags_some_of_them_empty(pooling: Pooling, placement: str, workers: int, purpose: Purpose) -> None:
     specs = [table("a", pooling=pooling, placement=placement), table("b", 23, 3, pooling)]
     tables = Tables(specs, [FeatureSpec("a", 11, True), FeatureSpec("b", 23, True)], workers)
     bags = [random_bags([11, 23], 5, 4, seed) for seed in range(4)]
     assert any(not bag for feature in bags[0] for bag in feature)
-    check_steps(tables, [SparseFeatures.from_bags(b) for b in bags])
+    check_steps(tables, [SparseFeatures.from_bags(b) for b in bags], purpose)
 
 
+@pytest.mark.parametrize("purpose", TRAINING)
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_weights_within_bags(placement: str) -> None:
+def test_weights_within_bags(placement: str, purpose: Purpose) -> None:
     tables = Tables([table("a", placement=placement)], [FeatureSpec("a", 11, True)], 2)
     bags = random_bags([11], 5, 4, seed=3)
     weights = [[[0.5 + i for i, _ in enumerate(bag)] for bag in feature] for feature in bags]
     sparse = SparseFeatures.from_bags(bags, weights)
     assert sparse.weights_L is not None
-    check_steps(tables, [sparse._replace(weights_L=sparse.weights_L.double())] * 3)
+    check_steps(tables, [sparse._replace(weights_L=sparse.weights_L.double())] * 3, purpose)
 
 
-def test_mixed_widths_kinds_and_a_shared_table() -> None:
+@pytest.mark.parametrize("purpose", TRAINING)
+def test_mixed_widths_kinds_and_a_shared_table(purpose: Purpose) -> None:
     specs = [
         table("shared", 13, 4, features=("x", "y"), placement="row"),
         table("wide", 17, 6, Pooling.MEAN),
@@ -165,13 +185,14 @@ def test_mixed_widths_kinds_and_a_shared_table() -> None:
         one = torch.randint(0, 9, (2, 5), generator=torch.Generator().manual_seed(seed)).tolist()
         wide, y = random_bags([17, 13], 5, 3, seed)
         batches.append(SparseFeatures.from_bags([[[i] for i in one[0]], wide, y, [[i] for i in one[1]]]))
-    check_steps(tables, batches)
+    check_steps(tables, batches, purpose)
 
 
-def test_an_empty_batch_takes_part_in_the_step() -> None:
+@pytest.mark.parametrize("purpose", TRAINING)
+def test_an_empty_batch_takes_part_in_the_step(purpose: Purpose) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
     none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 2)
-    check_steps(tables, [none, SparseFeatures(torch.arange(6), None, None, 2), none])
+    check_steps(tables, [none, SparseFeatures(torch.arange(6), None, None, 2), none], purpose)
 
 
 @pytest.mark.parametrize("bad", [-1, 11])
@@ -179,7 +200,7 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
     try:
         with pytest.raises(ValueError, match=f"feature b: id {bad} is not a row of table b \\(11 rows\\)"):
-            tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), 0)
+            tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), TICKET)
         assert all(host.version == 0 for host in tables.hosts.values())
     finally:
         tables.close()
@@ -189,7 +210,7 @@ def test_weights_with_mean_pooling_are_refused() -> None:
     tables = Tables([table("a", pooling=Pooling.MEAN)], [FeatureSpec("a", 11, True)], 1)
     try:
         with pytest.raises(ValueError, match="weights need sum pooling"):
-            tables.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), 0)
+            tables.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
     finally:
         tables.close()
 
@@ -213,7 +234,99 @@ def test_a_feature_that_is_not_multi_hot_holds_exactly_one_id(bags: list[list[in
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11, True), FeatureSpec("b", 11)], 2)
     try:
         with pytest.raises(ValueError, match=r"^feature b: sample \d must hold exactly one id$"):
-            tables.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), 0)
-        assert len(tables.embeddings.lookup(SparseFeatures.from_bags([[], []]), 0).wait()) == 0
+            tables.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), TICKET)
+        assert len(tables.embeddings.lookup(SparseFeatures.from_bags([[], []]), TICKET).wait()) == 0
     finally:
         tables.close()
+
+
+class Message:
+    """A message under way until it is told to have arrived, perhaps to an error."""
+
+    def __init__(self) -> None:
+        self.has_arrived = False
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.has_arrived
+
+    def wait(self) -> None:
+        assert self.has_arrived, "nothing waits for gradients to arrive"
+        if self.error:
+            raise self.error
+
+
+class FakeHost:
+    """Answers every lookup with zeros, and lets messages of gradients hang in the air."""
+
+    def __init__(self) -> None:
+        self.tickets: list[Ticket] = []
+        self.sent: list[tuple[Ticket, list[Tensor], Message]] = []
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
+        self.tickets.append(ticket)
+        answer: Future[list[Tensor]] = Future()
+        answer.set_result([torch.zeros(len(bags.ids_L), 3) for _, bags in items])
+        return answer
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Message:
+        self.sent.append((ticket, list(grads), Message()))
+        return self.sent[-1][2]
+
+
+class TestMessages:
+    """When a trainer sends what, and what becomes of errors."""
+
+    @pytest.fixture
+    def host(self) -> FakeHost:
+        return FakeHost()
+
+    @pytest.fixture
+    def embeddings(self, host: FakeHost) -> Embeddings:
+        tables = [table("a")]
+        return Embeddings(tables, InputSpec((), (FeatureSpec("a", 11),)), plan(tables, 1), {0: host})
+
+    def train(self, embeddings: Embeddings, step: int) -> None:
+        ids = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)
+        embeddings.lookup(ids, prefetched(step)).wait().sum().backward()
+
+    def test_gradients_of_prefetched_rows_go_once_with_their_ticket(
+        self, host: FakeHost, embeddings: Embeddings
+    ) -> None:
+        self.train(embeddings, 3)
+        ((ticket, (grad_UD,), _),) = host.sent
+        assert ticket == host.tickets[0] == prefetched(3)
+        assert grad_UD.is_contiguous()
+        assert grad_UD.tolist() == [[1.0] * 3, [2.0] * 3]  # of the distinct rows 2 and 4
+
+    def test_errors_of_gradients_that_have_arrived_are_raised_and_others_not_waited_for(
+        self, host: FakeHost, embeddings: Embeddings
+    ) -> None:
+        for step in range(3):
+            self.train(embeddings, step)
+        _, failed, fine = (message for *_, message in host.sent)
+        failed.error = ClusterError("the worker has failed")
+        failed.has_arrived = fine.has_arrived = True
+        with pytest.raises(ClusterError, match=r"^the worker has failed$"):
+            self.train(embeddings, 3)
+        self.train(embeddings, 4)  # it is told once
+
+    def test_nothing_is_looked_up_without_asking_anybody(
+        self, host: FakeHost, embeddings: Embeddings
+    ) -> None:
+        assert embeddings.nothing().wait().shape == (0, 3)
+        assert host.tickets == []
+
+    @pytest.mark.parametrize("purpose", list(Purpose))
+    def test_only_what_is_trained_records_its_use(self, purpose: Purpose) -> None:
+        tables = Tables([table("a")], [FeatureSpec("a", 11)], 1)
+        try:
+            ids = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)
+            pooled_BE = tables.embeddings.lookup(ids, TICKET._replace(purpose=purpose)).wait()
+            assert pooled_BE.requires_grad == (purpose is not Purpose.PREDICT)
+        finally:
+            tables.close()
+
+
+def prefetched(step: int) -> Ticket:
+    return Ticket(0, step, max(0, step - 1), purpose=Purpose.PREFETCH)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import socket
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hybrid.batch import SparseFeatures
 from hybrid.clock import PHASES, StepClock
-from hybrid.config import DataSection, RunConfig, RunSection
+from hybrid.config import DataSection, RunConfig, RunSection, ScheduleSection
 from hybrid.dense.device import choose_backend, choose_device
-from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
+from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.memory import available_memory_bytes
+from hybrid.schedule import Schedule
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from workers import paths
 from workers.listener import listen
@@ -288,35 +291,47 @@ class TestDevice:
 
 
 class TestDenseOptimizer:
-    @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
-    def test_made_by_the_name_of_its_class(self, name: str) -> None:
-        optimizer = make_optimizer(nn.Linear(2, 1).parameters(), name, 0.25)
-        assert type(optimizer) is getattr(torch.optim, name)
-        assert optimizer.param_groups[0]["lr"] == 0.25
-
-    @pytest.mark.parametrize(
-        ("name", "hint"),
-        [
-            ("adamw", "did you mean 'AdamW'"),
-            ("Adan", "choose from ASGD, Adadelta, .*SparseAdam$"),
-            ("lr_scheduler", "choose from"),
-            ("Optimizer", "choose from"),  # the base class, which optimizes nothing
-            ("__name__", "choose from"),
-        ],
-    )
-    def test_other_names_are_refused_with_a_hint(self, name: str, hint: str) -> None:
-        with pytest.raises(
-            ConfigError, match=rf"^dense\.optimizer = '{name}': is not a class of torch.optim; {hint}"
-        ):
-            make_optimizer(nn.Linear(2, 1).parameters(), name, 0.1)
-
-    def test_steps_with_the_gradients_of_the_context(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_it_steps_with_the_gradients_that_it_is_given(self) -> None:
         used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        unused.grad = torch.ones(2)  # left by somebody else; not of this context
-        contexts: dict[int, dict[Tensor, Tensor]] = {42: {used: torch.tensor([1.0, 2.0])}}
-        monkeypatch.setattr(torch.distributed.autograd, "get_gradients", contexts.__getitem__)
-        DenseOptimizer(torch.optim.SGD([used, unused], lr=0.5)).step(42)
+        unused.grad = torch.ones(2)  # left by somebody else; not of this step
+        optimizer = DenseOptimizer(torch.optim.SGD([used, unused], lr=0.5), Schedule())
+        optimizer.step(0, {used: torch.tensor([1.0, 2.0])})
         assert used.tolist() == [0.5, 0.0]
         assert unused.tolist() == [1.0, 1.0]
         assert used.grad is None
         assert unused.grad is None
+
+    def test_gradients_are_scaled_and_left_as_they_are(self) -> None:
+        parameter, gradient = nn.Parameter(torch.ones(2)), torch.tensor([1.0, 2.0])
+        optimizer = DenseOptimizer(torch.optim.SGD([parameter], lr=0.5), Schedule())
+        optimizer.step(0, {parameter: gradient}, scale=0.5)
+        assert parameter.tolist() == [0.75, 0.5]
+        assert gradient.tolist() == [1.0, 2.0]
+
+    def test_rates_follow_the_schedule_by_the_number_of_the_step(self) -> None:
+        first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 3.0}]
+        section = ScheduleSection(kind="step", decay_every=10, decay_factor=0.5)
+        optimizer = DenseOptimizer(torch.optim.SGD(groups, lr=1.0), Schedule(section))
+        for step in (20, 0, 10):  # as after a checkpoint, and in no order
+            optimizer.step(step, {first: torch.ones(1), second: torch.ones(1)})
+        assert (first.item(), second.item()) == (-1.75, -5.25)
+
+    def test_a_checkpoint_brings_states_and_no_settings(self) -> None:
+        def stepped(rate: float) -> torch.optim.Optimizer:
+            parameter = nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.Adam([parameter], lr=rate)
+            DenseOptimizer(optimizer, Schedule()).step(0, {parameter: torch.ones(2)})
+            return optimizer
+
+        stored, optimizer = stepped(0.5).state_dict(), stepped(0.25)
+        DenseOptimizer(optimizer, Schedule()).load(stored["state"])
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], stored["state"][0]["exp_avg"])
+
+    def test_the_norm_of_gradients(self) -> None:
+        gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
+        assert squared_norm(gradients) == 169.0
+        assert squared_norm([]) == 0.0
+        assert squared_norm([torch.full((10,), 1e30)]) == pytest.approx(1e61)  # beyond float32
+        assert math.isnan(squared_norm([torch.tensor([1.0, math.nan])]))

@@ -1,0 +1,121 @@
+"""Tables of workers in this process, for tests without RPC."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid import checkpoint
+from hybrid.batch import SparseFeatures
+from hybrid.checkpoint import Manifest
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import LocalTables, TableShards
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.update import Purpose, Ticket, UpdateRules
+
+NUM_ROWS = {"a": 11, "b": 4, "c": 23}
+PATIENCE_SECONDS = 10.0
+RULES = UpdateRules(1, timeout_seconds=PATIENCE_SECONDS)
+
+
+def train(step: int, trainer: int = 0) -> Ticket:
+    return Ticket(trainer, step, step)
+
+
+def evaluate(step: int) -> Ticket:
+    return Ticket(0, step, step, purpose=Purpose.PREDICT)
+
+
+def prefetch(step: int, trainer: int = 0, part: int = 0) -> Ticket:
+    return Ticket(trainer, step, step, part, Purpose.PREFETCH)
+
+
+def specs(placement: str = "table", optimizer: str = "adam", dim: int = 3) -> list[TableSpec]:
+    return [
+        TableSpec(name, rows, dim, Pooling.SUM, (name,), OptimizerSpec(optimizer, 0.1), 1.0, placement)
+        for name, rows in NUM_ROWS.items()
+    ]
+
+
+class Cluster:
+    """All workers of a run in this process."""
+
+    def __init__(
+        self, tables: list[TableSpec], num_workers: int, seed: int = 7, rules: UpdateRules = RULES
+    ) -> None:
+        self.tables = tables
+        self.placement = plan(tables, num_workers)
+        self.hosts = {
+            worker: TableShards(self.placement, worker, rules)
+            for worker in range(num_workers)
+            if self.placement.of_worker(worker)
+        }
+        for host in self.hosts.values():
+            host.initialise(seed)
+        features = tuple(FeatureSpec(t.name, t.num_rows) for t in tables)
+        local = {worker: LocalTables(host) for worker, host in self.hosts.items()}
+        self.embeddings = Embeddings(tables, InputSpec((), features), self.placement, local)
+
+    def train(self, first: int, num_steps: int) -> None:
+        for step in range(first, first + num_steps):
+            generator = torch.Generator().manual_seed(step)
+            ids_KB = torch.stack(
+                [torch.randint(0, t.num_rows, (5,), generator=generator) for t in self.tables]
+            )
+            sparse = SparseFeatures(ids_KB.flatten(), None, None, len(self.tables))
+            pooled_BE = self.embeddings.lookup(sparse, train(step)).wait()
+            pooled_BE.backward(torch.randn(pooled_BE.shape, generator=generator))
+        for host in self.hosts.values():
+            host.lookup(evaluate(first + num_steps), []).wait()
+
+    def whole(self) -> dict[str, Tensor]:
+        """Rows and optimizer state of whole tables, put together from the shards."""
+        tensors: dict[str, Tensor] = {}
+        for table in self.tables:
+            for shard in self.placement.of_table(table.name):
+                for name, part in self.hosts[shard.worker].shard_tensors(shard).items():
+                    shape = (table.num_rows, *part.shape[1:])
+                    into = tensors.setdefault(f"{table.name}.{name}", torch.full(shape, torch.nan))
+                    into[shard.index :: shard.count] = part
+        return tensors
+
+    def save(self, folder: Path, step: int) -> Path:
+        partial = checkpoint.begin(folder)
+        for host in self.hosts.values():
+            host.save(partial)
+        shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
+        return checkpoint.commit(partial, Manifest(step, 0, shapes, {}, {}))
+
+    def load(self, folder: Path, step: int) -> None:
+        for host in self.hosts.values():
+            host.load(folder, step)
+
+    def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+
+
+def cluster(
+    stack: ExitStack, tables: list[TableSpec], num_workers: int, seed: int = 7, rules: UpdateRules = RULES
+) -> Cluster:
+    each = Cluster(tables, num_workers, seed, rules)
+    stack.callback(each.close)
+    return each
+
+
+@contextmanager
+def hosting(rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6) -> Iterator[TableShards]:
+    """One table of ``num_rows`` rows of two values, on one worker; a step of 1.0 times the gradient."""
+    table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), OptimizerSpec(optimizer, 1.0), 1.0)
+    host = TableShards(plan([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
+    host.initialise(seed=7)
+    try:
+        yield host
+    finally:
+        host.close()

@@ -1,0 +1,259 @@
+"""How gradients become updates of a worker's tables: merged, prefetched, decided, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from support.shards import (
+    NUM_ROWS,
+    RULES,
+    cluster,
+    evaluate,
+    hosting,
+    prefetch,
+    specs,
+    train,
+)
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.config import TABLE_OPTIMIZERS, ScheduleSection
+from hybrid.embedding.kernels import Bags
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import Pooling
+from hybrid.errors import ClusterError, NonFiniteError
+from hybrid.schedule import Schedule
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as each:
+        yield each
+
+
+def test_the_gradients_of_all_trainers_are_one_update() -> None:
+    """Adagrad moves a row by the learning rate at its first step; two steps would move it further."""
+    with hosting(UpdateRules(2), "adagrad") as host:
+        before = host.groups[0].weight_RD.clone()
+        for trainer, items in ((1, [2, 2]), (0, [2, 5])):
+            (pooled,) = host.lookup(train(0, trainer), [(0, Bags(torch.tensor(items)))]).wait()
+            pooled.sum().backward()
+        host.lookup(evaluate(1), []).wait()
+        moved = before - host.groups[0].weight_RD
+        expected = torch.zeros(6, 2)
+        expected[[2, 5]] = 1.0
+        torch.testing.assert_close(moved, expected)
+
+
+MIXED_ITEMS = [
+    (0, Bags(torch.tensor([1, 3]))),
+    (0, Bags(torch.tensor([3, 1, 1]), torch.tensor([0, 2, 2, 3]), None, Pooling.MEAN)),
+    (0, Bags(torch.tensor([3, 4]), torch.tensor([0, 2]), None, Pooling.MAX)),
+]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_rows_read_both_one_by_one_and_pooled_are_updated_once(optimizer: str) -> None:
+    with hosting(UpdateRules(2), optimizer) as host:
+        rows = host.groups[0].weight_RD
+        before = rows.clone().requires_grad_()
+        for trainer in range(2):
+            torch.cat(host.lookup(train(0, trainer), MIXED_ITEMS).wait()).sum().backward()
+        host.lookup(evaluate(1), []).wait()
+        assert host.version == 1
+        single, mean, largest = (bags.ids_L for _, bags in MIXED_ITEMS)
+        pooled = before[single].sum() + before[mean[:2]].mean(0).sum() + before[mean[2]].sum()
+        (gradient,) = torch.autograd.grad(2 * (pooled + before[largest].max(0).values.sum()), before)
+        # Adagrad's first step is the learning rate in the direction of the whole gradient.
+        expected = gradient if optimizer == "sgd" else gradient.sign()
+        torch.testing.assert_close(before.detach() - rows, expected)
+
+
+def test_asynchronous_updates_come_one_by_one() -> None:
+    with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
+        before = host.groups[0].weight_RD.clone()
+        (pooled,) = host.lookup(train(3, 1), [(0, Bags(torch.tensor([2])))]).wait()
+        pooled.sum().backward()
+        host.barrier.drain()
+        assert host.version == 1  # the other trainer sent nothing
+        torch.testing.assert_close((before - host.groups[0].weight_RD).sum(), torch.tensor(2.0))
+
+
+def test_evaluation_records_nothing() -> None:
+    with hosting(UpdateRules(2)) as host:
+        (pooled,) = host.lookup(evaluate(0), [(0, Bags(torch.tensor([2])))]).wait()
+        assert not pooled.requires_grad
+
+
+class TestPrefetch:
+    """Values whose gradients come by a call of their own."""
+
+    @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+    def test_it_updates_as_the_backward_pass_does_bit_for_bit(self, optimizer: str) -> None:
+        rows = []
+        for is_prefetched in (False, True):
+            with hosting(UpdateRules(2), optimizer) as host:
+                for step in range(3):
+                    for trainer in (1, 0):
+                        self.contribute(host, step, trainer, is_prefetched)
+                host.barrier.drain()
+                rows.append(host.groups[0].weight_RD)
+                assert host.version == 3
+                assert not host._prefetched
+        assert torch.equal(*rows)
+
+    @staticmethod
+    def contribute(host: TableShards, step: int, trainer: int, is_prefetched: bool) -> None:
+        ticket = (prefetch if is_prefetched else train)(step, trainer)
+        pooled = host.lookup(ticket, MIXED_ITEMS).wait()
+        assert [p.requires_grad for p in pooled] == [not is_prefetched] * 3
+        generator = torch.Generator().manual_seed(10 * step + trainer)
+        grads = [torch.randn(p.shape, generator=generator) for p in pooled]
+        if is_prefetched:
+            host.receive(ticket, grads)
+        else:
+            torch.autograd.backward(pooled, grads)
+
+    @pytest.mark.parametrize("is_prefetched", [False, True])
+    def test_the_largest_rows_are_those_of_the_time_of_the_lookup(self, is_prefetched: bool) -> None:
+        with hosting(UpdateRules(1)) as host:
+            rows = host.groups[0].weight_RD
+            rows.copy_(torch.arange(12.0).view(6, 2))
+            ticket = prefetch(0) if is_prefetched else train(0)
+            bags = Bags(torch.tensor([1, 4, 2]), torch.tensor([0, 3]), None, Pooling.MAX)
+            (pooled,) = host.lookup(ticket, [(0, bags)]).wait()
+            assert pooled.tolist() == [[8.0, 9.0]]
+            rows[4] = -100.0  # as the update of the step before does
+            if is_prefetched:
+                host.receive(ticket, [torch.ones(1, 2)])
+            else:
+                pooled.sum().backward()
+            host.barrier.drain()
+            assert rows[4].tolist() == [-101.0, -101.0]
+            assert rows[[1, 2]].tolist() == [[2.0, 3.0], [4.0, 5.0]]
+
+    def test_the_parts_of_a_step_are_kept_apart(self) -> None:
+        with hosting(UpdateRules(1, parts=2)) as host:
+            before = host.groups[0].weight_RD.clone()
+            for part, row in enumerate((2, 5)):
+                host.lookup(prefetch(0, part=part), [(0, Bags(torch.tensor([row])))]).wait()
+            for part in (1, 0):
+                host.receive(prefetch(0, part=part), [torch.full((1, 2), 1.0 + part)])
+            host.barrier.drain()
+            moved = before - host.groups[0].weight_RD
+            torch.testing.assert_close(moved[[2, 5]], torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
+
+    def test_gradients_come_once(self) -> None:
+        with hosting(UpdateRules(2)) as host:
+            host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
+            host.receive(prefetch(0), [torch.ones(1, 2)])
+            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
+                host.receive(prefetch(0), [torch.ones(1, 2)])
+
+    def test_staleness_counts_from_the_time_of_the_lookup(self) -> None:
+        with hosting(UpdateRules(1, UpdateMode.PIPELINED)) as host:
+            items = [(0, Bags(torch.tensor([2])))]
+            tickets = [
+                Ticket(0, step, max(0, step - 1), 0, Purpose.PREFETCH, followed=step < 2) for step in range(3)
+            ]
+            host.lookup(tickets[0], items).wait()
+            for ticket, following in zip(tickets, [*tickets[1:], None], strict=True):
+                if following:
+                    host.lookup(following, items).wait()
+                host.receive(ticket, [torch.ones(1, 2)])
+            host.barrier.drain()
+            staleness = host.take_staleness()
+            assert (staleness.count, staleness.total, staleness.largest) == (3, 2, 1)
+
+
+def test_a_scheduled_rate_is_that_of_the_step() -> None:
+    schedule = Schedule(ScheduleSection(kind="step", decay_every=1, decay_factor=0.5))
+    with hosting(UpdateRules(1, schedule=schedule)) as host:
+        rows = host.groups[0].weight_RD
+        for step in range(3):
+            before = rows.clone()
+            host.contribute(train(step), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 2)], step)
+            host.barrier.drain()
+            torch.testing.assert_close((before - rows)[1], torch.full((2,), 0.5**step))
+
+
+class TestDecided:
+    @pytest.mark.parametrize("scale", [1.0, 0.25, None])
+    def test_an_update_is_scaled_or_dropped_as_decided(self, scale: float | None) -> None:
+        with hosting(UpdateRules(2, decided=True)) as host:
+            rows = host.groups[0].weight_RD
+            before = rows.clone().requires_grad_()
+            for trainer in range(2):
+                torch.cat(host.lookup(train(0, trainer), MIXED_ITEMS).wait()).square().sum().backward()
+            single, mean, largest = (bags.ids_L for _, bags in MIXED_ITEMS)
+            pooled = [
+                before[single],
+                before[mean[:2]].mean(0),
+                before[mean[2]],
+                before[largest].max(0).values,
+            ]
+            loss = 2 * sum(p.square().sum() for p in pooled)
+            assert isinstance(loss, Tensor)
+            (gradient,) = torch.autograd.grad(loss, before)
+            assert host.norm(0).wait() == pytest.approx(float(gradient.square().sum()))
+            assert torch.equal(rows, before)
+            host.decide(0, scale)
+            host.barrier.drain()
+            torch.testing.assert_close(before.detach() - rows, (scale or 0.0) * gradient)
+            assert host.version == 1
+
+    def test_the_norm_covers_all_groups(self) -> None:
+        """Tables of other widths lie in tensors of their own."""
+        tables = [*specs(), dataclasses.replace(specs(dim=5)[0], name="w", features=("w",))]
+        host = TableShards(plan(tables, 1), 0, dataclasses.replace(RULES, decided=True))
+        try:
+            host.initialise(7)
+            assert len(host.groups) == 2
+            items = [(group, Bags(torch.tensor([1, 1]))) for group in range(2)]
+            host.contribute(train(0), items, [torch.ones(2, 3), torch.ones(2, 5)], 0)
+            assert host.norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
+            host.decide(0, None)
+            host.barrier.drain()
+        finally:
+            host.close()
+
+
+class TestFiniteness:
+    @pytest.mark.parametrize("placement", ["table", "row"])
+    @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 3), ("c", 22)])
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_a_gradient_that_is_not_finite_names_table_and_row(
+        self, stack: ExitStack, placement: str, name: str, row: int, bad: float
+    ) -> None:
+        rules = dataclasses.replace(RULES, check_finite=True)
+        each = cluster(stack, specs(placement), 3, rules=rules)
+        number = list(NUM_ROWS).index(name)
+        ids = SparseFeatures(torch.tensor([1, 1, 1]).index_fill(0, torch.tensor(number), row), None, None, 3)
+        pooled_BE = each.embeddings.lookup(ids, train(0)).wait()
+        grad_BE = torch.ones_like(pooled_BE)
+        grad_BE[0, 3 * number + 2] = bad
+        pooled_BE.backward(grad_BE)
+        (holder,) = [s for s in each.placement.of_table(name) if row % s.count == s.index]
+        message = rf"^step 0: the gradient of table {name}, row {row}, is not finite$"
+        with pytest.raises(NonFiniteError, match=message):
+            each.hosts[holder.worker].barrier.drain()
+
+    def test_a_sum_that_overflows_is_no_error(self) -> None:
+        with hosting(UpdateRules(1, check_finite=True)) as host:
+            huge = torch.full((2, 2), 3e38)
+            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge], 0)
+            host.barrier.drain()
+            assert host.version == 1
+
+    def test_unless_it_is_asked_for_nothing_is_checked(self) -> None:
+        with hosting(UpdateRules(1)) as host:
+            bad = torch.full((1, 2), torch.nan)
+            host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [bad], 0)
+            host.barrier.drain()
+            assert host.groups[0].weight_RD[1].isnan().all()
