@@ -19,8 +19,10 @@ trainer's gradients.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -78,7 +80,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._shares: dict[tuple[int, int], _Share[Contribution]] = {}  # by step and trainer
         self._applying: list[tuple[int, int]] = []
         self._served: dict[tuple[int, int], int] = {}  # answered lookups by step and trainer
-        self._finished: dict[int, int] = {}  # the step from which on a trainer takes no part
+        # The steps in which a trainer takes no part: first, and the first in which it does again.
+        self._absences: dict[int, list[tuple[int, float]]] = defaultdict(list)
         self._waiting: list[_Waiting[object]] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
         self._norm_waiting: list[tuple[int, Future[float]]] = []
@@ -126,7 +129,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if step >= self._finished.get(trainer, step + 1):
+            if not self._takes_part(trainer, step):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} after its end")
             is_past = self._rules.mode is not UpdateMode.ASYNC and step < self._version
             share = self._shares.get((step, trainer))
@@ -159,13 +162,18 @@ class UpdateBarrier(Generic[Contribution]):
             self._decisions[step] = scale
             self._changed.notify_all()
 
-    def finish(self, trainer: int, step: int | None) -> None:
-        """Expect nothing of ``trainer`` from ``step`` on; the others need not wait. None: expect it again."""
+    def finish(self, trainer: int, step: int) -> None:
+        """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
         with self._changed:
-            self._finished.pop(trainer, None)
-            if step is not None:
-                self._finished[trainer] = step
+            self._absences[trainer].append((step, math.inf))
             self._changed.notify_all()
+
+    def rejoin(self, trainer: int, step: int) -> None:
+        """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
+        with self._changed:
+            first, _ = self._absences[trainer].pop()
+            past = [absence for absence in self._absences[trainer] if absence[1] > self._version]
+            self._absences[trainer] = [*past, (first, step)]
 
     def fail(self, reason: str) -> None:
         """Let everybody who waits here, now and later, know that the run has failed elsewhere."""
@@ -201,7 +209,7 @@ class UpdateBarrier(Generic[Contribution]):
             assert not self._waiting
             self._version = version
             self._served.clear()
-            self._finished.clear()
+            self._absences.clear()
             self._norm = None
             self._decisions.clear()
 
@@ -275,8 +283,10 @@ class UpdateBarrier(Generic[Contribution]):
         return [(self._version, trainer) for trainer in trainers]
 
     def _expected(self, step: int) -> list[int]:
-        trainers = range(self._rules.num_trainers)
-        return [t for t in trainers if t not in self._finished or step < self._finished[t]]
+        return [t for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
+
+    def _takes_part(self, trainer: int, step: int) -> bool:
+        return not any(first <= step < again for first, again in self._absences[trainer])
 
     def _is_whole(self, step: int, trainer: int) -> bool:
         """Whether all of a share is in, and the lookups are answered that must not see its update."""

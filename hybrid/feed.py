@@ -39,9 +39,11 @@ class PendingWord(Protocol):
 
 
 class Hosting(Protocol):
-    """Whoever must be told that a trainer has ended: a stub of a worker's tables."""
+    """Whoever must be told that a trainer has ended, and goes on: a stub of a worker's tables."""
 
-    def send_finish(self, trainer: int, step: int | None) -> PendingWord: ...
+    def send_finish(self, trainer: int, step: int) -> PendingWord: ...
+
+    def send_rejoin(self, trainer: int, step: int) -> PendingWord: ...
 
 
 class Feed:
@@ -76,7 +78,8 @@ class Feed:
     def begin(self, batches: Iterator[Batch], step: int) -> None:
         """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead."""
         if self._has_ended:
-            self._tell_hosts(None)
+            self._has_ended = False
+            _await_all([host.send_rejoin(self._trainer, step) for host in self._hosts])
         self._batches = batches
         self._step = step
         self._upcoming: Batch | None = None  # read already, not looked up yet
@@ -114,15 +117,10 @@ class Feed:
 
     def _step_input(self, batch: Batch, step: int, version: int) -> StepInput:
         if batch.ended and not self._has_ended:
-            self._tell_hosts(step)
+            self._has_ended = True
+            _await_all([host.send_finish(self._trainer, step) for host in self._hosts])
         micro = [self._micro(b, step, version, part) for part, b in enumerate(batch.split(self._parts))]
         return StepInput(batch, micro)
-
-    def _tell_hosts(self, end: int | None) -> None:
-        """Say from which step on this trainer takes no part in updates; None for taking part again."""
-        self._has_ended = end is not None
-        for word in [host.send_finish(self._trainer, end) for host in self._hosts]:
-            word.wait()
 
     def _micro(self, batch: Batch, step: int, version: int, part: int) -> MicroBatch:
         dense_ticket = Ticket(self._trainer, step, step, part)
@@ -138,6 +136,11 @@ class Feed:
                 ahead = self._embeddings.lookup(batch.sparse_features, ticket)
             start = partial(_given, ahead)
         return MicroBatch(batch, dense_ticket, start)
+
+
+def _await_all(words: Sequence[PendingWord]) -> None:
+    for word in words:
+        word.wait()
 
 
 def _given(lookup: PendingLookup) -> PendingLookup:

@@ -35,9 +35,13 @@ class Host(nn.Module):
         """See :meth:`UpdateBarrier.decide`."""
         self.barrier.decide(step, scale)
 
-    def finish(self, trainer: int, step: int | None) -> None:
+    def finish(self, trainer: int, step: int) -> None:
         """See :meth:`UpdateBarrier.finish`."""
         self.barrier.finish(trainer, step)
+
+    def rejoin(self, trainer: int, step: int) -> None:
+        """See :meth:`UpdateBarrier.rejoin`."""
+        self.barrier.rejoin(trainer, step)
 
     def fail(self, reason: str) -> None:
         """See :meth:`UpdateBarrier.fail`."""

@@ -184,9 +184,13 @@ class RemoteHost(Remote[Hosted]):
         """See :meth:`UpdateBarrier.decide`."""
         return self.call("decide", step, scale)
 
-    def send_finish(self, trainer: int, step: int | None) -> Pending:
+    def send_finish(self, trainer: int, step: int) -> Pending:
         """See :meth:`UpdateBarrier.finish`."""
         return self.call("finish", trainer, step)
+
+    def send_rejoin(self, trainer: int, step: int) -> Pending:
+        """See :meth:`UpdateBarrier.rejoin`."""
+        return self.call("rejoin", trainer, step)
 
 
 class RemoteTables(RemoteHost[TableShards]):

@@ -19,6 +19,7 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.routes import BatchIds, Finish, Item, Items, Route, make_routes
 from hybrid.embedding.spec import InputSpec, Pooling, TableSpec
+from hybrid.errors import DataError
 from hybrid.update import Purpose, Ticket
 
 
@@ -155,7 +156,7 @@ class Embeddings:
                 backward pass must reach every lookup exactly once.
 
         Raises:
-            ValueError: an id is not a row of its table, a feature that is not multi-hot has other than
+            DataError: an id is not a row of its table, a feature that is not multi-hot has other than
                 one id in a sample, or weights meet a pooling other than sum.
         """
         ids = BatchIds(sparse)
@@ -197,7 +198,7 @@ class Embeddings:
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):
-            raise ValueError(
+            raise DataError(
                 f"the batch has {sparse.num_features} sparse features, not {len(self._features)}"
             )
         limits_L = torch.repeat_interleave(self._num_rows_K, ids.counts_K)
@@ -205,7 +206,7 @@ class Embeddings:
         if outside_L.any():
             first = int(outside_L.nonzero()[0])
             k = int((ids.counts_K.cumsum(0) <= first).sum())
-            raise ValueError(
+            raise DataError(
                 f"feature {self._features[k].name}: id {int(sparse.ids_L[first])} is not a row of table "
                 f"{self._tables[k].name} ({self._tables[k].num_rows} rows)"
             )
@@ -214,8 +215,8 @@ class Embeddings:
             wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
             if wrong_KB.any():
                 k, sample = wrong_KB.nonzero()[0].tolist()
-                raise ValueError(
+                raise DataError(
                     f"feature {self._features[k].name}: sample {sample} must hold exactly one id"
                 )
         if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
-            raise ValueError("per-sample weights need sum pooling of every table")
+            raise DataError("per-sample weights need sum pooling of every table")

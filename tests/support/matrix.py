@@ -193,20 +193,26 @@ class Outcome:
     staleness: Staleness
 
 
-def train_case(cluster: Cluster, case: Case, make_batches: MakeBatches | None = None) -> Outcome:
+def train_case(
+    cluster: Cluster, case: Case, make_batches: MakeBatches | None = None, rounds: int = 1
+) -> Outcome:
     """Train a case to its end; runs in the master's process.
 
     Args:
         make_batches: instead of the case's own.
+        rounds: how often the batches are gone through.
     """
     names = [[] if net is None else [name for name, _ in net.named_parameters()] for net in case.nets()]
     session = Session(cluster.topology, case.config, case.input_spec, STEPS)
     try:
         start = {part: rows for part, rows in snapshot(session).items() if part.kind == VALUE}
-        reports = session.train_on(make_batches or case.batches, 0)
+        losses: list[float] = []
+        skipped = [0] * case.trainers
+        for _ in range(rounds):
+            reports = session.train_on(make_batches or case.batches, len(losses))
+            losses += [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
+            skipped = [count + r.skipped_steps for count, r in zip(skipped, reports, strict=True)]
         end = snapshot(session, *names)
-        losses = [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
-        skipped = [report.skipped_steps for report in reports]
         return Outcome(losses, skipped, start, end, session.take_staleness())
     finally:
         session.close()

@@ -117,13 +117,17 @@ class TestEnds:
             with pytest.raises(ClusterError, match=r"^trainer 1 sent gradients of step 2 after its end$"):
                 give(each, 1, 2)
 
-    def test_an_end_may_be_taken_back(self) -> None:
+    @pytest.mark.parametrize("is_told_first", [False, True])
+    def test_a_trainer_may_rejoin_while_earlier_steps_are_under_way(self, is_told_first: bool) -> None:
         applied: Applied = []
         with barrier(2, applied.append) as each:
             each.finish(1, 0)
+            if is_told_first:
+                each.rejoin(1, 1)
             give(each, 0, 0)
             answer(when(each, 1, nothing))
-            each.finish(1, None)
+            if not is_told_first:
+                each.rejoin(1, 1)
             give(each, 0, 1)
             updated = when(each, 2, nothing)
             assert not is_done(updated)

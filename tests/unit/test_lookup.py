@@ -16,7 +16,7 @@ from hybrid.embedding.placement import plan
 from hybrid.embedding.routes import Item
 from hybrid.embedding.shard import LocalTables, TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, DataError
 from hybrid.update import Purpose, Ticket, UpdateRules
 
 SGD = OptimizerSpec("sgd", 0.5)
@@ -199,7 +199,7 @@ def test_an_empty_batch_takes_part_in_the_step(purpose: Purpose) -> None:
 def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
     try:
-        with pytest.raises(ValueError, match=f"feature b: id {bad} is not a row of table b \\(11 rows\\)"):
+        with pytest.raises(DataError, match=f"feature b: id {bad} is not a row of table b \\(11 rows\\)"):
             tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), TICKET)
         assert all(host.version == 0 for host in tables.hosts.values())
     finally:
@@ -209,7 +209,7 @@ def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
 def test_weights_with_mean_pooling_are_refused() -> None:
     tables = Tables([table("a", pooling=Pooling.MEAN)], [FeatureSpec("a", 11, True)], 1)
     try:
-        with pytest.raises(ValueError, match="weights need sum pooling"):
+        with pytest.raises(DataError, match="weights need sum pooling"):
             tables.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
     finally:
         tables.close()
@@ -233,7 +233,7 @@ def test_a_feature_that_is_not_multi_hot_holds_exactly_one_id(bags: list[list[in
     """Two ids here and none there would otherwise pass for one each, of the wrong samples."""
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11, True), FeatureSpec("b", 11)], 2)
     try:
-        with pytest.raises(ValueError, match=r"^feature b: sample \d must hold exactly one id$"):
+        with pytest.raises(DataError, match=r"^feature b: sample \d must hold exactly one id$"):
             tables.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), TICKET)
         assert len(tables.embeddings.lookup(SparseFeatures.from_bags([[], []]), TICKET).wait()) == 0
     finally:

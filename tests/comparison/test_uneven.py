@@ -1,0 +1,78 @@
+"""Trainers with batches of their own: more on some than on others, again and again, or wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.cluster import CaseError, Clusters
+from support.matrix import STEPS, Case, train_case
+
+from hybrid.batch import Batch
+from workers.snapshot import reference_snapshot
+
+ROUNDS = 3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
+        Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
+        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_trainers_that_ended_go_on_with_more_batches(case: Case, clusters: Clusters) -> None:
+    outcome = clusters.get(3, 2).run(train_case, case, rounds=ROUNDS)
+    reference = case.reference(outcome.start)
+    losses = []
+    for _ in range(ROUNDS):
+        reference.see_all_updates()
+        losses += [reference.step(shares) for shares in case.shares()]
+    torch.testing.assert_close(outcome.losses, losses, rtol=1e-12, atol=1e-12)
+    assert len(losses) == ROUNDS * STEPS
+    for part, tensor in reference_snapshot(reference).items():
+        torch.testing.assert_close(outcome.end[part], tensor, rtol=1e-12, atol=1e-12, msg=str(part))
+
+
+def none(trainer: int) -> list[Batch]:
+    return []
+
+
+def test_no_batches_at_all_are_no_steps(clusters: Clusters) -> None:
+    outcome = clusters.get(3, 2).run(train_case, Case(trainers=3, workers=2), none)
+    assert outcome.losses == []
+    assert [
+        part for part, rows_RD in outcome.start.items() if not torch.equal(outcome.end[part], rows_RD)
+    ] == []
+
+
+def too_narrow(trainer: int) -> list[Batch]:
+    return [batch._replace(dense_features=batch.dense_features[:, :1]) for batch in Case().batches(trainer)]
+
+
+def of_fewer_samples(trainer: int) -> list[Batch]:
+    return [batch._replace(labels=batch.labels[1:]) for batch in Case().batches(trainer)]
+
+
+def with_an_unknown_id(trainer: int) -> list[Batch]:
+    (first, *others) = Case().batches(trainer)
+    first.sparse_features.ids_L[6] = 99  # of the second feature
+    return [first, *others]
+
+
+@pytest.mark.parametrize(
+    ("make_batches", "message"),
+    [
+        (too_narrow, "a batch of 6 labels has dense features of shape [6, 1], not [6, 2]"),
+        (of_fewer_samples, "a batch of 5 labels has dense features of shape [6, 2], not [5, 2], and sparse"),
+        (with_an_unknown_id, "feature b: id 99 is not a row of table bc (12 rows)"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_wrong_batch_is_refused_before_it_is_sent(
+    make_batches: object, message: str, clusters: Clusters
+) -> None:
+    with pytest.raises(CaseError) as caught:
+        clusters.get(1, 1).run(train_case, Case(trainers=1, workers=1), make_batches)  # type: ignore[arg-type]
+    assert message in str(caught.value)

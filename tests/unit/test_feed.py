@@ -1,0 +1,298 @@
+"""The feed of steps: when lookups start, what they ask for, and how a trainer's data end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.clock import StepClock
+from hybrid.embedding.lookup import Embeddings, Nothing, PendingLookup
+from hybrid.feed import Feed, StepInput, evened
+from hybrid.update import Purpose, Ticket, UpdateMode
+
+TRAINER = 3
+ANY_MODE = pytest.mark.parametrize("mode", list(UpdateMode))
+IN_TIME = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+
+
+def batch(number: int, size: int = 2, *, ended: bool = False) -> Batch:
+    """A batch that is known by its labels."""
+    sparse = SparseFeatures(torch.zeros(size, dtype=torch.int64), None, None, 1)
+    return Batch(torch.zeros(size, 1), sparse, torch.full((size,), float(number)), size, ended)
+
+
+END = Batch.empty(1, 1)._replace(ended=True)
+
+
+class Word:
+    def wait(self) -> None:
+        """Told at once."""
+
+
+class Log:
+    """Embeddings, a worker and a source of batches that write down what happens, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.tickets: list[Ticket] = []
+
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket) -> PendingLookup:
+        self.tickets.append(ticket)
+        self.events.append(f"look up {ticket.step}")
+        return Nothing(ticket.step)  # as wide as the step's number
+
+    def nothing(self) -> PendingLookup:
+        self.events.append("look up nothing")
+        return Nothing(0)
+
+    def send_finish(self, trainer: int, step: int) -> Word:
+        assert trainer == TRAINER
+        self.events.append(f"ends at {step}")
+        return Word()
+
+    def send_rejoin(self, trainer: int, step: int) -> Word:
+        assert trainer == TRAINER
+        self.events.append(f"is back at {step}")
+        return Word()
+
+    def reading(self, *batches: Batch) -> Iterator[Batch]:
+        for each in batches:
+            self.events.append("read")
+            yield each
+
+    def feed(self, mode: UpdateMode, parts: int = 1) -> Feed:
+        return Feed(cast(Embeddings, self), [self], TRAINER, mode, parts, StepClock())
+
+    def compute(self, steps: Iterator[StepInput]) -> StepInput:
+        """One step as train_step takes it: each micro-batch starts its lookup, or has had it started."""
+        current = next(steps)
+        for micro in current.micro_batches:
+            micro.start()
+            self.events.append(f"compute {micro.ticket.step}")
+        return current
+
+    def take(self) -> list[str]:
+        taken, self.events = self.events, []
+        return taken
+
+
+@pytest.fixture
+def log() -> Log:
+    return Log()
+
+
+class TestOrder:
+    @IN_TIME
+    def test_a_step_is_looked_up_when_its_time_comes(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode)
+        feed.begin(log.reading(batch(0), batch(1)), 5)
+        log.compute(feed)
+        assert log.take() == ["read", "look up 5", "compute 5"]
+        log.compute(feed)
+        assert log.take() == ["read", "look up 6", "compute 6"]
+
+    def test_pipelined_the_next_step_is_looked_up_first(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.PIPELINED)
+        feed.begin(log.reading(*map(batch, range(4))), 5)
+        log.compute(feed)
+        assert log.take() == ["read", "read", "look up 5", "read", "look up 6", "compute 5"]
+        log.compute(feed)
+        assert log.take() == ["read", "look up 7", "compute 6"]
+        log.compute(feed)
+        assert log.take() == ["look up 8", "compute 7"]
+        log.compute(feed)
+        assert log.take() == ["compute 8"]
+
+    @ANY_MODE
+    def test_each_step_gets_the_batch_and_the_vectors_of_its_own(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode)
+        feed.begin(log.reading(*map(batch, range(4))), 5)
+        for step, current in enumerate(feed, 5):
+            (micro,) = current.micro_batches
+            assert micro.batch.labels.tolist() == current.batch.labels.tolist() == [step - 5.0] * 2
+            assert micro.start().wait().shape == (0, step)
+
+    @ANY_MODE
+    def test_a_stream_may_end_and_another_begin(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode)
+        assert list(feed) == []
+        for first in (0, 2):
+            feed.begin(log.reading(batch(0), batch(1)), first)
+            log.take()
+            steps = [log.compute(feed).micro_batches[0].ticket.step for _ in range(2)]
+            assert steps == [first, first + 1]
+            with pytest.raises(StopIteration):
+                next(feed)
+
+    def test_beginning_anew_drops_what_was_looked_up_ahead(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.PIPELINED)
+        feed.begin(log.reading(*map(batch, range(9))), 0)
+        log.compute(feed)
+        feed.begin(log.reading(batch(40), batch(41)), 20)
+        assert log.compute(feed).batch.labels.tolist() == [40.0] * 2
+        assert log.tickets[-2:] == [prefetched(20, 20, True), prefetched(21, 20, False)]
+
+
+def prefetched(step: int, version: int, followed: bool, part: int = 0) -> Ticket:
+    return Ticket(TRAINER, step, version, part, Purpose.PREFETCH, followed)
+
+
+class TestTickets:
+    @IN_TIME
+    def test_a_step_sees_all_updates_before_it(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(batch(0), batch(1)), 5)
+        for _ in range(2):
+            log.compute(feed)
+        assert log.tickets == [Ticket(TRAINER, step, step, part) for step in (5, 6) for part in (0, 1)]
+
+    def test_pipelined_a_step_lacks_the_last_update_and_the_last_is_not_followed(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.PIPELINED, parts=2)
+        feed.begin(log.reading(*map(batch, range(3))), 5)
+        for _ in range(3):
+            log.compute(feed)
+        expected = [(5, 5, True), (6, 5, True), (7, 6, False)]
+        assert log.tickets == [prefetched(*each, part) for each in expected for part in (0, 1)]
+
+    def test_a_single_step_is_not_followed(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.PIPELINED)
+        feed.begin(log.reading(batch(0)), 0)
+        log.compute(feed)
+        assert log.tickets == [prefetched(0, 0, False)]
+
+    @ANY_MODE
+    def test_the_dense_side_sees_all_updates_before_its_step(self, log: Log, mode: UpdateMode) -> None:
+        """A remote dense net is never ahead, whatever the tables are."""
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(*map(batch, range(3))), 5)
+        tickets = [micro.ticket for current in feed for micro in current.micro_batches]
+        assert tickets == [Ticket(TRAINER, step, step, part) for step in (5, 6, 7) for part in (0, 1)]
+
+    def test_micro_batches_are_the_parts_of_the_batch(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.SYNC, parts=3)
+        feed.begin(log.reading(batch(0, size=5)), 0)
+        assert [len(micro.batch.labels) for micro in log.compute(feed).micro_batches] == [2, 2, 1]
+
+
+class TestEnds:
+    """A trainer that has run out of samples while others go on."""
+
+    @IN_TIME
+    def test_it_is_announced_once_and_looks_nothing_up(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode)
+        feed.begin(log.reading(batch(0), END, END), 5)
+        for _ in range(3):
+            log.compute(feed)
+        nothing = ["read", "look up nothing"]
+        assert log.take() == [
+            *["read", "look up 5", "compute 5"],
+            *["read", "ends at 6", "look up nothing", "compute 6"],
+            *[*nothing, "compute 7"],
+        ]
+
+    def test_pipelined_it_is_announced_before_its_last_step_is_computed(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.PIPELINED)
+        feed.begin(log.reading(batch(0), batch(1), END, END), 5)
+        log.compute(feed)
+        assert log.tickets == [prefetched(5, 5, True), prefetched(6, 5, False)]
+        log.take()
+        for _ in range(3):
+            log.compute(feed)
+        assert log.take() == [
+            *["read", "ends at 7", "compute 6"],
+            *["look up nothing", "compute 7"],
+            *["look up nothing", "compute 8"],
+        ]
+        assert len(log.tickets) == 2
+
+    @ANY_MODE
+    def test_a_trainer_without_any_sample_ends_at_once(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(END, END), 5)
+        for _ in range(2):
+            assert len(log.compute(feed).micro_batches) == 2
+        assert log.events.count("ends at 5") == 1
+        assert log.tickets == []
+
+    @ANY_MODE
+    def test_it_is_back_when_it_begins_anew(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode)
+        feed.begin(log.reading(END), 0)
+        log.compute(feed)
+        log.take()
+        feed.begin(log.reading(batch(0), END), 1)
+        for _ in range(2):
+            log.compute(feed)
+        assert [event for event in log.take() if "end" in event or "back" in event] == [
+            "is back at 1",
+            "ends at 2",
+        ]
+        feed.begin(log.reading(batch(0)), 3)
+        feed.begin(log.reading(batch(0)), 3)
+        assert log.take() == ["is back at 3"]
+
+    def test_a_trainer_that_never_ended_is_not_announced(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.SYNC)
+        feed.begin(log.reading(batch(0)), 0)
+        log.compute(feed)
+        feed.begin(log.reading(batch(0)), 1)
+        log.compute(feed)
+        assert log.take() == ["read", "look up 0", "compute 0", "read", "look up 1", "compute 1"]
+
+
+def test_the_time_for_data_and_lookups_is_counted(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    clock, phases = StepClock(), []
+    phase = clock.phase
+
+    def noted(name: str) -> Any:
+        phases.append(name)
+        return phase(name)
+
+    monkeypatch.setattr(clock, "phase", noted)
+    feed = Feed(cast(Embeddings, log), [log], TRAINER, UpdateMode.PIPELINED, 1, clock)
+    feed.begin(log.reading(batch(0), batch(1)), 0)
+    log.compute(feed)
+    assert phases == ["data", "data", "lookup", "data", "lookup"]
+
+
+class Others:
+    """A process group whose other trainers have batches of ``sizes``, step by step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: list[list[int]]) -> None:
+        self._sizes = iter(sizes)
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, tensor: torch.Tensor, group: Others) -> None:
+        assert group is self
+        sizes = next(self._sizes)
+        tensor += torch.tensor([len(sizes), sum(sizes)])
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        ([2, 2], [[2], [2], []], [(2, 4, False), (2, 4, False)]),
+        ([3, 1], [[2, 5], [4], []], [(3, 10, False), (1, 5, False)]),
+        ([2], [[2], [3], [1], []], [(2, 4, False), (0, 3, True), (0, 1, True)]),
+        ([], [[2], []], [(0, 2, True)]),
+        ([2], [[], []], [(2, 2, False)]),
+        ([0], [[4], []], [(0, 4, False)]),  # no samples, but not its end
+        ([0, 2], [[0], [3], []], [(0, 0, False), (2, 5, False)]),  # nor that of all
+        ([], [[]], []),
+    ],
+)
+def test_batches_are_evened_to_the_end_of_all_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[int],
+    others: list[list[int]],
+    expected: list[tuple[int, int, bool]],
+) -> None:
+    group = cast(dist.ProcessGroup, Others(monkeypatch, others))
+    batches = iter([batch(number, size) for number, size in enumerate(own)])
+    made = list(evened(batches, Batch.empty(1, 1), group, torch.device("cpu")))
+    assert [(len(b.labels), b.global_size, b.ended) for b in made] == expected

@@ -1,0 +1,306 @@
+"""A dense net that several trainers share, without RPC: its steps equal those of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from support.shards import PATIENCE_SECONDS, evaluate, train
+from torch import Tensor, nn
+
+from hybrid import checkpoint
+from hybrid.checkpoint import Manifest
+from hybrid.config import ScheduleSection
+from hybrid.dense.optimizer import make_optimizer
+from hybrid.dense.remote import NetHost
+from hybrid.errors import CheckpointError, NonFiniteError
+from hybrid.schedule import Schedule
+from hybrid.update import Ticket, UpdateMode, UpdateRules
+
+RATE = 0.1
+SIZE, WIDTH = 5, 3
+
+
+def make_net(between: nn.Module | None = None) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(WIDTH, 4), between or nn.Tanh(), nn.Linear(4, 2))
+
+
+def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + trainer)
+    return torch.randn(size, WIDTH, generator=generator).requires_grad_()
+
+
+@contextmanager
+def hosting(rules: UpdateRules, net: nn.Module | None = None, optimizer: str = "SGD") -> Iterator[NetHost]:
+    net = net or make_net()
+    host = NetHost(net, make_optimizer(net.parameters(), optimizer, RATE), rules)
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def pass_through(host: NetHost, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+    """One trainer's forward and backward pass; the gradient of ``hidden_BH``."""
+    host.call(ticket, hidden_BH).wait().square().sum().backward()
+    assert hidden_BH.grad is not None
+    return hidden_BH.grad
+
+
+class Plain:
+    """The same net in one process: gradients accumulate in ``.grad``, trainer by trainer."""
+
+    def __init__(self, optimizer: str = "SGD") -> None:
+        self.net = make_net()
+        self._optimizer = make_optimizer(self.net.parameters(), optimizer, RATE)
+
+    def step(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """One step; the gradients of the inputs."""
+        self._optimizer.zero_grad()
+        for hidden_BH in inputs:
+            self.net(hidden_BH).square().sum().backward()
+        self._optimizer.step()
+        return [hidden_BH.grad for hidden_BH in inputs if hidden_BH.grad is not None]
+
+
+def assert_same_bits(host: NetHost, plain: Plain) -> None:
+    for ours, theirs in zip(host.net.parameters(), plain.net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("num_trainers", [1, 3])
+def test_the_gradients_of_all_trainers_are_one_step_bit_for_bit(num_trainers: int, optimizer: str) -> None:
+    plain = Plain(optimizer)
+    with hosting(UpdateRules(num_trainers), optimizer=optimizer) as host:
+        for step in range(4):
+            arrivals = [(step + t) % num_trainers for t in range(num_trainers)]
+            grads = {t: pass_through(host, train(step, t), hidden(step, t)) for t in arrivals}
+            expected = plain.step([hidden(step, t) for t in range(num_trainers)])
+            assert all(torch.equal(grads[t], grad_BH) for t, grad_BH in enumerate(expected))
+        host.barrier.drain()
+        assert host.version == 4
+        assert_same_bits(host, plain)
+        staleness = host.take_staleness()
+        assert (staleness.count, staleness.total) == (4 * num_trainers, 0)
+
+
+def test_micro_batches_are_one_step_bit_for_bit() -> None:
+    plain = Plain()
+    with hosting(UpdateRules(2, parts=2)) as host:
+        for trainer, part in ((1, 0), (0, 0), (0, 1), (1, 1)):
+            pass_through(host, Ticket(trainer, 0, 0, part), hidden(part, trainer))
+        host.barrier.drain()
+        plain.step([hidden(part, trainer) for trainer in range(2) for part in range(2)])
+        assert_same_bits(host, plain)
+
+
+def test_a_trainer_without_samples_takes_part_in_the_step() -> None:
+    plain = Plain("Adam")
+    with hosting(UpdateRules(2), optimizer="Adam") as host:
+        assert pass_through(host, train(0, 1), hidden(0, size=0)).shape == (0, WIDTH)
+        pass_through(host, train(0, 0), hidden(0))
+        host.barrier.drain()
+        plain.step([hidden(0)])
+        assert_same_bits(host, plain)
+
+
+class Meeting(nn.Module):
+    """A layer that does nothing, but notices where two calls of the net are in it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._barrier = threading.Barrier(2)
+        self.num_met = 0
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        try:
+            self._barrier.wait(timeout=0.05)
+            self.num_met += 1
+        except threading.BrokenBarrierError:  # nobody else is in here
+            self._barrier.reset()
+        return hidden_BH.tanh()
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+def test_calls_at_the_same_time_do_not_mix(mode: UpdateMode) -> None:
+    """Each call puts parameters of its own in the place of the net's."""
+    meeting = Meeting()
+    net = make_net(meeting)
+    parameters = list(net.parameters())
+    with hosting(UpdateRules(2, mode), net) as host, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(host.forward, train(0, t), hidden(0, t)) for t in range(2)]
+        outputs = [call.result(PATIENCE_SECONDS) for call in calls]
+        assert meeting.num_met == 0
+        assert all(ours is first for ours, first in zip(net.parameters(), parameters, strict=True))
+        for output in outputs:
+            output.square().sum().backward()
+        host.barrier.drain()
+        assert host.version == (1 if mode is UpdateMode.SYNC else 2)  # each gradient found its way
+
+
+def test_trainers_in_threads_train_as_one_process_bit_for_bit() -> None:
+    num_trainers, num_steps = 4, 20
+    plain = Plain("Adam")
+    with hosting(UpdateRules(num_trainers), optimizer="Adam") as host:
+
+        def run(trainer: int) -> None:
+            for step in range(num_steps):
+                hidden_BH = hidden(step, trainer)
+                host.call(train(step, trainer), hidden_BH).wait().square().sum().backward()
+
+        with ThreadPoolExecutor(num_trainers) as pool:
+            for running in [pool.submit(run, trainer) for trainer in range(num_trainers)]:
+                running.result(6 * PATIENCE_SECONDS)
+        host.barrier.drain()
+        for step in range(num_steps):
+            plain.step([hidden(step, t) for t in range(num_trainers)])
+        assert_same_bits(host, plain)
+
+
+def test_out_of_step_a_pass_keeps_the_weights_it_began_with() -> None:
+    plain = Plain()
+    with hosting(UpdateRules(2, UpdateMode.ASYNC)) as host:
+        hidden_BH = hidden(0)
+        output = host.call(train(0), hidden_BH).wait()
+        pass_through(host, train(0, 1), hidden(5))
+        host.barrier.drain()
+        assert host.version == 1
+        output.square().sum().backward()
+        host.barrier.drain()
+        (expected,) = plain.step([hidden(0)])
+        assert hidden_BH.grad is not None
+        assert torch.equal(hidden_BH.grad, expected)
+        staleness = host.take_staleness()
+        assert (staleness.count, staleness.total, staleness.largest) == (2, 1, 1)
+
+
+class TestPrediction:
+    def test_it_is_of_the_net_in_evaluation_and_records_nothing(self) -> None:
+        norm = nn.BatchNorm1d(4)
+        net = make_net(norm)
+        with hosting(UpdateRules(1), net) as host:
+            pass_through(host, train(0), hidden(0))
+            assert norm.running_mean is not None
+            statistics = norm.running_mean.clone()
+            assert statistics.any()
+            predicted = host.call(evaluate(1), hidden(1)).wait()
+            assert not predicted.requires_grad
+            assert torch.equal(norm.running_mean, statistics)
+            assert torch.equal(predicted, net.eval()(hidden(1)))
+            host.call(train(1), hidden(2)).wait()
+            assert not torch.equal(norm.running_mean, statistics)
+
+    def test_it_waits_for_the_updates_that_it_must_see(self) -> None:
+        with hosting(UpdateRules(1)) as host:
+            predicted = host.call(evaluate(1), hidden(1))
+            assert not predicted.done()
+            pass_through(host, train(0), hidden(0))
+            plain = Plain()
+            plain.step([hidden(0)])
+            assert torch.equal(predicted.wait(), plain.net(hidden(1)))
+
+
+class TestCheckpoints:
+    @staticmethod
+    def run(host: NetHost, first: int, num_steps: int) -> None:
+        for step in range(first, first + num_steps):
+            pass_through(host, train(step), hidden(step))
+
+    @staticmethod
+    def save(host: NetHost, folder: Path, step: int) -> Path:
+        partial = checkpoint.begin(folder)
+        host.save(partial)
+        return checkpoint.commit(partial, Manifest(step, 0, {}, {}, {}))
+
+    @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
+    def test_training_goes_on_from_one_bit_for_bit(self, tmp_path: Path, optimizer: str) -> None:
+        with hosting(UpdateRules(1), optimizer=optimizer) as straight:
+            self.run(straight, 0, 3)
+            folder = self.save(straight, tmp_path / "step-3", 3)  # waits for the update under way
+            self.run(straight, 3, 3)
+            other = make_net()
+            nn.init.zeros_(next(other.parameters()))
+            with hosting(UpdateRules(1), other, optimizer) as resumed:
+                resumed.load(folder, 3)
+                assert resumed.version == 3
+                self.run(resumed, 3, 3)
+                for host in (straight, resumed):
+                    host.barrier.drain()
+                for ours, theirs in zip(resumed.net.parameters(), straight.net.parameters(), strict=True):
+                    assert torch.equal(ours, theirs)
+
+    def test_it_is_refused_where_it_is_of_another_net(self, tmp_path: Path) -> None:
+        with hosting(UpdateRules(1)) as host, hosting(UpdateRules(1), nn.Linear(WIDTH, 1)) as other:
+            folder = self.save(host, tmp_path / "step-0", 0)
+            with pytest.raises(CheckpointError, match=f"^{folder}: is of another model"):
+                other.load(folder, 0)
+
+    def test_saving_waits_for_the_update_under_way(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with hosting(UpdateRules(1)) as host, ThreadPoolExecutor(1) as pool:
+            under_way, may_end, step = threading.Event(), threading.Event(), host.optimizer.step
+
+            def slow_step(*args: object) -> None:
+                under_way.set()
+                assert may_end.wait(PATIENCE_SECONDS)
+                step(*args)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(host.optimizer, "step", slow_step)
+            pass_through(host, train(0), hidden(0))
+            assert under_way.wait(PATIENCE_SECONDS)
+            saving = pool.submit(host.save, tmp_path)
+            assert not wait([saving], timeout=0.02).done
+            may_end.set()
+            saving.result(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, None])
+def test_a_step_is_scaled_or_dropped_as_decided(scale: float | None) -> None:
+    with hosting(UpdateRules(2, decided=True)) as host:
+        before = [p.detach().clone() for p in host.net.parameters()]
+        for trainer in (1, 0):
+            pass_through(host, train(0, trainer), hidden(0, trainer))
+        plain = Plain()
+        plain.step([hidden(0), hidden(0, 1)])
+        gradients = [p.grad for p in plain.net.parameters() if p.grad is not None]
+        total_norm = torch.nn.utils.get_total_norm(gradients)
+        assert host.norm(0).wait() == pytest.approx(float(total_norm.square()))
+        host.decide(0, scale)
+        host.barrier.drain()
+        assert host.version == 1
+        for ours, start, gradient in zip(host.net.parameters(), before, gradients, strict=True):
+            torch.testing.assert_close(start - ours, RATE * (scale or 0.0) * gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_a_scheduled_rate_is_that_of_the_step() -> None:
+    schedule = Schedule(ScheduleSection(kind="step", decay_every=1, decay_factor=0.5))
+    with hosting(UpdateRules(1, schedule=schedule), nn.Linear(WIDTH, 1, bias=False)) as host:
+        (weight,) = host.net.parameters()
+        for step in range(3):
+            before = weight.detach().clone()
+            host.call(train(step), torch.ones(1, WIDTH)).wait().sum().backward()
+            host.barrier.drain()
+            torch.testing.assert_close(before - weight, torch.full((1, WIDTH), RATE * 0.5**step))
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_gradient_that_is_not_finite_names_its_parameter(is_checked: bool) -> None:
+    with hosting(UpdateRules(1, check_finite=is_checked)) as host:
+        output = host.call(train(0), hidden(0)).wait()
+        (torch.nan * output).sum().backward()
+        if is_checked:
+            message = r"^step 0: the gradient of the remote net's 0.weight is not finite$"
+            with pytest.raises(NonFiniteError, match=message):
+                host.barrier.drain()
+        else:
+            host.barrier.drain()
+            assert host.version == 1
