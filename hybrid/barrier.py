@@ -171,9 +171,9 @@ class UpdateBarrier(Generic[Contribution]):
     def rejoin(self, trainer: int, step: int) -> None:
         """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
         with self._changed:
-            first, _ = self._absences[trainer].pop()
-            past = [absence for absence in self._absences[trainer] if absence[1] > self._version]
-            self._absences[trainer] = [*past, (first, step)]
+            # None of those that are over, nor any after a restart, which has ended them.
+            current = [(first, again) for first, again in self._absences[trainer] if again > self._version]
+            self._absences[trainer] = [(first, min(again, step)) for first, again in current]
 
     def fail(self, reason: str) -> None:
         """Let everybody who waits here, now and later, know that the run has failed elsewhere."""

@@ -135,6 +135,32 @@ class TestEnds:
             answer(updated)
         assert applied == [["t0s0"], ["t0s1", "t1s1"]]
 
+    def test_a_trainer_may_end_and_rejoin_again_and_again(self) -> None:
+        applied: Applied = []
+        with barrier(2, applied.append) as each:
+            for end, again in ((0, 1), (2, 4)):
+                each.finish(1, end)
+                each.rejoin(1, again)
+            for step in range(5):
+                give(each, 0, step)
+                updated = when(each, step + 1, nothing)
+                if step in (1, 4):
+                    assert not is_done(updated)
+                    give(each, 1, step)
+                answer(updated)
+        assert [len(contributions) for contributions in applied] == [1, 2, 1, 1, 2]
+
+    def test_a_trainer_that_ended_before_a_restart_may_rejoin(self) -> None:
+        with barrier(2, ignore) as each:
+            each.finish(1, 1)
+            each.restart(4)
+            each.rejoin(1, 4)
+            give(each, 0, 4)
+            updated = when(each, 5, nothing)
+            assert not is_done(updated)
+            give(each, 1, 4)
+            answer(updated)
+
     def test_where_all_have_ended_nothing_is_updated(self) -> None:
         with barrier(2, ignore) as each:
             for trainer in range(2):
