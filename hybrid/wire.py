@@ -139,11 +139,14 @@ class Pending:
 
         Raises:
             RemoteError: the call raised an exception.
+            RuntimeError: what the answer waited for has failed; :func:`_failure` makes it readable.
             LostError: no answer came within the call's timeout, or the connection broke.
         """
         try:
             value = self._future.wait()
         except RuntimeError as error:
+            if _IN_CALLBACK in str(error):  # it did answer, with an exception
+                raise
             raise LostError(self.role, first_line(error)) from error
         if isinstance(value, Failure):
             raise RemoteError(self.role, value)
@@ -227,18 +230,17 @@ def create(role: Role, cls: type[Owned], *args: Any, timeout_seconds: float) -> 
 
 
 def create_module(role: Role, cls: type[nn.Module], *args: Any) -> rpc.RRef[Any]:
-    """Construct a module on ``role`` as a ``RemoteModule``; the reference to it.
+    """Construct a module on ``role`` as a ``RemoteModule``; the reference to it, once it is there.
 
     Raises:
-        ClusterError: its constructor raised an exception, or the role did not answer.
+        RemoteError: its constructor raised an exception.
+        LostError: the role did not answer.
     """
-    try:
-        return RemoteModule(f"{role.rpc_name}/cpu", cls, args).get_module_rref()
-    except Exception as error:  # RPC rethrows some remote exceptions by their own type
-        raised_there, _, told = str(error).partition("):\n")
-        if raised_there.startswith("On WorkerInfo("):
-            raise ClusterError(f"{role}: {told.splitlines()[0]}") from error
-        raise LostError(role, first_line(error)) from error
+    # It calls what it is given, and returns at once: what is raised there would show at the first use.
+    remote = RemoteModule(f"{role.rpc_name}/cpu", _construct_module, (cls, args))  # type: ignore[arg-type]
+    rref = remote.get_module_rref()
+    Pending(role, rpc.rpc_async(role.rpc_name, _await_module, args=(rref,))).wait()
+    return rref
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending:
@@ -291,6 +293,26 @@ def _construct(role: Role, cls: type[Any], args: tuple[Any, ...]) -> Any:
         return Remote(role, rpc.RRef(cls(*args)))
     except Exception as error:  # comes back as a value
         return _failure(error)
+
+
+class _Unbuilt(nn.Module):
+    """In the place of a module whose constructor has failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
+
+
+def _construct_module(cls: type[nn.Module], args: tuple[Any, ...]) -> nn.Module:
+    try:
+        return cls(*args)
+    except Exception as error:  # comes back as a value
+        return _Unbuilt(_failure(error))
+
+
+def _await_module(rref: rpc.RRef[nn.Module]) -> Failure | None:
+    module = rref.local_value()
+    return module.failure if isinstance(module, _Unbuilt) else None
 
 
 def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:

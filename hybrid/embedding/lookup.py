@@ -113,8 +113,36 @@ class _SendBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
-        ctx.send([grad.contiguous() for grad in grads])  # type: ignore[attr-defined]
+        ctx.send([_packed(grad) for grad in grads])  # type: ignore[attr-defined]
         return (None, None, *(None for _ in grads))
+
+
+class _OfNoSamples:
+    """One worker's answer to a lookup for no samples, whose gradients RPC can send."""
+
+    def __init__(self, answer: PendingTensors) -> None:
+        self._answer = answer
+
+    def wait(self) -> list[Tensor]:
+        return list(_Pack.apply(*self._answer.wait()))  # type: ignore[no-untyped-call]
+
+
+class _Pack(torch.autograd.Function):
+    """The identity, whose backward pass makes gradients fit to be sent."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_packed(grad) for grad in grads)
+
+
+def _packed(grad: Tensor) -> Tensor:
+    # RPC ends the process when it meets an empty view that starts beyond its storage, as columns of
+    # the gradient of no samples do.
+    return grad.contiguous() if grad.numel() else grad.new_empty(grad.shape)
 
 
 class Embeddings:
@@ -168,6 +196,8 @@ class Embeddings:
         }
         if ticket.purpose is Purpose.PREFETCH:
             answers = {w: _Prefetched(a, partial(self._send_back, w, ticket)) for w, a in answers.items()}
+        elif ticket.purpose is Purpose.TRAIN and not ids.batch_size:
+            answers = {w: _OfNoSamples(a) for w, a in answers.items()}
         return _Vectors(answers, finishes)
 
     def nothing(self) -> PendingLookup:
@@ -198,9 +228,7 @@ class Embeddings:
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):
-            raise DataError(
-                f"the batch has {sparse.num_features} sparse features, not {len(self._features)}"
-            )
+            raise DataError(f"the batch has {sparse.num_features} sparse features, not {len(self._features)}")
         limits_L = torch.repeat_interleave(self._num_rows_K, ids.counts_K)
         outside_L = (sparse.ids_L < 0) | (sparse.ids_L >= limits_L)
         if outside_L.any():
@@ -215,8 +243,6 @@ class Embeddings:
             wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
             if wrong_KB.any():
                 k, sample = wrong_KB.nonzero()[0].tolist()
-                raise DataError(
-                    f"feature {self._features[k].name}: sample {sample} must hold exactly one id"
-                )
+                raise DataError(f"feature {self._features[k].name}: sample {sample} must hold exactly one id")
         if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
             raise DataError("per-sample weights need sum pooling of every table")

@@ -15,7 +15,18 @@ from hybrid.config import RunConfig
 from hybrid.config_file import describe, load_config
 from workers.cli import main
 
-COMMANDS = ["launch", "compare", "run", "master", "trainer", "worker", "plan", "evaluate", "predict", "config"]
+COMMANDS = [
+    "launch",
+    "compare",
+    "run",
+    "master",
+    "trainer",
+    "worker",
+    "plan",
+    "evaluate",
+    "predict",
+    "config",
+]
 # Runs a command, then says which slow modules it has imported.
 SPY = """
 import sys

@@ -1,8 +1,8 @@
-"""A remote dense net that several trainers share: the step of one may fall into the pass of another."""
+"""A remote dense net across RPC: gradients of the caller's input and of the net's own parameters."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,41 +10,84 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
-from hybrid.dense.optimizer import make_optimizer
+from hybrid.dense.remote import NetHost
 from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
-
-class TwoLayers(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+RATE = 0.5
 
 
-def gradients(net: wire.RemoteNet, hidden_BH: Tensor) -> Tensor:
-    """The gradient of ``hidden_BH``, with a step of another trainer between the two passes."""
-    hidden_BH = hidden_BH.clone().requires_grad_()
-    with dist_autograd.context() as context, ThreadPoolExecutor(1) as other_trainer:
-        output_BH = net(hidden_BH)
-        other_trainer.submit(one_step, net).result(10)
-        dist_autograd.backward(context, [output_BH.sum()])
+def two_layers() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+class TwoLayers(NetHost):
+    def __init__(self, rules: UpdateRules) -> None:
+        net = two_layers()
+        super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
+
+
+@pytest.fixture
+def remote(request: pytest.FixtureRequest) -> Iterator[wire.RemoteNet]:
+    """A net that two trainers share."""
+    rules = UpdateRules(2, request.param, timeout_seconds=5.0)
+    net = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, rules))
+    yield net
+    net.call("close").wait()
+
+
+def hidden(seed: int) -> Tensor:
+    return torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def train(net: wire.RemoteNet, trainer: int, step: int, hidden_BH: Tensor) -> Tensor:
+    """One trainer's part of a step; the gradient of ``hidden_BH``."""
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [net(Ticket(trainer, step, step), hidden_BH).square().sum()])
         return dist_autograd.get_gradients(context)[hidden_BH]
 
 
-def one_step(net: wire.RemoteNet) -> None:
-    optimizer = net.optimizer(make_optimizer, "SGD", 0.5)
+def predict(net: wire.RemoteNet, step: int) -> Tensor:
+    with torch.no_grad():
+        return net(Ticket(0, step, step, purpose=Purpose.PREDICT), hidden(99))
+
+
+@pytest.mark.parametrize("remote", [UpdateMode.SYNC, UpdateMode.PIPELINED], indirect=True)
+def test_trainers_take_one_step_together_as_one_process_bit_for_bit(remote: wire.RemoteNet) -> None:
+    plain = two_layers()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
+    for step in range(4):
+        inputs = [hidden(2 * step + trainer) for trainer in range(2)]
+        for hidden_BH in inputs:
+            plain(hidden_BH).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for trainer in (1, 0):
+            gradient = train(remote, trainer, step, hidden(2 * step + trainer))
+            expected = inputs[trainer].grad
+            assert expected is not None
+            assert torch.equal(gradient, expected)
+        assert torch.equal(predict(remote, step + 1), plain(hidden(99)))
+
+
+@pytest.mark.parametrize("remote", [UpdateMode.ASYNC], indirect=True)
+def test_out_of_step_a_pass_keeps_the_weights_it_began_with(remote: wire.RemoteNet) -> None:
+    """The step of one trainer falls between the passes of another."""
+    hidden_BH, expected = hidden(1), hidden(1)
+    two_layers()(expected).square().sum().backward()
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [net(torch.ones(2, 3)).sum()])
-        optimizer.step(context)
-
-
-def test_a_pass_keeps_the_weights_it_began_with() -> None:
-    net = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers))
-    plain = TwoLayers()
-    plain.load_state_dict(net.remote().call("state_dict").wait())
-    hidden_BH = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    plain(hidden_BH).sum().backward()
-    assert hidden_BH.grad is not None
-    assert torch.equal(gradients(net, hidden_BH.detach()), hidden_BH.grad)
-    stepped = net.remote().call("state_dict").wait()
-    assert not torch.equal(stepped["2.bias"], plain.state_dict()["2.bias"])  # has a gradient for any weights
+        output = remote(Ticket(0, 0, 0), hidden_BH)
+        host: NetHost = remote.local_value()
+        host.call(Ticket(1, 0, 0), hidden(2)).wait().square().sum().backward()
+        host.barrier.drain()
+        assert host.version == 1
+        dist_autograd.backward(context, [output.square().sum()])
+        gradient = dist_autograd.get_gradients(context)[hidden_BH]
+    assert expected.grad is not None
+    assert torch.equal(gradient, expected.grad)
+    host.barrier.drain()
+    assert host.version == 2

@@ -6,16 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
+from torch.distributed.nn import RemoteModule
+from torch.distributed.optim import DistributedOptimizer
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.dense.optimizer import make_optimizer
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.update import UpdateMode
 from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -32,32 +33,34 @@ class StockTable(nn.EmbeddingBag):
         return super().forward(ids_B, torch.arange(len(ids_B)))
 
 
-def test_one_trainer_moves_the_same_rows_the_same_way() -> None:
+@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
+def test_one_trainer_moves_the_same_rows_the_same_way(purpose: Purpose) -> None:
     table = TableSpec("t", ROWS, DIM, Pooling.SUM, ("t",), OptimizerSpec("sgd", RATE), 0.5)
     placement = plan([table], 1)
-    rref = wire.create_module(MASTER, TableShards, placement, 0, 1, UpdateMode.SYNC, 10.0)
-    ours = wire.RemoteTables(MASTER, rref)
+    ours = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, placement, 0, UpdateRules(1)))
     ours.call("initialise", 5).wait()
     rows_RD = ours.local_value().shard_tensors(placement.shards[0])["weight"]
     spec = InputSpec((), (FeatureSpec("t", ROWS),))
     embeddings = Embeddings([table], spec, placement, {0: ours})
-    stock = wire.RemoteNet(MASTER, wire.create_module(MASTER, StockTable, rows_RD))
-    optimizer = stock.optimizer(make_optimizer, "SGD", RATE)
+    stock = RemoteModule(f"{MASTER.rpc_name}/cpu", StockTable, (rows_RD,))
+    with pytest.warns(DeprecationWarning, match="TorchScript"):
+        optimizer = DistributedOptimizer(torch.optim.SGD, stock.remote_parameters(), lr=RATE)
     before_RD = rows_RD.clone()
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         ids_B = torch.randint(0, ROWS, (6,), generator=generator)
         target_BD = torch.randn(6, DIM, generator=generator)
+        ids, ticket = SparseFeatures(ids_B, None, None, 1), Ticket(0, step, step, purpose=purpose)
         with dist_autograd.context() as context:
-            pooled_BD = embeddings.lookup(SparseFeatures(ids_B, None, None, 1), step).wait()
-            loss = (pooled_BD - target_BD).square().mean()
-            stock_loss = (stock(ids_B) - target_BD).square().mean()
+            loss = (embeddings.lookup(ids, ticket).wait() - target_BD).square().mean()
+            stock_loss = (stock.forward(ids_B) - target_BD).square().mean()
             dist_autograd.backward(context, [loss, stock_loss])
             optimizer.step(context)
         torch.testing.assert_close(loss, stock_loss)
     every_row = SparseFeatures(torch.arange(ROWS), None, None, 1)
-    embeddings.lookup(every_row, STEPS, train=False).wait()  # once the last update is applied
+    # Answered once the last update is applied.
+    embeddings.lookup(every_row, Ticket(0, STEPS, STEPS, purpose=Purpose.PREDICT)).wait()
     ours.call("close").wait()
-    stock_RD = stock.remote().call("state_dict").wait()["weight"]
-    torch.testing.assert_close(rows_RD, stock_RD)
+    stock_RD = stock.get_module_rref().local_value().weight
+    torch.testing.assert_close(rows_RD, stock_RD.detach())
     assert not torch.equal(rows_RD, before_RD)

@@ -1,8 +1,11 @@
-"""Training over RPC of a process with itself equals plain torch, bit for bit."""
+"""Training over RPC of a process with itself equals plain torch: bit for bit, or in float64 to 1e-12."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,28 +16,37 @@ from torch import Tensor, nn
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
-from hybrid.dense.ddp import DdpMode, parallelise
+from hybrid.dense.ddp import DdpMode, Replica
 from hybrid.dense.nets import DenseNet
-from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
+from hybrid.dense.optimizer import DenseOptimizer
+from hybrid.dense.remote import NetHost
 from hybrid.embedding.lookup import Embeddings
-from hybrid.embedding.placement import Placement, plan
+from hybrid.embedding.placement import plan
 from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.update import UpdateMode
+from hybrid.errors import NonFiniteError
+from hybrid.feed import Feed
+from hybrid.guard import Guard
 from hybrid.model import HybridModel
-from hybrid.step import ContextOptimizer, predict_step, train_step
+from hybrid.schedule import Schedule
+from hybrid.step import StepResult, predict_step, train_step
 from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
-STEPS = 50
+STEPS, FEW = 50, 8
+SIZE = 6
 RATE = 0.1
 ROWS = (7, 12)
 DIM = 4
+HIDDEN = 3 + 2 * DIM
 TABLES = [
     TableSpec(n, r, DIM, Pooling.SUM, (n,), OptimizerSpec("sgd", RATE), 0.5)
     for n, r in zip("ab", ROWS, strict=True)
 ]
+MULTI_HOT = pytest.mark.parametrize("multi_hot", [False, True], ids=["one id a sample", "bags"])
+TRAIN_MODES = pytest.mark.parametrize("mode", list(UpdateMode))
 
 
 class Concatenation(nn.Module):
@@ -42,123 +54,266 @@ class Concatenation(nn.Module):
         return torch.cat([bottom_BH, pooled_BE], dim=1)
 
 
-def dense_net(out: int = 1) -> DenseNet:
+def dense_net() -> DenseNet:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return DenseNet(nn.Linear(2, 3), Concatenation(), nn.Linear(3 + 2 * DIM, out))
+        return DenseNet(nn.Linear(2, 3), Concatenation(), nn.Linear(HIDDEN, 1))
 
 
-class Remote:
-    """The tables, across RPC, and a stub to look into them."""
+class RemoteLayer(NetHost):
+    def __init__(self, rules: UpdateRules, dtype: torch.dtype) -> None:
+        net = make_layer().to(dtype)
+        super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
 
-    def __init__(self, multi_hot: bool) -> None:
-        self.placement: Placement = plan(TABLES, 1)
-        rref = wire.create_module(MASTER, TableShards, self.placement, 0, 1, UpdateMode.SYNC, 10.0)
+
+def make_layer() -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        return nn.Linear(HIDDEN, HIDDEN)
+
+
+class Job:
+    """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
+
+    def __init__(
+        self, rules: UpdateRules, multi_hot: bool, dtype: torch.dtype, clip_norm: float | None, remote: bool
+    ) -> None:
+        self._placement = plan(TABLES, 1)
+        rref = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
         self.tables = wire.RemoteTables(MASTER, rref)
         self.tables.call("initialise", 5).wait()
         spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
-        self.embeddings = Embeddings(TABLES, spec, self.placement, {0: self.tables})
+        self.embeddings = Embeddings(TABLES, spec, self._placement, {0: self.tables})
+        self.remote_net: wire.RemoteNet | None = None
+        if remote:
+            layer = wire.create_module(MASTER, RemoteLayer, rules, dtype)
+            self.remote_net = wire.RemoteNet(MASTER, layer)
+        self.hosts: list[wire.RemoteHost[Any]] = [self.tables]
+        self.hosts += [self.remote_net] if self.remote_net else []
+        self.net, self.clock = dense_net(), StepClock()
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD
+        self.model = HybridModel(self.net, self.remote_net, dtype)
+        self._replica = Replica(self.model, DdpMode.OUTSIDE, group)
+        self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
+        skip = rules.decided and clip_norm is None
+        self._guard = Guard(clip_norm, skip, self.hosts, group, torch.device("cpu"))
+        self._feed = Feed(self.embeddings, [self.tables], 0, rules.mode, rules.parts, self.clock)
+
+    def train(self, batches: Sequence[Batch]) -> list[StepResult]:
+        """All steps, and the update of the last."""
+        self._feed.begin(iter(batches), 0)
+        results = [
+            train_step(self._replica, micros, self._optimizer, self._guard, step, self.clock)
+            for step, (_, micros) in enumerate(self._feed)
+        ]
+        self.predict(batches[0], len(batches))
+        return results
+
+    def predict(self, batch: Batch, step: int) -> Tensor:
+        ticket = Ticket(0, step, step, purpose=Purpose.PREDICT)
+        return predict_step(self.model, self.embeddings, batch, ticket, self.clock)
 
     def rows(self) -> list[Tensor]:
         shards = self.tables.local_value()
-        return [shards.shard_tensors(s)["weight"] for s in self.placement.shards]
+        return [shards.shard_tensors(s)["weight"] for s in self._placement.shards]
+
+    def parameters(self) -> list[Tensor]:
+        """Of every side: tables, local net, remote net."""
+        remote = self.remote_net.local_value().parameter_list if self.remote_net else []
+        return [*self.rows(), *self.net.parameters(), *remote]
 
 
-@pytest.fixture(params=[False, True], ids=["one id a sample", "bags"])
-def remote(request: pytest.FixtureRequest) -> Iterator[Remote]:
-    made = Remote(request.param)
-    yield made
-    made.tables.call("close").wait()
+@contextmanager
+def running(
+    rules: UpdateRules,
+    *,
+    multi_hot: bool = False,
+    dtype: torch.dtype = torch.float32,
+    clip_norm: float | None = None,
+    remote: bool = False,
+) -> Iterator[tuple[Job, Plain]]:
+    """A job, and the same in plain torch."""
+    job = Job(rules, multi_hot, dtype, clip_norm, remote)
+    plain = Plain(job.rows(), dtype, clip_norm, make_layer() if remote else nn.Identity())
+    try:
+        yield job, plain
+    finally:
+        for host in job.hosts:
+            host.call("close").wait()
 
 
-def batches(multi_hot: bool) -> list[Batch]:
-    generator = torch.Generator().manual_seed(11)
-    made = []
-    for _ in range(STEPS):
-        lengths = [1] * 6 if not multi_hot else [0, 1, 2, 3, 1, 0]
-        bags = [[torch.randint(0, r, (n,), generator=generator).tolist() for n in lengths] for r in ROWS]
-        sparse = SparseFeatures.from_bags(bags)
-        if not multi_hot:
-            sparse = sparse._replace(offsets=None)
-        labels = torch.randint(0, 2, (6,), generator=generator).float()
-        made.append(Batch(torch.randn(6, 2, generator=generator), sparse, labels, 6))
-    return made
+class Plain:
+    """One process of plain torch: dense gradients, whole batches, no RPC."""
 
+    def __init__(
+        self, rows: list[Tensor], dtype: torch.dtype, clip_norm: float | None, between: nn.Module
+    ) -> None:
+        self.tables = [rows_RD.clone().requires_grad_() for rows_RD in rows]
+        self.net, self._between = dense_net().to(dtype), between.to(dtype)
+        self._dtype = dtype
+        self._clip_norm = clip_norm
+        self.num_clipped = 0
+        self._optimizer = torch.optim.SGD(self.parameters(), lr=RATE)
 
-def plain_losses(
-    batches: Sequence[Batch], rows: list[Tensor], net: nn.Module, between: nn.Module
-) -> list[float]:
-    """Losses of plain torch, training ``rows``, ``net`` and ``between`` in place."""
-    tables = [row.clone().requires_grad_() for row in rows]
-    optimizer = torch.optim.SGD([*tables, *net.parameters(), *between.parameters()], lr=RATE)
-    losses = []
-    for batch in batches:
+    def parameters(self) -> list[Tensor]:
+        return [*self.tables, *self.net.parameters(), *self._between.parameters()]
+
+    def train(self, batches: Sequence[Batch], delay: int = 0) -> list[float]:
+        """Losses; each step reads the rows as they were ``delay`` updates before."""
+        losses, history = [], [[table.detach().clone() for table in self.tables]]
+        for step, batch in enumerate(batches):
+            seen = [rows_RD.clone().requires_grad_() for rows_RD in history[max(0, step - delay)]]
+            loss = self._loss(batch, seen)
+            self._optimizer.zero_grad()
+            loss.backward()
+            for table, rows_RD in zip(self.tables, seen, strict=True):
+                table.grad = rows_RD.grad
+            if self._clip_norm is not None:
+                norm = nn.utils.clip_grad_norm_(self.parameters(), self._clip_norm)
+                self.num_clipped += int(norm > self._clip_norm)
+            self._optimizer.step()
+            losses.append(loss.item())
+            history.append([table.detach().clone() for table in self.tables])
+        return losses
+
+    def _loss(self, batch: Batch, tables: Sequence[Tensor]) -> Tensor:
         size = len(batch.labels)
-        offsets = batch.sparse_features.offsets
+        ids, offsets, _, _ = batch.sparse_features
         offsets = torch.arange(2 * size + 1) if offsets is None else offsets
-        ids = batch.sparse_features.ids_L
         halves = (offsets[: size + 1], offsets[size:])
         pooled = [
             F.embedding_bag(ids[h[0] : h[-1]], t, h - h[0], mode="sum", include_last_offset=True)
             for h, t in zip(halves, tables, strict=True)
         ]
-        assert isinstance(net, DenseNet)
-        hidden = net.interaction(net.bottom(batch.dense_features), torch.cat(pooled, 1))
-        logits = net.head(between(hidden)).view(-1)
-        loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    for row, table in zip(rows, tables, strict=True):
-        row.copy_(table.detach())
-    return losses
+        bottom = self.net.bottom(batch.dense_features.to(self._dtype))
+        hidden = self._between(self.net.interaction(bottom, torch.cat(pooled, 1)))
+        logits = self.net.head(hidden).view(-1)
+        return F.binary_cross_entropy_with_logits(logits, batch.labels.to(self._dtype))
 
 
-def test_it_equals_plain_sgd_bit_for_bit(remote: Remote, request: pytest.FixtureRequest) -> None:
-    multi_hot = "bags" in request.node.name
-    plain_rows = [rows.clone() for rows in remote.rows()]
-    plain_net, net = dense_net(), dense_net()
-    made = batches(multi_hot)
-    expected = plain_losses(made, plain_rows, plain_net, nn.Identity())
-    assert dist.group.WORLD is not None
-    model = parallelise(HybridModel(remote.embeddings, net), DdpMode.OUTSIDE, dist.group.WORLD)
-    optimizers = [DenseOptimizer(make_optimizer(net.parameters(), "SGD", RATE))]
-    clock = StepClock()
-    losses = [train_step(model, b, optimizers, step, clock).loss for step, b in enumerate(made)]
-    predict_step(model, made[0], STEPS, clock)  # waits for the last update
-    assert losses == expected
-    assert all(torch.equal(ours, plain) for ours, plain in zip(remote.rows(), plain_rows, strict=True))
-    for ours, plain in zip(net.state_dict().values(), plain_net.state_dict().values(), strict=True):
-        assert torch.equal(ours, plain)
-    seconds = clock.take()
-    assert all(seconds[phase] > 0 for phase in PHASES if phase != "data")
+def make_batches(multi_hot: bool) -> list[Batch]:
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for _ in range(STEPS):
+        lengths = [1] * SIZE if not multi_hot else [0, 1, 2, 3, 1, 0]
+        bags = [[torch.randint(0, r, (n,), generator=generator).tolist() for n in lengths] for r in ROWS]
+        sparse = SparseFeatures.from_bags(bags)
+        if not multi_hot:
+            sparse = sparse._replace(offsets=None)
+        labels = torch.randint(0, 2, (SIZE,), generator=generator).float()
+        made.append(Batch(torch.randn(SIZE, 2, generator=generator), sparse, labels, SIZE))
+    return made
 
 
-def make_remote_layer() -> nn.Linear:
-    with torch.random.fork_rng():
-        torch.manual_seed(9)
-        return nn.Linear(3 + 2 * DIM, 3 + 2 * DIM)
+def losses_of(results: Sequence[StepResult]) -> list[float]:
+    return [result.loss for result in results]
 
 
-class RemoteLayer(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(make_remote_layer())
+def assert_same_bits(job: Job, plain: Plain) -> None:
+    for ours, theirs in zip(job.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("remote", [False], indirect=True)
-def test_a_remote_net_is_stepped_by_the_distributed_optimizer(remote: Remote) -> None:
-    plain_rows = [rows.clone() for rows in remote.rows()]
-    plain_net, net, plain_layer = dense_net(), dense_net(), make_remote_layer()
-    made = batches(multi_hot=False)
-    expected = plain_losses(made, plain_rows, plain_net, plain_layer)
-    remote_net = wire.RemoteNet(MASTER, wire.create_module(MASTER, RemoteLayer))
-    model = HybridModel(remote.embeddings, net, remote_net)
-    optimizers: list[ContextOptimizer] = [
-        DenseOptimizer(make_optimizer(net.parameters(), "SGD", RATE)),
-        remote_net.optimizer(make_optimizer, "SGD", RATE),
-    ]
-    losses = [train_step(model, b, optimizers, step, StepClock()).loss for step, b in enumerate(made)]
-    assert losses == expected
-    state = remote_net.remote().call("state_dict").wait()
-    assert torch.equal(state["0.weight"], plain_layer.weight)
+def assert_close(job: Job, plain: Plain) -> None:
+    """In float64, where only the order of sums differs."""
+    for ours, theirs in zip(job.parameters(), plain.parameters(), strict=True):
+        assert ours.dtype == torch.float64
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@MULTI_HOT
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote net"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_it_equals_plain_sgd_bit_for_bit(multi_hot: bool, remote: bool, dtype: torch.dtype) -> None:
+    made = make_batches(multi_hot)
+    with running(UpdateRules(1), multi_hot=multi_hot, remote=remote, dtype=dtype) as (job, plain):
+        assert losses_of(job.train(made)) == plain.train(made)
+        assert_same_bits(job, plain)
+        seconds = job.clock.take()
+        assert all(seconds[phase] > 0 for phase in PHASES)
+
+
+@MULTI_HOT
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote net"])
+def test_pipelined_it_equals_updates_delayed_by_one_step_bit_for_bit(multi_hot: bool, remote: bool) -> None:
+    """Rows lack the update of the step before; dense nets do not."""
+    made = make_batches(multi_hot)
+    rules = UpdateRules(1, UpdateMode.PIPELINED)
+    with running(rules, multi_hot=multi_hot, remote=remote) as (job, plain):
+        losses = losses_of(job.train(made))
+        assert losses == plain.train(made, delay=1)
+        assert_same_bits(job, plain)
+        staleness = job.tables.call("take_staleness").wait()
+        assert (staleness.count, staleness.total) == (STEPS, STEPS - 1)
+    with running(UpdateRules(1), multi_hot=multi_hot, remote=remote) as (_, plain):
+        assert losses != plain.train(made)
+
+
+@TRAIN_MODES
+@MULTI_HOT
+@pytest.mark.parametrize("parts", [1, SIZE + 1])
+def test_micro_batches_add_up_to_the_whole_batch(mode: UpdateMode, multi_hot: bool, parts: int) -> None:
+    """Of different sizes, and one of them empty, where a batch has fewer samples than parts."""
+    made = make_batches(multi_hot)[:FEW]
+    rules = UpdateRules(1, mode, parts)
+    with running(rules, multi_hot=multi_hot, dtype=torch.float64, remote=True) as (job, plain):
+        results = job.train(made)
+        expected = plain.train(made, delay=1 if mode is UpdateMode.PIPELINED else 0)
+        assert losses_of(results) == pytest.approx(expected, rel=1e-12)
+        assert_close(job, plain)
+        assert {len(result.logits) for result in results} == {SIZE}
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.PIPELINED])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_clipping_is_that_of_all_gradients_together(mode: UpdateMode, parts: int) -> None:
+    made = make_batches(multi_hot=True)[: 2 * FEW]
+    rules = UpdateRules(1, mode, parts, decided=True)
+    delay = 1 if mode is UpdateMode.PIPELINED else 0
+    with running(rules, multi_hot=True, dtype=torch.float64, remote=True, clip_norm=0.5) as (job, plain):
+        results = job.train(made)
+        assert losses_of(results) == pytest.approx(plain.train(made, delay), rel=1e-12)
+        assert_close(job, plain)
+        assert 0 < plain.num_clipped < len(made)
+        assert not any(result.is_skipped for result in results)
+
+
+BAD_STEP = 5
+
+
+def with_a_bad_batch() -> list[Batch]:
+    made = make_batches(multi_hot=False)[:FEW]
+    dense_BF = made[BAD_STEP].dense_features.clone()
+    dense_BF[2, 1] = math.nan
+    made[BAD_STEP] = made[BAD_STEP]._replace(dense_features=dense_BF)
+    return made
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_skipped_step_leaves_no_trace(parts: int) -> None:
+    made = with_a_bad_batch()
+    rules = UpdateRules(1, parts=parts, decided=True)
+    with running(rules, remote=True, dtype=torch.float64) as (job, plain):
+        results = job.train(made)
+        assert [step for step, result in enumerate(results) if result.is_skipped] == [BAD_STEP]
+        plain.train([*made[:BAD_STEP], *made[BAD_STEP + 1 :]])
+        assert_close(job, plain)
+
+
+def test_a_loss_that_is_not_finite_stops_training() -> None:
+    with running(UpdateRules(1)) as (job, _):
+        with pytest.raises(NonFiniteError, match=rf"^step {BAD_STEP}: the loss of trainer 0 is nan; "):
+            job.train(with_a_bad_batch())
+
+
+def test_prediction_needs_no_labels_and_changes_nothing() -> None:
+    made = make_batches(multi_hot=False)
+    with running(UpdateRules(1), remote=True) as (job, _):
+        job.train(made[:3])
+        before = [parameter.detach().clone() for parameter in job.parameters()]
+        first, unlabelled = made[0], made[0]._replace(labels=torch.empty(0))
+        predicted_B = job.predict(first, 3)
+        assert torch.equal(job.predict(unlabelled, 3), predicted_B)
+        assert not predicted_B.requires_grad
+        assert all(torch.equal(now, then) for now, then in zip(job.parameters(), before, strict=True))

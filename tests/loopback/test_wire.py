@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
+from collections.abc import Iterator
 
 import psutil
 import pytest
 import torch
+from torch import nn
+from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
+from hybrid.dense.remote import NetHost
+from hybrid.embedding.kernels import Bags
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
 from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
 release = threading.Event()
+built = threading.Event()
 
 
 class Service:
@@ -60,6 +71,35 @@ def test_any_other_error_names_role_and_type(service: wire.Remote[Service]) -> N
 def test_a_constructor_may_fail() -> None:
     with pytest.raises(wire.RemoteError, match="TypeError"):
         wire.create(MASTER, Service, "unwanted", timeout_seconds=5.0).wait()
+
+
+class Choosy(nn.Module):
+    """Takes its time, and then only what it likes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        release.wait(0.05)
+        if name == "mlp":
+            raise ConfigError("dense.net", "is not to my taste", name)
+        {"dlrm": built}[name].set()
+
+
+def test_a_module_is_there_once_it_is_created() -> None:
+    release.clear()
+    wire.create_module(MASTER, Choosy, "dlrm")
+    assert built.is_set()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mlp", r"^dense\.net = 'mlp': is not to my taste$"),
+        ("longer", r"^master on \S+: KeyError: 'longer'$"),
+    ],
+)
+def test_the_constructor_of_a_module_may_fail(name: str, message: str) -> None:
+    with pytest.raises(wire.RemoteError, match=message):
+        wire.create_module(MASTER, Choosy, name)
 
 
 def test_a_role_that_does_not_answer_is_lost(service: wire.Remote[Service]) -> None:
@@ -120,3 +160,73 @@ def scaled(
 
     threading.Thread(target=later).start()
     return future
+
+
+class Caller:
+    """A trainer's place: calls from here to a worker, whose errors the master is told."""
+
+    def __init__(self, tables: wire.RemoteTables, net: wire.RemoteNet) -> None:
+        self._tables = tables
+        self._net = net
+
+    def lookup(self, step: int) -> None:
+        self._tables.lookup(Ticket(0, step, step), [ONE_ROW]).wait()
+
+    def send(self, step: int) -> None:
+        """NaN as the gradient of rows that were looked up."""
+        ticket = Ticket(0, step, step, purpose=Purpose.PREFETCH)
+        self._tables.send_gradients(ticket, [torch.full((1, 2), torch.nan)]).wait()
+
+    def norm(self, step: int) -> None:
+        self._tables.ask_norm(step).wait()
+
+    def train_net(self, step: int) -> None:
+        with dist_autograd.context() as context_id:
+            output = self._net(Ticket(0, step, step), torch.full((1, 2), torch.nan))
+            dist_autograd.backward(context_id, [output.sum()])
+
+    def net_norm(self, step: int) -> None:
+        self._net.ask_norm(step).wait()
+
+
+ONE_ROW = (0, Bags(torch.tensor([1])))
+
+
+class SmallNet(NetHost):
+    def __init__(self, rules: UpdateRules) -> None:
+        net = nn.Linear(2, 2)
+        super().__init__(net, torch.optim.SGD(net.parameters(), lr=0.1), rules)
+
+
+@pytest.fixture
+def caller() -> Iterator[wire.Remote[Caller]]:
+    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
+    rules = UpdateRules(1, decided=True, check_finite=True, timeout_seconds=5.0)
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
+    tables.call("initialise", 1).wait()
+    for step in range(2):
+        tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
+    yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
+    for host in (tables, net):
+        host.call("close").wait()
+
+
+@pytest.mark.parametrize(
+    ("cause", "waiting", "later", "what"),
+    [
+        ("send", ["lookup", "norm"], ["lookup", "norm", "send"], "table t, row 1,"),
+        ("train_net", ["net_norm"], ["train_net", "net_norm"], "the remote net's weight"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after_it(
+    caller: wire.Remote[Caller], cause: str, waiting: list[str], later: list[str], what: str
+) -> None:
+    """Whether they were waiting for the next step already, or ask when this one has failed."""
+    calls = [caller.call(method, 1) for method in waiting]
+    caller.call(cause, 0).wait()
+    # The later calls only after those that waited have seen the failure.
+    for call in itertools.chain(calls, (caller.call(method, 1) for method in later)):
+        with pytest.raises(wire.RemoteError) as caught:
+            call.wait()
+        assert str(caught.value) == f"step 0: the gradient of {what} is not finite"

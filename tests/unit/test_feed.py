@@ -30,8 +30,13 @@ END = Batch.empty(1, 1)._replace(ended=True)
 
 
 class Word:
+    """Something told to a worker, which has heard it once somebody has waited for that."""
+
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
     def wait(self) -> None:
-        """Told at once."""
+        self._events.append("heard")
 
 
 class Log:
@@ -53,12 +58,12 @@ class Log:
     def send_finish(self, trainer: int, step: int) -> Word:
         assert trainer == TRAINER
         self.events.append(f"ends at {step}")
-        return Word()
+        return Word(self.events)
 
     def send_rejoin(self, trainer: int, step: int) -> Word:
         assert trainer == TRAINER
         self.events.append(f"is back at {step}")
-        return Word()
+        return Word(self.events)
 
     def reading(self, *batches: Batch) -> Iterator[Batch]:
         for each in batches:
@@ -191,7 +196,7 @@ class TestEnds:
         nothing = ["read", "look up nothing"]
         assert log.take() == [
             *["read", "look up 5", "compute 5"],
-            *["read", "ends at 6", "look up nothing", "compute 6"],
+            *["read", "ends at 6", "heard", "look up nothing", "compute 6"],
             *[*nothing, "compute 7"],
         ]
 
@@ -204,7 +209,7 @@ class TestEnds:
         for _ in range(3):
             log.compute(feed)
         assert log.take() == [
-            *["read", "ends at 7", "compute 6"],
+            *["read", "ends at 7", "heard", "compute 6"],
             *["look up nothing", "compute 7"],
             *["look up nothing", "compute 8"],
         ]
@@ -234,7 +239,7 @@ class TestEnds:
         ]
         feed.begin(log.reading(batch(0)), 3)
         feed.begin(log.reading(batch(0)), 3)
-        assert log.take() == ["is back at 3"]
+        assert log.take() == ["is back at 3", "heard"]
 
     def test_a_trainer_that_never_ended_is_not_announced(self, log: Log) -> None:
         feed = log.feed(UpdateMode.SYNC)

@@ -261,12 +261,17 @@ class FakeHost:
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
+        self.arrived: list[Tensor] = []  # gradients by the backward pass
         self.sent: list[tuple[Ticket, list[Tensor], Message]] = []
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         self.tickets.append(ticket)
         answer: Future[list[Tensor]] = Future()
-        answer.set_result([torch.zeros(len(bags.ids_L), 3) for _, bags in items])
+        results = [torch.zeros(len(bags.ids_L), 3) for _, bags in items]
+        if ticket.purpose is Purpose.TRAIN:
+            for result in results:
+                result.requires_grad_().register_hook(self.arrived.append)
+        answer.set_result(results)
         return answer
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Message:
@@ -316,6 +321,20 @@ class TestMessages:
     ) -> None:
         assert embeddings.nothing().wait().shape == (0, 3)
         assert host.tickets == []
+
+    @pytest.mark.parametrize("purpose", TRAINING)
+    def test_gradients_of_no_samples_start_within_their_storage(
+        self, host: FakeHost, purpose: Purpose
+    ) -> None:
+        """RPC ends the process where they do not, as columns of an empty matrix do not."""
+        tables = [table("a"), table("b")]
+        spec = InputSpec((), (FeatureSpec("a", 11, True), FeatureSpec("b", 11, True)))
+        embeddings = Embeddings(tables, spec, plan(tables, 1), {0: host})
+        ticket = Ticket(0, 0, 0, purpose=purpose)
+        pooled_BE = embeddings.lookup(SparseFeatures.from_bags([[], []]), ticket).wait()
+        torch.cat([torch.zeros(0, 4, requires_grad=True), pooled_BE], dim=1).square().sum().backward()
+        arrived = host.arrived if purpose is Purpose.TRAIN else host.sent[0][1]
+        assert [(tuple(g.shape), g.storage_offset()) for g in arrived] == [((0, 3), 0)]
 
     @pytest.mark.parametrize("purpose", list(Purpose))
     def test_only_what_is_trained_records_its_use(self, purpose: Purpose) -> None:

@@ -20,6 +20,7 @@ from hybrid.config import RunConfig, TrainSection
 from hybrid.config_file import load_config
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import Metrics
+from hybrid.update import Staleness
 from workers.report import RunFolder
 from workers.terminal import Progress
 
@@ -93,6 +94,15 @@ def test_every_line_is_on_disk_once_logged(folder: RunFolder) -> None:
         "phase_seconds": PHASE_SECONDS,
     }
     assert test == {"step": 10, **METRICS.as_dict()}
+
+
+def test_staleness_is_logged_where_there_is_any(folder: RunFolder) -> None:
+    folder.log_progress(dataclasses.replace(_progress(10), staleness=Staleness(8, 10, 3)))
+    folder.log_progress(_progress(20))
+    stale, fresh = _records(folder.path)
+    assert (stale["staleness_mean"], stale["staleness_largest"]) == (1.25, 3)
+    assert not any(key.startswith("staleness") for key in fresh)
+    assert _scalars(folder.path)["train/staleness_mean"] == [(10, 1.25)]
 
 
 def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:

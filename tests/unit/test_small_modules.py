@@ -23,6 +23,7 @@ from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.memory import available_memory_bytes
 from hybrid.schedule import Schedule
 from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.update import Staleness
 from workers import paths
 from workers.listener import listen
 
@@ -335,3 +336,11 @@ class TestDenseOptimizer:
         assert squared_norm([]) == 0.0
         assert squared_norm([torch.full((10,), 1e30)]) == pytest.approx(1e61)  # beyond float32
         assert math.isnan(squared_norm([torch.tensor([1.0, math.nan])]))
+
+
+class TestStaleness:
+    def test_parts_add_up(self) -> None:
+        whole = Staleness(2, 3, 2) + Staleness(1, 4, 4) + Staleness()
+        assert whole == Staleness(3, 7, 4)
+        assert whole.mean == pytest.approx(7 / 3)
+        assert Staleness().mean == 0.0

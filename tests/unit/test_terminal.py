@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hybrid.clock import PHASES
 from hybrid.metrics import Metrics
+from hybrid.update import Staleness
 from workers.terminal import Progress, Summary, TerminalView
 
 PROGRESS = Progress(
@@ -113,6 +114,17 @@ def test_unknown_numbers_say_so() -> None:
     assert "AUC unknown" in file.getvalue()
     assert "left unknown" in file.getvalue()
     assert "data 0%" in file.getvalue()
+
+
+def test_staleness_is_shown_where_there_is_any() -> None:
+    stale = dataclasses.replace(PROGRESS, staleness=Staleness(8, 10, 3))
+    view, file = _plain()
+    view.progress(stale)
+    assert "left 1:02:03  staleness 1.25 (at most 3)  data" in file.getvalue()
+    view, file = _terminal()
+    with view:
+        view.progress(stale)
+        assert "staleness 1.25 (at most 3)" in _screen(file.getvalue())[1]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""DDP around a trainer's net: the gradients of micro-batches add up, reduced once a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.nets import DenseNet
+from hybrid.model import HybridModel, MicroBatch
+from hybrid.update import Ticket
+
+pytestmark = pytest.mark.usefixtures("loopback")
+
+NUM_DENSE, WIDTH, SIZE = 2, 4, 7
+
+
+class Concatenation(nn.Module):
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        return torch.cat([bottom_BH, pooled_BE], dim=1)
+
+
+def dense_net() -> DenseNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head = nn.Sequential(nn.Linear(3 + WIDTH, 5), nn.ReLU(), nn.Linear(5, 1))
+        return DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), head)
+
+
+class Vectors:
+    """A lookup that is answered with values at hand."""
+
+    def __init__(self, pooled_BE: Tensor) -> None:
+        self.pooled_BE = pooled_BE
+
+    def start(self) -> Vectors:
+        return self
+
+    def wait(self) -> Tensor:
+        return self.pooled_BE
+
+
+def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:
+    """The parts of a batch of ``SIZE`` samples, each with its vectors; the last has none of them."""
+    generator = torch.Generator().manual_seed(step)
+    dense_BF = torch.randn(SIZE, NUM_DENSE, generator=generator)
+    whole = Batch.empty(NUM_DENSE, 0)._replace(dense_features=dense_BF, labels=torch.zeros(SIZE))
+    pooled_BE = torch.randn(SIZE, WIDTH, generator=generator)
+    batches = [*whole.split(max(1, num_parts - 1)), Batch.empty(NUM_DENSE, 0)][:num_parts]
+    vectors = pooled_BE.split([len(batch.labels) for batch in batches])
+    return [
+        MicroBatch(batch, Ticket(0, step, step, part), Vectors(pooled).start)
+        for part, (batch, pooled) in enumerate(zip(batches, vectors, strict=True))
+    ]
+
+
+def take_step(replica: Replica, micros: list[MicroBatch]) -> None:
+    for micro in micros:
+        is_last = micro is micros[-1]
+        with replica.reducing(is_last), dist_autograd.context() as context:
+            logits_B = replica.module(micro, StepClock())
+            dist_autograd.backward(context, [logits_B.square().sum()])
+            replica.collect(dist_autograd.get_gradients(context), is_last)
+
+
+@pytest.fixture
+def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all gradients that are reduced."""
+    sizes: list[int] = []
+    all_reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, **options: object) -> object:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dist, "all_reduce", noted)
+    return sizes
+
+
+def make_replica(mode: DdpMode) -> Replica:
+    assert dist.group.WORLD is not None
+    return Replica(HybridModel(dense_net()), mode, dist.group.WORLD)
+
+
+def num_values(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("mode", list(DdpMode))
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
+    mode: DdpMode, num_parts: int, reductions: list[int]
+) -> None:
+    replica, plain = make_replica(mode), HybridModel(dense_net())
+    head, whole = num_values(plain.net.head), num_values(plain)
+    num_reduced = {DdpMode.NONE: 0, DdpMode.INSIDE: head, DdpMode.OUTSIDE: whole}[mode]
+    for step in range(3):
+        micros = micro_batches(step, num_parts)
+        for micro in micros:
+            plain(micro, StepClock()).square().sum().backward()
+        reductions.clear()
+        take_step(replica, micros)
+        assert sum(reductions) == num_reduced  # once, however many parts
+        assert len(replica.gradients) == len(list(plain.parameters()))
+        parameters = dict(replica.stages.named_parameters())
+        for name, parameter in plain.net.named_parameters():
+            assert parameter.grad is not None
+            assert torch.equal(replica.gradients[parameters[name]], parameter.grad), name
+            assert parameters[name].grad is None
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("mode", list(DdpMode))
+def test_norms_are_those_of_the_shared_and_of_the_own_gradients(mode: DdpMode) -> None:
+    replica, plain = make_replica(mode), HybridModel(dense_net())
+    (micro,) = micros = micro_batches(0, 1)
+    plain(micro, StepClock()).square().sum().backward()
+    take_step(replica, micros)
+
+    def squared_norm(module: nn.Module) -> float:
+        return sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
+
+    shared = {DdpMode.NONE: 0.0, DdpMode.INSIDE: squared_norm(plain.net.head)}.get(mode, squared_norm(plain))
+    assert replica.squared_norms() == pytest.approx((shared, squared_norm(plain) - shared))
+    assert shared > 1.0 or mode is DdpMode.NONE
+
+
+def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
+    replica = make_replica(DdpMode.NONE)
+    take_step(replica, micro_batches(0, 1))
+    used = next(replica.stages.parameters())
+    replica.collect({used: torch.ones_like(used)}, is_last=True)
+    assert list(replica.gradients) == [used]
+
+
+@pytest.mark.parametrize("mode", list(DdpMode))
+def test_stages_are_named_as_without_ddp(mode: DdpMode) -> None:
+    assert make_replica(mode).stages.state_dict().keys() == dense_net().state_dict().keys()
