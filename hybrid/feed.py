@@ -77,13 +77,19 @@ class Feed:
 
     def begin(self, batches: Iterator[Batch], step: int) -> None:
         """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead."""
-        if self._has_ended:
-            self._has_ended = False
-            _await_all([host.send_rejoin(self._trainer, step) for host in self._hosts])
         self._batches = batches
         self._step = step
         self._upcoming: Batch | None = None  # read already, not looked up yet
         self._ahead: StepInput | None = None  # looked up already
+
+    def rejoin(self) -> None:
+        """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
+
+        Nobody may go on until every trainer has called this: one that did could miss this one's gradients.
+        """
+        if self._has_ended:
+            self._has_ended = False
+            _await_all([host.send_rejoin(self._trainer, self._step) for host in self._hosts])
 
     def __iter__(self) -> Iterator[StepInput]:
         return self

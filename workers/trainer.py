@@ -146,7 +146,9 @@ class Trainer:
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         own = self._checked(make_batches(self._index))
         self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
-        return self._train(self._feed, steps_before)
+        report = self._train(self._feed, steps_before)
+        self._feed.rejoin()
+        return report
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec = self._job.input_spec

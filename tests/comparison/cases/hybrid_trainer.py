@@ -100,6 +100,7 @@ class Trainer:
         self._feed.begin(evened(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
         for _, (micro,) in self._feed:
             self._step(micro)
+        self._feed.rejoin()
         gradients = self._replica.gradients
         return {name: gradients[p].clone() for name, p in self._replica.stages.named_parameters()}
 
