@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,12 +24,6 @@ from hybrid.config import TABLE_OPTIMIZERS
 from hybrid.embedding.kernels import Bags
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import CheckpointError
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as each:
-        yield each
 
 
 def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

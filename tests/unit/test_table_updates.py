@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -29,12 +28,6 @@ from hybrid.embedding.spec import Pooling
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.schedule import Schedule
 from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as each:
-        yield each
 
 
 def test_the_gradients_of_all_trainers_are_one_update() -> None:
