@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -232,12 +232,7 @@ class Embeddings:
         limits_L = torch.repeat_interleave(self._num_rows_K, ids.counts_K)
         outside_L = (sparse.ids_L < 0) | (sparse.ids_L >= limits_L)
         if outside_L.any():
-            first = int(outside_L.nonzero()[0])
-            k = int((ids.counts_K.cumsum(0) <= first).sum())
-            raise DataError(
-                f"feature {self._features[k].name}: id {int(sparse.ids_L[first])} is not a row of table "
-                f"{self._tables[k].name} ({self._tables[k].num_rows} rows)"
-            )
+            self._refuse_id(int(outside_L.nonzero()[0]), sparse, ids)
         if sparse.offsets is not None:
             one_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
             wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
@@ -246,3 +241,14 @@ class Embeddings:
                 raise DataError(f"feature {self._features[k].name}: sample {sample} must hold exactly one id")
         if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
             raise DataError("per-sample weights need sum pooling of every table")
+
+    def _refuse_id(self, position: int, sparse: SparseFeatures, ids: BatchIds) -> NoReturn:
+        """DataError for an id that is no row of its table, naming where it stands."""
+        ends_K = ids.counts_K.cumsum(0)
+        k = int((ends_K <= position).sum())
+        within = position - int(ends_K[k] - ids.counts_K[k])
+        sample = int((ids.offsets(k)[1:] <= within).sum())
+        raise DataError(
+            f"feature {self._features[k].name}, sample {sample}: id {int(sparse.ids_L[position])} is not a "
+            f"row of table {self._tables[k].name} ({self._tables[k].num_rows} rows)"
+        )

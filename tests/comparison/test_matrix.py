@@ -99,7 +99,7 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
         Case(
             trainers=3, optimizer="ftrl", features="max", update="pipelined", clip_norm=0.2, dtype="float32"
         ),
-        Case(trainers=3, ddp="none", micro_batches=2, dtype="float32", remote=True),
+        Case(trainers=2, ddp="none", micro_batches=2, dtype="float32", remote=True),
     ],
     ids=lambda case: case.name,
 )

@@ -57,7 +57,7 @@ def of_fewer_samples(trainer: int) -> list[Batch]:
 
 def with_an_unknown_id(trainer: int) -> list[Batch]:
     (first, *others) = Case().batches(trainer)
-    first.sparse_features.ids_L[6] = 99  # of the second feature
+    first.sparse_features.ids_L[6 + 4] = 99  # of the second feature, whose first id is that of sample 0
     return [first, *others]
 
 
@@ -66,7 +66,7 @@ def with_an_unknown_id(trainer: int) -> list[Batch]:
     [
         (too_narrow, "a batch of 6 labels has dense features of shape [6, 1], not [6, 2]"),
         (of_fewer_samples, "a batch of 5 labels has dense features of shape [6, 2], not [5, 2], and sparse"),
-        (with_an_unknown_id, "feature b: id 99 is not a row of table bc (12 rows)"),
+        (with_an_unknown_id, "feature b, sample 4: id 99 is not a row of table bc (12 rows)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

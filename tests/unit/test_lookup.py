@@ -199,9 +199,21 @@ def test_an_empty_batch_takes_part_in_the_step(purpose: Purpose) -> None:
 def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
     try:
-        with pytest.raises(DataError, match=f"feature b: id {bad} is not a row of table b \\(11 rows\\)"):
+        with pytest.raises(
+            DataError, match=f"feature b, sample 1: id {bad} is not a row of table b \\(11 rows\\)"
+        ):
             tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), TICKET)
         assert all(host.version == 0 for host in tables.hosts.values())
+    finally:
+        tables.close()
+
+
+def test_the_sample_of_a_wrong_id_among_bags_is_named() -> None:
+    bags = [[[1], [], [2, 3]], [[], [4, 5], [6, 11]]]
+    tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11, True), FeatureSpec("b", 11, True)], 1)
+    try:
+        with pytest.raises(DataError, match="feature b, sample 2: id 11 is not a row of table b"):
+            tables.embeddings.lookup(SparseFeatures.from_bags(bags), TICKET)
     finally:
         tables.close()
 
