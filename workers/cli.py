@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from hybrid.config import DTYPES, OWN_FUNCTION, RunConfig
 from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.paths import cache_folder, refuse_existing, run_path
+from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
 from workers.resume import resumed_config
 from workers.task import CompareTask, OwnTask, TrainTask
 
@@ -191,8 +190,8 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
     if config.train.update == "async":
         rule = "must be sync or pipelined: what async comes to depends on who is quick"
         raise ConfigError("train.update", rule, config.train.update)
-    with tempfile.TemporaryDirectory(prefix="hybrid-compare-") as folder:
-        launch(config, Path(folder), CompareTask(options.steps))
+    with scratch_logs("hybrid-compare-") as folder:
+        launch(config, folder, CompareTask(options.steps))
 
 
 def _run(options: argparse.Namespace, started_at: float) -> None:
@@ -201,8 +200,8 @@ def _run(options: argparse.Namespace, started_at: float) -> None:
     if not re.fullmatch(OWN_FUNCTION, options.function):
         raise ConfigError("FUNCTION", "must be module:function", options.function)
     config = _read_config(options)
-    with tempfile.TemporaryDirectory(prefix="hybrid-run-") as folder:
-        launch(config, Path(folder), OwnTask(options.function))
+    with scratch_logs("hybrid-run-") as folder:
+        launch(config, folder, OwnTask(options.function))
 
 
 def _role(options: argparse.Namespace, started_at: float) -> None:

@@ -124,7 +124,7 @@ class Comparison:
 
 
 def _table(found: Sequence[Difference]) -> Table:
-    """A line for each parameter: how far apart its values are, and its optimizer state."""
+    """A line for each parameter, the farthest last: how far apart its values and optimizer state are."""
     by_parameter: dict[str, list[Difference]] = {}
     for each in found:
         by_parameter.setdefault(each.part.parameter, []).append(each)
@@ -132,7 +132,7 @@ def _table(found: Sequence[Difference]) -> Table:
     table.add_column("largest difference of")
     for heading in ("value", "optimizer state", "share of what is allowed"):
         table.add_column(heading, justify="right")
-    for parameter, members in sorted(by_parameter.items(), key=lambda item: -_farthest(item[1])):
+    for parameter, members in sorted(by_parameter.items(), key=lambda item: _farthest(item[1])):
         value = max((m.largest for m in members if m.part.kind == VALUE), default=0.0)
         state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
         cells = [f"{number:.1e}" if number else "none" for number in (value, state)]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role
 
 RUNS = Path("runs")
@@ -44,6 +47,21 @@ def cache_folder(config: RunConfig) -> Path:
 def log_path(run: Path, role: Role) -> Path:
     """The log of one role, where the launcher started it."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
+
+
+@contextmanager
+def scratch_logs(prefix: str) -> Iterator[Path]:
+    """A folder for the logs of a cluster that leaves no run; it stays only where an error points to it."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    is_wanted = False
+    try:
+        yield folder
+    except HybridError as error:
+        is_wanted = str(folder) in str(error)
+        raise
+    finally:
+        if not is_wanted:
+            shutil.rmtree(folder)
 
 
 def own_command() -> str:

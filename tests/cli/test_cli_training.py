@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, run, settings
+from support.commands import COMMAND_SECONDS, ROOT, eventually, run, settings, started
 
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 SMALL = settings(
@@ -38,11 +38,29 @@ def test_compare_finds_the_same_in_one_process(tmp_path: Path) -> None:
     assert re.search(r"\d+ of \d+ tensors are the same bit for bit", ended.stdout)
 
 
-def test_compare_fails_where_the_results_differ(tmp_path: Path) -> None:
+def test_an_error_that_points_to_a_log_leaves_that_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with started(
+        ["compare", "--steps", 100_000, *SMALL, *settings(train={"epochs": 10_000})], tmp_path
+    ) as command:
+        assert eventually(lambda: "on the cluster" in command.stdout, COMMAND_SECONDS), command.stderr
+        command.role("worker 1").kill()
+        ended = command.wait()
+    log = re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; see (\S+worker-1.log)$", ended.stderr)
+    assert ended.code == 1
+    assert log is not None
+    assert Path(log[1]).is_file()
+
+
+def test_compare_fails_where_the_results_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "odd_net.py").write_text(ODD_NET)
     ended = run(["compare", "--steps", 2, *SMALL, *settings(dense={"net": "odd_net:build"})], tmp_path)
     assert ended.code == 1
     assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than \S+ \+ \S+ of", ended.stderr)
+    assert not list(tmp_path.glob("hybrid-compare-*"))
 
 
 @pytest.mark.parametrize(
