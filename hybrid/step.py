@@ -13,7 +13,7 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.ddp import Replica
+from hybrid.dense.ddp import DdpModel
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.lookup import Embeddings
 from hybrid.guard import Guard
@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    replica: Replica,
+    model: DdpModel,
     micro_batches: Sequence[MicroBatch],
     optimizer: DenseOptimizer,
     guard: Guard,
@@ -51,20 +51,20 @@ def train_step(
     losses, logits = [], []
     for micro in micro_batches:
         is_last = micro is micro_batches[-1]
-        with replica.reducing(is_last), dist_autograd.context() as context_id:
-            logits_B = replica.module(micro, clock)
+        with model.reducing(is_last), dist_autograd.context() as context_id:
+            logits_B = model.module(micro, clock)
             with clock.phase("dense"):
                 loss = _loss(logits_B, micro)
             with clock.phase("backward"):
                 dist_autograd.backward(context_id, [loss])
-                replica.collect(dist_autograd.get_gradients(context_id), is_last)
+                model.collect(dist_autograd.get_gradients(context_id), is_last)
         losses.append(loss.item())
         logits.append(logits_B.detach().cpu())
         guard.check_loss(step, losses[-1])
     with clock.phase("update"):
-        scale = guard.decide(step, sum(losses), *replica.squared_norms())
+        scale = guard.decide(step, sum(losses), *model.squared_norms())
         if scale is not None:
-            optimizer.step(step, replica.gradients, scale)
+            optimizer.step(step, model.gradients, scale)
     return StepResult(sum(losses), torch.cat(logits), scale is None)
 
 

@@ -18,7 +18,7 @@ from hybrid.clock import StepClock
 from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.device import choose_device
 from hybrid.dense.nets import build_dense_net
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
@@ -99,7 +99,7 @@ class Trainer:
         self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._replica = Replica(model, DdpMode(dense.ddp), self._group)
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._group)
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
@@ -157,28 +157,28 @@ class Trainer:
             yield batch
 
     def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
-        self._replica.module.train()
+        self._model.module.train()
         report = _ReportBuilder()
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
-            result = train_step(self._replica, micro_batches, self._optimizer, self._guard, step, self._clock)
+            result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
             report.add(result.logits, batch.labels, result.loss, result.is_skipped)
         return report.build(self._clock)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Report:
         """Predict this trainer's share of some steps of the test data."""
-        model = self._replica.module.eval()
+        module = self._model.module.eval()
         report = _ReportBuilder()
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._test_loader.batches(0, first_step) as stream:
             for batch in itertools.islice(stream, num_steps):
-                report.add(predict_step(model, self._embeddings, batch, ticket, clock), batch.labels)
+                report.add(predict_step(module, self._embeddings, batch, ticket, clock), batch.labels)
         return report.build(clock)
 
     def save(self, folder: Path) -> None:
         """Write the dense net and its optimizer into a checkpoint folder."""
         state = self._optimizer.optimizer.state_dict()
-        write_tensors(folder, DENSE_FILE, pack_dense(self._replica.stages.state_dict(), state))
+        write_tensors(folder, DENSE_FILE, pack_dense(self._model.stages.state_dict(), state))
 
     def load(self, folder: Path) -> None:
         """Take the dense net and its optimizer from a checkpoint.
@@ -187,7 +187,7 @@ class Trainer:
             CheckpointError: it is of another net.
         """
         net, state = unpack_dense(Checkpoint.open(folder).tensors(DENSE_FILE))
-        load_state(self._replica.stages, net, folder)
+        load_state(self._model.stages, net, folder)
         self._optimizer.load(state)
 
     def close(self) -> None:

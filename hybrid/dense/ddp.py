@@ -30,7 +30,7 @@ class DdpMode(StrEnum):
     OUTSIDE = "outside"
 
 
-class Replica:
+class DdpModel:
     """One trainer's model, with DDP around what ``mode`` says, and the gradients of its current step.
 
     Gradients of a step's micro-batches are added up here and reduced once, with those of the last one.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from comparison.cases.peers import (
     Compared,
-    hybrid_replica,
+    hybrid_model,
     local_vs_remote,
     on_all_trainers,
     sparse_gradients,
@@ -43,13 +43,13 @@ def check(of_trainers: list[list[Compared]], names: set[str], shared: set[str]) 
 
 
 def test_ddp_comparison(cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(hybrid_replica, False))
+    compared = cluster.run(on_all_trainers, partial(hybrid_model, False))
     assert [len(of_trainer) for of_trainer in compared] == [1, 1, 1, 1]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
 
 
 def test_ddp_comparison_uneven_inputs(cluster: RunningCluster) -> None:
-    compared = cluster.run(on_all_trainers, partial(hybrid_replica, True))
+    compared = cluster.run(on_all_trainers, partial(hybrid_model, True))
     assert [len(of_trainer) for of_trainer in compared] == [3, 3, 3, 3]
     check(compared, {"bottom.weight", "bottom.bias"}, {"bottom.weight", "bottom.bias"})
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
-from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.dense.remote import NetHost
@@ -94,7 +94,7 @@ class Job:
         assert dist.group.WORLD is not None
         group = dist.group.WORLD
         self.model = HybridModel(self.net, self.remote_net, dtype)
-        self._replica = Replica(self.model, DdpMode.OUTSIDE, group)
+        self._model = DdpModel(self.model, DdpMode.OUTSIDE, group)
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
         skip = rules.decided and clip_norm is None
         self._guard = Guard(clip_norm, skip, self.hosts, group, torch.device("cpu"))
@@ -104,7 +104,7 @@ class Job:
         """All steps, and the update of the last."""
         self._feed.begin(iter(batches), 0)
         results = [
-            train_step(self._replica, micros, self._optimizer, self._guard, step, self.clock)
+            train_step(self._model, micros, self._optimizer, self._guard, step, self.clock)
             for step, (_, micros) in enumerate(self._feed)
         ]
         self.predict(batches[0], len(batches))

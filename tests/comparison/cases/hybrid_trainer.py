@@ -6,7 +6,7 @@ there                    here
 RemoteEM                 :class:`Tables`, looked up by ``Embeddings``
 RemoteNet                :class:`Net`, called through ``wire.RemoteNet``
 fc1, torch.cat, fc2      bottom, interaction and head of a ``DenseNet``
-DdpMode, DDP             ``DdpMode`` and ``Replica``
+DdpMode, DDP             ``DdpMode`` and ``DdpModel``
 join                     ``evened`` batches: who has run out goes on empty
 Trainer                  :class:`Trainer`
 do_test_on_master        :func:`train`
@@ -29,7 +29,7 @@ from torch.distributed import autograd as dist_autograd
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.lookup import Embeddings
@@ -90,7 +90,7 @@ class Trainer:
         self._group = dist.group.WORLD
         net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
-        self._replica = Replica(HybridModel(net, remote_net), DdpMode(mode), self._group)
+        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), self._group)
         self._clock = StepClock()
         self._feed = Feed(embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
 
@@ -101,12 +101,12 @@ class Trainer:
         for _, (micro,) in self._feed:
             self._step(micro)
         self._feed.rejoin()
-        gradients = self._replica.gradients
-        return {name: gradients[p].clone() for name, p in self._replica.stages.named_parameters()}
+        gradients = self._model.gradients
+        return {name: gradients[p].clone() for name, p in self._model.stages.named_parameters()}
 
     def _step(self, micro: MicroBatch) -> None:
         with dist_autograd.context() as context:
-            output_B = self._replica.module(micro, self._clock)
+            output_B = self._model.module(micro, self._clock)
             values_B = micro.batch.labels
             # torch's test multiplies (B, 1) with (B,), an outer product.
             assert output_B.shape == values_B.shape
@@ -114,7 +114,7 @@ class Trainer:
             # gradients are summed; gradients that cancel in a mean cancel in a sum just so.
             loss = (output_B * values_B).sum() / micro.batch.global_size
             dist_autograd.backward(context, [loss])
-            self._replica.collect(dist_autograd.get_gradients(context), is_last=True)
+            self._model.collect(dist_autograd.get_gradients(context), is_last=True)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.embedding.lookup import Nothing
 from hybrid.feed import evened
@@ -87,29 +87,29 @@ class _BottomOnly(nn.Module):
         return bottom_BH
 
 
-def hybrid_replica(uneven: bool, index: int) -> list[Compared]:
-    """The project's ``Replica``; a trainer that has run out of inputs goes on with empty ones."""
+def hybrid_model(uneven: bool, index: int) -> list[Compared]:
+    """The project's ``DdpModel``; a trainer that has run out of inputs goes on with empty ones."""
     assert dist.group.WORLD is not None
     model = HybridModel(DenseNet(nn.Linear(2, 3), _BottomOnly(), nn.Identity()))
-    replica = Replica(model, DdpMode.OUTSIDE, dist.group.WORLD)
+    ddp_model = DdpModel(model, DdpMode.OUTSIDE, dist.group.WORLD)
     empty = Batch.empty(num_dense=2, num_sparse=0)
     own = (
         empty._replace(dense_features=x_BF, labels=torch.zeros(len(x_BF))) for x_BF in _inputs(index, uneven)
     )
     steps = evened(own, empty, dist.group.WORLD, torch.device("cpu"))
-    return [_compare_replica(replica, batch) for batch in steps]
+    return [_compare_ddp_model(ddp_model, batch) for batch in steps]
 
 
-def _compare_replica(replica: Replica, batch: Batch) -> Compared:
+def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     micro = MicroBatch(batch, Ticket(0, 0, 0), partial(Nothing, 0))
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [replica.module(micro, StepClock()).norm()])
-        replica.collect(dist_autograd.get_gradients(context), is_last=True)
-        named = replica.stages.named_parameters()
-        distributed = {name: replica.gradients[p].clone() for name, p in named}
-    replica.module.zero_grad()
-    replica.module(micro, StepClock()).norm().backward()
-    return distributed, _local_gradients(replica.stages)
+        dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
+        ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)
+        named = ddp_model.stages.named_parameters()
+        distributed = {name: ddp_model.gradients[p].clone() for name, p in named}
+    ddp_model.module.zero_grad()
+    ddp_model.module(micro, StepClock()).norm().backward()
+    return distributed, _local_gradients(ddp_model.stages)
 
 
 def sparse_gradients(index: int) -> list[Compared]:

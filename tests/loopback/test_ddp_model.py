@@ -10,7 +10,7 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.ddp import DdpMode, Replica
+from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.model import HybridModel, MicroBatch
 from hybrid.update import Ticket
@@ -59,13 +59,13 @@ def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:
     ]
 
 
-def take_step(replica: Replica, micros: list[MicroBatch]) -> None:
+def take_step(model: DdpModel, micros: list[MicroBatch]) -> None:
     for micro in micros:
         is_last = micro is micros[-1]
-        with replica.reducing(is_last), dist_autograd.context() as context:
-            logits_B = replica.module(micro, StepClock())
+        with model.reducing(is_last), dist_autograd.context() as context:
+            logits_B = model.module(micro, StepClock())
             dist_autograd.backward(context, [logits_B.square().sum()])
-            replica.collect(dist_autograd.get_gradients(context), is_last)
+            model.collect(dist_autograd.get_gradients(context), is_last)
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def make_replica(mode: DdpMode) -> Replica:
+def make_model(mode: DdpMode) -> DdpModel:
     assert dist.group.WORLD is not None
-    return Replica(HybridModel(dense_net()), mode, dist.group.WORLD)
+    return DdpModel(HybridModel(dense_net()), mode, dist.group.WORLD)
 
 
 def num_values(module: nn.Module) -> int:
@@ -96,7 +96,7 @@ def num_values(module: nn.Module) -> int:
 def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
     mode: DdpMode, num_parts: int, reductions: list[int]
 ) -> None:
-    replica, plain = make_replica(mode), HybridModel(dense_net())
+    model, plain = make_model(mode), HybridModel(dense_net())
     head, whole = num_values(plain.net.head), num_values(plain)
     num_reduced = {DdpMode.NONE: 0, DdpMode.INSIDE: head, DdpMode.OUTSIDE: whole}[mode]
     for step in range(3):
@@ -104,40 +104,40 @@ def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
         for micro in micros:
             plain(micro, StepClock()).square().sum().backward()
         reductions.clear()
-        take_step(replica, micros)
+        take_step(model, micros)
         assert sum(reductions) == num_reduced  # once, however many parts
-        assert len(replica.gradients) == len(list(plain.parameters()))
-        parameters = dict(replica.stages.named_parameters())
+        assert len(model.gradients) == len(list(plain.parameters()))
+        parameters = dict(model.stages.named_parameters())
         for name, parameter in plain.net.named_parameters():
             assert parameter.grad is not None
-            assert torch.equal(replica.gradients[parameters[name]], parameter.grad), name
+            assert torch.equal(model.gradients[parameters[name]], parameter.grad), name
             assert parameters[name].grad is None
         plain.zero_grad()
 
 
 @pytest.mark.parametrize("mode", list(DdpMode))
 def test_norms_are_those_of_the_shared_and_of_the_own_gradients(mode: DdpMode) -> None:
-    replica, plain = make_replica(mode), HybridModel(dense_net())
+    model, plain = make_model(mode), HybridModel(dense_net())
     (micro,) = micros = micro_batches(0, 1)
     plain(micro, StepClock()).square().sum().backward()
-    take_step(replica, micros)
+    take_step(model, micros)
 
     def squared_norm(module: nn.Module) -> float:
         return sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
 
     shared = {DdpMode.NONE: 0.0, DdpMode.INSIDE: squared_norm(plain.net.head)}.get(mode, squared_norm(plain))
-    assert replica.squared_norms() == pytest.approx((shared, squared_norm(plain) - shared))
+    assert model.squared_norms() == pytest.approx((shared, squared_norm(plain) - shared))
     assert shared > 1.0 or mode is DdpMode.NONE
 
 
 def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
-    replica = make_replica(DdpMode.NONE)
-    take_step(replica, micro_batches(0, 1))
-    used = next(replica.stages.parameters())
-    replica.collect({used: torch.ones_like(used)}, is_last=True)
-    assert list(replica.gradients) == [used]
+    model = make_model(DdpMode.NONE)
+    take_step(model, micro_batches(0, 1))
+    used = next(model.stages.parameters())
+    model.collect({used: torch.ones_like(used)}, is_last=True)
+    assert list(model.gradients) == [used]
 
 
 @pytest.mark.parametrize("mode", list(DdpMode))
 def test_stages_are_named_as_without_ddp(mode: DdpMode) -> None:
-    assert make_replica(mode).stages.state_dict().keys() == dense_net().state_dict().keys()
+    assert make_model(mode).stages.state_dict().keys() == dense_net().state_dict().keys()
