@@ -210,12 +210,12 @@ def _read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{path}: is not a manifest: {error}") from error
 
 
-def pack_dense(net: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A net's and its optimizer's state dicts as one flat dict of tensors."""
+def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A net's state dict and its optimizer's ``state`` as one flat dict of tensors."""
     # Clones, since a file holds no two tensors that share memory, as tied weights do.
     packed = {f"net.{name}": tensor.clone() for name, tensor in net.items()}
-    for index, state in optimizer["state"].items():
-        for key, value in state.items():
+    for index, values in state.items():
+        for key, value in values.items():
             if value is not None:
                 packed[f"optimizer.{index}.{key}"] = torch.as_tensor(value)
     return packed

@@ -16,6 +16,8 @@ from hybrid.topology import Topology
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
 DDP_MODES = ("none", "inside", "outside")
+PARALLEL_FORMS = ("none", "replicas", "tensor")
+COMPILERS = ("script", "trace", "inductor", "aot_eager")
 UPDATE_MODES = ("sync", "pipelined", "async")
 TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
 SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
@@ -184,9 +186,35 @@ class DenseSection:
         "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
     )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
+    parallel: str = option(
+        "none",
+        "replicas: each trainer splits its samples over devices; tensor: several trainers split the layers",
+        choices=PARALLEL_FORMS,
+    )
+    devices: tuple[str, ...] = option(
+        (), "devices of each trainer's replicas, cpu or cuda:N; the first holds the parameters (replicas)"
+    )
+    tensor_size: int = option(
+        2, "how many trainers hold a net together; must divide cluster.trainers (tensor)", minimum=2
+    )
+    tensor_plan: tuple[str, ...] = option(
+        (),
+        'how layers are split, such as ["head.0 = colwise", "head.2 = rowwise"]; empty lets the built-in '
+        "nets choose (tensor)",
+    )
+    compile: str = option(
+        "none",
+        "form in which dense nets run, the remote one too: TorchScript, or a backend of torch.compile",
+        choices=("none", *COMPILERS),
+    )
     autocast: str = option(
         "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
     )
+
+    @property
+    def trainers_per_net(self) -> int:
+        """How many trainers hold a dense net together."""
+        return self.tensor_size if self.parallel == "tensor" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hybrid.config import NETS, OWN_FUNCTION, TABLE_OPTIMIZERS, RunConfig, TableSection
+from hybrid.config import TABLE_OPTIMIZERS, RunConfig, TableSection
+from hybrid.config_rules import check_rules
 from hybrid.errors import ConfigError
-from hybrid.schedule import check_schedule
 
 _NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port", "cluster.interface")
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
@@ -211,72 +210,7 @@ def validate(config: RunConfig) -> None:
             rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
             raise ConfigError(f"{section}.{name}", rule, value)
         key.check(f"{section}.{name}", value)
-    _validate_data(config)
-    _validate_dense(config)
-    _validate_train(config)
-    _validate_tables(config)
-    check_schedule(config.schedule, config.schedule.steps or None)
-
-
-def _validate_data(config: RunConfig) -> None:
-    data = config.data
-    if data.format != "synthetic" and not data.path:
-        raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
-    if data.format in ("csv", "parquet"):
-        if not data.label:
-            raise ConfigError("data.label", "must name the label column", data.label)
-        if not data.sparse:
-            raise ConfigError("data.sparse", "must name at least one categorical column")
-        for name in ("dense", "sparse"):
-            columns = getattr(data, name)
-            if data.label in columns:
-                raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
-            if len(set(columns)) < len(columns):
-                raise ConfigError(f"data.{name}", "must name each column once", columns)
-    if len(data.delimiter) != 1:
-        raise ConfigError("data.delimiter", "must be one character", data.delimiter)
-    if shared := set(data.positive_labels) & set(data.negative_labels):
-        rule = "must not share values with data.positive_labels"
-        raise ConfigError("data.negative_labels", rule, min(shared))
-
-
-def _validate_dense(config: RunConfig) -> None:
-    dense = config.dense
-    if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
-        raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", dense.device):
-        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
-    for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
-        units = getattr(dense, name)
-        if min(units, default=1) < 1:
-            raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
-    if dense.remote_worker >= config.cluster.workers:
-        rule = f"must be below cluster.workers, which is {config.cluster.workers}"
-        raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
-
-
-def _validate_train(config: RunConfig) -> None:
-    train = config.train
-    if train.update == "async":
-        rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
-        if train.clip_norm is not None:
-            raise ConfigError("train.clip_norm", rule, train.clip_norm)
-        if train.non_finite == "skip":
-            raise ConfigError("train.non_finite", rule, train.non_finite)
-
-
-def _validate_tables(config: RunConfig) -> None:
-    reader: dict[str, str] = {}
-    for name, table in config.tables.items():
-        for index in table.workers:
-            if not 0 <= index < config.cluster.workers:
-                rule = f"must hold worker indices from 0 to {config.cluster.workers - 1}"
-                raise ConfigError(f"tables.{name}.workers", rule, index)
-        for feature in table.features or (name,):
-            if feature in reader:
-                rule = f"must not hold a column that tables.{reader[feature]} reads already"
-                raise ConfigError(f"tables.{name}.features", rule, feature)
-            reader[feature] = name
+    check_rules(config)
 
 
 def to_toml(config: RunConfig) -> str:

@@ -51,3 +51,8 @@ class NonFiniteError(HybridError):
 
 class ClusterError(HybridError):
     """A role is missing at start, failed, or was lost while running."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -75,21 +75,20 @@ class Guard:
                 'look at the data, or set train.clip_norm or train.non_finite = "skip"'
             )
 
-    def decide(self, step: int, loss: float, shared: float, private: float) -> float | None:
+    def decide(self, step: int, loss: float, squared_norm: float) -> float | None:
         """What to multiply the gradients of a step by; None to skip it. All trainers call it each step.
 
         Args:
-            loss: this trainer's.
-            shared: squared norm of the gradients that all trainers have alike.
-            private: squared norm of those that are this trainer's own.
+            loss: this trainer's part.
+            squared_norm: this trainer's part of that of all dense gradients.
         """
         if self._clip_norm is None and not self._skip:
-            if not math.isfinite(shared + private):
+            if not math.isfinite(squared_norm):
                 raise NonFiniteError(f"step {step}: a gradient of the dense net is not finite")
             return 1.0
         norms = [host.ask_norm(step) for host in self._hosts]
-        mine = private if math.isfinite(loss) else math.nan
-        total = shared + self._sum(mine) + sum(norm.wait() for norm in norms)
+        mine = squared_norm if math.isfinite(loss) else math.nan
+        total = self._sum(mine) + sum(norm.wait() for norm in norms)
         scale = self._scale(step, total)
         if self._group.rank() == 0:
             for sent in self._sent:

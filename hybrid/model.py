@@ -53,10 +53,14 @@ class HybridModel(nn.Module):
     Lookups leave before ``bottom`` runs and are awaited after it, so the two overlap.
 
     Args:
-        net: the local stages; their parameters are this module's only ones.
+        net: the local net; its parameters are this module's only ones.
         remote_net: a net across RPC, or None.
         dtype: of parameters, inputs and logits.
         autocast: lower precision in which the local stages compute where that is safe, or None.
+
+    Attributes:
+        net: the local net, with the names of its parameters.
+        stages: what computes its stages: they themselves, or other forms over the same parameters.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class HybridModel(nn.Module):
     ) -> None:
         super().__init__()
         self.net = net.to(dtype)
+        self.stages = DenseNet(net.bottom, net.interaction, net.head)
         # It holds no local parameters; kept out of the module tree so that DDP and state_dict pass by.
         self._remote = (remote_net,)
         self._dtype = dtype
@@ -89,16 +94,16 @@ class HybridModel(nn.Module):
         with clock.phase("lookup"):
             lookup = micro.start()
         with clock.phase("dense"), self._precision(device):
-            bottom_BH = self.net.bottom(to_device(micro.batch.dense_features.to(self._dtype), device))
+            bottom_BH = self.stages.bottom(to_device(micro.batch.dense_features.to(self._dtype), device))
         with clock.phase("lookup"):
             pooled_BE = to_device(lookup.wait().to(self._dtype), device)
         with clock.phase("dense"):
             with self._precision(device):
-                hidden_BH = self.net.interaction(bottom_BH, pooled_BE)
+                hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
             if remote_net is not None:
                 hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
             with self._precision(device):
-                logits_B: Tensor = self.net.head(hidden_BH).view(-1)
+                logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
         return logits_B.to(self._dtype)
 
     def _precision(self, device: torch.device) -> torch.autocast:

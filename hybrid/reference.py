@@ -83,7 +83,7 @@ class Reference:
         if config.train.update == "pipelined":
             self._visible = {name: table_RD.clone() for name, table_RD in self.tables.items()}
 
-        self.nets = _replicas(net, config.dense.ddp, config.cluster.trainers)
+        self.nets = _nets(net, config.dense, config.cluster.trainers)
         self.remote_net = copy.deepcopy(remote_net)
         # Of a module of modules, torch gives each parameter once, shared or not.
         self._dense = nn.ModuleList(self.nets)
@@ -236,15 +236,16 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
     return sparse.ids_L[ids], offsets - offsets[0], weights_L
 
 
-def _replicas(net: DenseNet, ddp: str, trainers: int) -> list[DenseNet]:
-    """A net for each trainer, which share what DDP keeps equal."""
-    if ddp == "outside":
+def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
+    """A net for each trainer, which share what DDP keeps equal, and what they hold together."""
+    together = section.trainers_per_net
+    if section.ddp == "outside":
         return [copy.deepcopy(net)] * trainers
-    nets = [copy.deepcopy(net) for _ in range(trainers)]
-    if ddp == "inside":
+    nets = [copy.deepcopy(net) for _ in range(trainers // together)]
+    if section.ddp == "inside":
         for other in nets[1:]:
             other.head = nets[0].head
-    return nets
+    return [nets[trainer // together] for trainer in range(trainers)]
 
 
 def _dense_optimizer(modules: nn.Module, section: DenseSection) -> torch.optim.Optimizer:

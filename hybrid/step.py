@@ -62,7 +62,7 @@ def train_step(
         logits.append(logits_B.detach().cpu())
         guard.check_loss(step, losses[-1])
     with clock.phase("update"):
-        scale = guard.decide(step, sum(losses), *model.squared_norms())
+        scale = guard.decide(step, sum(losses), model.squared_norm())
         if scale is not None:
             optimizer.step(step, model.gradients, scale)
     return StepResult(sum(losses), torch.cat(logits), scale is None)

@@ -29,7 +29,7 @@ from hybrid import errors
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.routes import Item
 from hybrid.embedding.shard import TableShards
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, HybridError, first_line
 from hybrid.host import Host
 from hybrid.memory import available_memory_bytes
 from hybrid.topology import Role, Topology
@@ -151,11 +151,6 @@ class Pending:
         if isinstance(value, Failure):
             raise RemoteError(self.role, value)
         return value
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 class Remote(Generic[Owned]):

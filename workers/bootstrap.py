@@ -31,8 +31,8 @@ import torch.distributed as dist
 from hybrid import wire
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.config_file import decisive_values
-from hybrid.dense.device import choose_backend, choose_device
-from hybrid.errors import ClusterError, ConfigError
+from hybrid.dense.device import choose_backend, choose_devices
+from hybrid.errors import ClusterError, ConfigError, first_line
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 
 _POLL_SECONDS = 0.05
@@ -177,7 +177,7 @@ def _has(store: dist.Store, key: str) -> bool:
         if store.check([key]):
             return True
     except dist.DistError as error:
-        raise StoppedError(f"the master went away: {wire.first_line(error)}") from error
+        raise StoppedError(f"the master went away: {first_line(error)}") from error
     time.sleep(_POLL_SECONDS)
     return False
 
@@ -185,7 +185,7 @@ def _has(store: dist.Store, key: str) -> bool:
 def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
     """Form the trainers' process group, in which DDP reduces gradients."""
     section = config.cluster
-    device = choose_device(config.dense.device, role.index)
+    device = choose_devices(config.dense, role.index)[0]
     store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
     devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
     dist.init_process_group(

@@ -129,7 +129,7 @@ def _table(found: Sequence[Difference]) -> Table:
     for each in found:
         by_parameter.setdefault(each.part.parameter, []).append(each)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("largest difference of")
+    table.add_column("largest difference of", no_wrap=True)
     for heading in ("value", "optimizer state", "share of what is allowed"):
         table.add_column(heading, justify="right")
     for parameter, members in sorted(by_parameter.items(), key=lambda item: _farthest(item[1])):

@@ -20,7 +20,7 @@ from hybrid.checkpoint import Checkpoint
 from hybrid.clock import PHASES
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, first_line
 from hybrid.metrics import Metrics
 from hybrid.topology import MASTER, Topology
 from hybrid.update import Staleness
@@ -63,7 +63,7 @@ def run(config: RunConfig, task: Task, listener: socket.socket | None = None) ->
                 raise cause from error
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
-                announce_stop(cluster, "interrupted" if interrupted else wire.first_line(error))
+                announce_stop(cluster, "interrupted" if interrupted else first_line(error))
                 raise
             announce_stop(cluster)
 

@@ -19,7 +19,8 @@ from hybrid.config_file import to_toml
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.nets import build_remote_net
+from hybrid.dense.compiled import compiled
+from hybrid.dense.nets import build_remote_net, interaction_width
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.placement import Placement
@@ -41,15 +42,19 @@ BULK_TIMEOUT_SECONDS = 3600.0
 
 
 class RemoteMlp(NetHost):
-    """The remote dense net of a run, built where it lives."""
+    """The remote dense net of a run, built, and compiled if it is to be, where it lives."""
 
     def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int], rules: UpdateRules) -> None:
-        dense = config.dense
-        net = build_remote_net(config, spec, widths).to(getattr(torch, config.train.dtype))
+        dense, dtype = config.dense, getattr(torch, config.train.dtype)
+        net = build_remote_net(config, spec, widths).to(dtype)
+        form = None
+        if dense.compile != "none":
+            width = interaction_width(config, spec, widths)
+            form = compiled(net, dense.compile, [torch.zeros(2, width, dtype=dtype, requires_grad=True)])
         optimizer = make_optimizer(
             net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
         )
-        super().__init__(net, optimizer, rules)
+        super().__init__(net, optimizer, rules, form)
 
 
 class Session:
@@ -134,7 +139,10 @@ class Session:
 
     def _write_parts(self, partial: Path) -> None:
         writers: list[wire.Remote[Any]] = [*self._everything_hosted, self.trainers[0]]
-        gather([w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers])
+        calls = [w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers]
+        # Those that hold the net together with trainer 0 hand it their parts.
+        others = self.trainers[1 : self._config.dense.trainers_per_net]
+        gather([*calls, *(t.call("save", None, timeout_seconds=BULK_TIMEOUT_SECONDS) for t in others)])
         checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
 
     def load(self, stored: Checkpoint) -> None:

@@ -19,9 +19,10 @@ from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.ddp import DdpMode, DdpModel
-from hybrid.dense.device import choose_device
+from hybrid.dense.device import choose_devices
 from hybrid.dense.nets import build_dense_net
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
+from hybrid.dense.parallel import arrange
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import InputSpec, TableSpec
@@ -89,17 +90,20 @@ class Trainer:
         train, dense = config.train, config.dense
         self._index = index
         self._job = job
-        self._device = choose_device(dense.device, index)
+        devices = choose_devices(dense, index)
+        self._device = devices[0]
         self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts)
-        net = build_dense_net(config, job.input_spec, self._embeddings.widths).to(self._device)
+        widths = self._embeddings.widths
+        net = build_dense_net(config, job.input_spec, widths).to(self._device)
         model = HybridModel.of(config, net, job.remote_net)
+        self._arrangement = arrange(model, config, job.input_spec, widths, devices)
         optimizer = make_optimizer(
             net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
         )
         self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._group)
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement)
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
@@ -175,10 +179,16 @@ class Trainer:
                 report.add(predict_step(module, self._embeddings, batch, ticket, clock), batch.labels)
         return report.build(clock)
 
-    def save(self, folder: Path) -> None:
-        """Write the dense net and its optimizer into a checkpoint folder."""
-        state = self._optimizer.optimizer.state_dict()
-        write_tensors(folder, DENSE_FILE, pack_dense(self._model.stages.state_dict(), state))
+    def save(self, folder: Path | None) -> None:
+        """Write the dense net and its optimizer into a checkpoint folder.
+
+        Args:
+            folder: None only gives others the part of the net that they do not have: trainers that
+                hold a net together are called at once.
+        """
+        whole = self._arrangement.whole_state(self._model.net, self._optimizer.optimizer)
+        if folder is not None:
+            write_tensors(folder, DENSE_FILE, pack_dense(*whole))
 
     def load(self, folder: Path) -> None:
         """Take the dense net and its optimizer from a checkpoint.
@@ -186,8 +196,9 @@ class Trainer:
         Raises:
             CheckpointError: it is of another net.
         """
-        net, state = unpack_dense(Checkpoint.open(folder).tensors(DENSE_FILE))
-        load_state(self._model.stages, net, folder)
+        stored = unpack_dense(Checkpoint.open(folder).tensors(DENSE_FILE))
+        net, state = self._arrangement.own_state(self._model.net, *stored)
+        load_state(self._model.net, net, folder)
         self._optimizer.load(state)
 
     def close(self) -> None:

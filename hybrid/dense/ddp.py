@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.optimizer import squared_norm
 from hybrid.model import HybridModel
 
@@ -36,27 +37,28 @@ class DdpModel:
     Gradients of a step's micro-batches are added up here and reduced once, with those of the last one.
 
     Args:
-        model: what to wrap; its stages are wrapped in place.
+        model: what to wrap; its ``stages`` are wrapped in place.
         mode: what to wrap.
-        group: of all trainers.
+        arrangement: which trainers hold what of the net.
 
     Attributes:
         module: what to call.
-        stages: the local net's stages, named as without DDP.
+        net: the local net, named as without DDP.
         gradients: by parameter, once the last micro-batch of a step is collected.
     """
 
-    def __init__(self, model: HybridModel, mode: DdpMode, group: dist.ProcessGroup) -> None:
-        self.stages = nn.ModuleDict(dict(model.net.named_children()))
+    def __init__(self, model: HybridModel, mode: DdpMode, arrangement: Arrangement) -> None:
+        self.net = model.net
         self.module: nn.Module = model
         self.gradients: dict[Tensor, Tensor] = {}
         self._carried: dict[Tensor, Tensor] = {}  # what the micro-batches so far have left
+        self._arrangement = arrangement
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
-            self.module = self._ddp = self._wrap(model, group)
+            self.module = self._ddp = self._wrap(model, arrangement.group)
         elif mode is DdpMode.INSIDE:
-            model.net.head = self._ddp = self._wrap(model.net.head, group)
-        self._shared = set() if self._ddp is None else set(self._ddp.parameters())
+            model.stages.head = self._ddp = self._wrap(model.stages.head, arrangement.group)
+        self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
 
     def _wrap(self, module: nn.Module, group: dist.ProcessGroup) -> DistributedDataParallel:
         ddp = DistributedDataParallel(
@@ -79,7 +81,7 @@ class DdpModel:
     def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
         """Add the gradients of a micro-batch, as its distributed autograd context holds them."""
         self.gradients.clear()
-        for parameter in [p for p in self.stages.parameters() if p in gradients]:
+        for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = gradients[parameter]
             carried = self._carried.pop(parameter, None)
             if carried is not None:
@@ -88,11 +90,13 @@ class DdpModel:
                 gradient = gradient.clone()
             (self.gradients if is_last else self._carried)[parameter] = gradient
 
-    def squared_norms(self) -> tuple[float, float]:
-        """Squared norm of the gradients that all trainers have alike, and of those of this one alone."""
-        shared = [g for p, g in self.gradients.items() if p in self._shared]
-        private = [g for p, g in self.gradients.items() if p not in self._shared]
-        return squared_norm(shared), squared_norm(private)
+    def squared_norm(self) -> float:
+        """This trainer's part of the squared norm of all dense gradients; the parts add up to it."""
+        alike: dict[int, list[Tensor]] = {}
+        for parameter, gradient in self.gradients.items():
+            holders = self._arrangement.num_holders(parameter, parameter in self._reduced)
+            alike.setdefault(holders, []).append(gradient)
+        return sum(squared_norm(gradients) / holders for holders, gradients in alike.items())
 
 
 @dataclass(frozen=True)

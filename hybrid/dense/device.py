@@ -1,4 +1,4 @@
-"""Which device a trainer computes on, and how trainers reduce their gradients."""
+"""Which devices a trainer computes on, and how trainers reduce their gradients."""
 
 from __future__ import annotations
 
@@ -7,33 +7,45 @@ from collections.abc import Sequence
 
 import torch
 
+from hybrid.config import DenseSection
 from hybrid.errors import ConfigError
 
 
-def choose_device(setting: str, trainer: int) -> torch.device:
-    """The device that ``dense.device`` means for one trainer.
+def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
+    """The devices on which a trainer computes; the first is where its parameters are.
 
-    ``auto`` takes a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as
-    torchrun and Slurm set it) or else by trainer index; ``cuda`` does the same and insists.
+    They are ``dense.devices``, for replicas, or else the one that ``dense.device`` means: ``auto`` takes
+    a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as torchrun and Slurm
+    set it) or else by trainer index; ``cuda`` does the same and insists.
 
     Raises:
-        ConfigError: the setting is not a device, or there is no such device here.
+        ConfigError: a setting is not a device, or there is no such device here.
     """
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if setting == "auto" and not num_gpus:
-        return torch.device("cpu")
-    if setting in ("auto", "cuda") and num_gpus:
+    if section.devices:
+        return [_find("dense.devices", setting) for setting in section.devices]
+    num_gpus = _num_gpus()
+    if section.device == "auto" and not num_gpus:
+        return [torch.device("cpu")]
+    if section.device in ("auto", "cuda") and num_gpus:
         local_rank = int(os.environ.get("LOCAL_RANK", trainer))
-        return torch.device("cuda", local_rank % num_gpus)
+        return [torch.device("cuda", local_rank % num_gpus)]
+    return [_find("dense.device", section.device)]
+
+
+def _find(key: str, setting: str) -> torch.device:
     try:
         device = torch.device(setting)
     except RuntimeError:
-        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", setting) from None
+        device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", setting)
-    if device.type == "cuda" and (device.index or 0) >= num_gpus:
-        raise ConfigError("dense.device", f"this machine has {num_gpus} GPU(s)", setting)
+        raise ConfigError(key, "must be auto, cpu, cuda or cuda:N", setting)
+    if device.type == "cuda" and (device.index or 0) >= _num_gpus():
+        raise ConfigError(key, f"this machine has {_num_gpus()} GPU(s)", setting)
     return device
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def choose_backend(devices: Sequence[str]) -> str:

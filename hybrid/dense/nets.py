@@ -10,7 +10,7 @@ The stages are apart since embeddings are asked for before ``bottom`` and awaite
 remote dense net may sit between ``interaction`` and ``head``. Every stage takes an empty batch.
 """
 
-from __future__ import annotations
+# No postponed annotations here: TorchScript checks those of buffers, as types.
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from hybrid.config import NETS, RunConfig
 from hybrid.embedding.spec import InputSpec
@@ -88,7 +89,11 @@ class DotInteraction(nn.Module):
 
     def forward(self, bottom_BD: Tensor, pooled_BE: Tensor) -> Tensor:
         vectors_BND = torch.cat([bottom_BD, pooled_BE], dim=1).view(pooled_BE.size(0), *self.vectors_shape)
-        dots_BP = _PairwiseDots.apply(vectors_BND, self.pairs_P, self.pair_of_NN)  # type: ignore[no-untyped-call]
+        # TorchScript that calls a function of Python's can be neither saved nor sent.
+        if torch.jit.is_scripting() or torch.jit.is_tracing():
+            dots_BP = torch.bmm(vectors_BND, vectors_BND.mT).flatten(1).index_select(1, self.pairs_P)
+        else:
+            dots_BP = _PairwiseDots.apply(vectors_BND, self.pairs_P, self.pair_of_NN)  # type: ignore[no-untyped-call]
         return torch.cat([bottom_BD, dots_BP], dim=1)
 
 
@@ -277,6 +282,12 @@ def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) ->
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.dense.nets.DenseNet, not a {type(net).__name__}"
         raise ConfigError("dense.net", reason, config.dense.net)
+    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            reason = f"has {name} of no size yet; give its lazy layer all sizes, or run the net once"
+            raise ConfigError("dense.net", reason, config.dense.net)
+        if tensor.is_meta:
+            raise ConfigError("dense.net", f"has {name} on the device meta, without values", config.dense.net)
     return net
 
 

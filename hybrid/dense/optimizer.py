@@ -12,7 +12,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, first_line
 from hybrid.schedule import Schedule
 
 _CANNOT_STEP = {
@@ -47,7 +47,7 @@ def make_optimizer(
     try:
         return cls(parameters, lr=learning_rate, **arguments)
     except (ValueError, RuntimeError) as error:
-        rule = f"cannot train this net; take another class ({_first_line(error)})"
+        rule = f"cannot train this net; take another class ({first_line(error)})"
         raise ConfigError("dense.optimizer", rule, name) from error
 
 
@@ -127,12 +127,8 @@ def _try_step(
     try:
         cls([parameter], **arguments).step()
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        rule = f"torch.optim.{name} refuses this: {_first_line(error)}"
+        rule = f"torch.optim.{name} refuses this: {first_line(error)}"
         raise ConfigError(_OPTIONS, rule, list(options)) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 class DenseOptimizer:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from torch.futures import Future
 from hybrid.barrier import UpdateBarrier
 from hybrid.checkpoint import REMOTE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
+from hybrid.dense.shadow import shadow
 from hybrid.errors import NonFiniteError
 from hybrid.host import Host
 from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
@@ -22,20 +26,30 @@ class NetHost(Host):
     """Holds a net for all trainers; their gradients meet in trainer order and make one optimizer step.
 
     Args:
-        net: what trainers call. Buffers that change as it runs, such as running statistics, change in
-            the order in which calls arrive.
+        net: what trainers call, eager or TorchScript. Calls run at the same time, unless there are
+            buffers: as the net runs these may change, as running statistics do, and one call changes
+            them after the other.
         optimizer: over the parameters of ``net``.
         rules: how gradients become updates.
+        form: what runs in the place of ``net``: a compiled form over the same parameters and buffers.
     """
 
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, rules: UpdateRules) -> None:
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rules: UpdateRules,
+        form: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.net = net
+        self._form = form or net
         self.optimizer = DenseOptimizer(optimizer, rules.schedule)
         self.parameter_list = list(net.parameters())
         self._names = [name for name, _ in net.named_parameters()]
         self._rules = rules
-        self._running = threading.Lock()
+        has_buffers = any(True for _ in net.buffers())
+        self._running: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
         # Autograd records a use of the parameters only if an input of it requires a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge)
@@ -46,17 +60,26 @@ class NetHost(Host):
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """As :meth:`call`, with the parameters as they are now."""
-        # One call at a time: each runs the net with parameters of its own in the place of the net's.
+        # Each call runs a net of its own, over the same buffers: those would change in several calls at once.
         with self._running:
-            self.net.train(ticket.purpose is Purpose.TRAIN)
             if ticket.purpose is Purpose.PREDICT:
                 with torch.no_grad():
-                    predicted: Tensor = self.net(hidden_BH)
+                    predicted: Tensor = shadow(self._form, {}).eval()(hidden_BH)
                 return predicted
             parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
-            named = dict(zip(self._names, parameters, strict=True))
-            output: Tensor = torch.func.functional_call(self.net, named, (hidden_BH,))
+            net = shadow(self._form, dict(zip(self.parameter_list, parameters, strict=True))).train()
+            output: Tensor = net(hidden_BH)
+            self._keep_buffers(net)
             return output
+
+    def _keep_buffers(self, net: nn.Module) -> None:
+        """Take over from a call's net what it has put in the place of buffers, instead of changing those."""
+        for path, owner in self.net.named_modules():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                left = getattr(_submodule(net, path), name)
+                if left is not buffer:
+                    for each in (self.net, self._form):
+                        setattr(_submodule(each, path), name, left)
 
     @property
     def is_stepped_meanwhile(self) -> bool:
@@ -67,7 +90,9 @@ class NetHost(Host):
         """Write the net and its optimizer, with all updates that are under way, into a checkpoint folder."""
         self.barrier.drain()
         write_tensors(
-            folder, REMOTE_FILE, pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict())
+            folder,
+            REMOTE_FILE,
+            pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict()["state"]),
         )
 
     def load(self, folder: Path, step: int) -> None:
@@ -85,6 +110,11 @@ class NetHost(Host):
         if self._rules.check_finite:
             update.check_finite(self._names)
         return update
+
+
+def _submodule(module: nn.Module, path: str) -> Any:
+    # TorchScript has no get_submodule.
+    return attrgetter(path)(module) if path else module
 
 
 class NetUpdate:

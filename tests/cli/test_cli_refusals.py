@@ -192,6 +192,7 @@ def test_predictions_overwrite_nothing(tmp_path: Path) -> None:
     assert snapshot(tmp_path) == before
 
 
+@pytest.mark.upstream("dist_autograd/_do_test")
 def test_a_role_by_hand_that_has_no_place() -> None:
     port = settings(cluster={"master_port": free_port()})
     line = refused("trainer", "--index", "2", *port)

@@ -106,6 +106,9 @@ def test_a_truncated_checkpoint(command: list[str], trained: TrainedRun, tmp_pat
 ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker") for i in "01")]
 
 
+@pytest.mark.upstream(
+    "dist_autograd/_master_process", "dist_autograd/_trainer_process", "dist_autograd/_remote_worker_process"
+)
 def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with by_hand(ALL_ROLES, [*trained.settings, *settings(run={"folder": folder})], tmp_path) as commands:

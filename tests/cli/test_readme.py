@@ -53,6 +53,7 @@ def test_its_net_and_its_configuration_train_a_model(tmp_path: Path) -> None:
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 2001
 
 
+@pytest.mark.upstream("dist_autograd/_do_test")
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
 @pytest.mark.parametrize(
     ("rank", "role"),

@@ -28,6 +28,8 @@ CHOICES = {
     "schedule": SCHEDULES,
     "weight_decay": (0.0, 0.01),
     "dense_optimizer": ("SGD", "AdamW"),
+    "parallel": ("none", "replicas"),
+    "compile": ("none", "script", "trace"),
 }
 # By cluster, so that one lives on until another is wanted.
 CASES = sorted((Case(**row) for row in pairwise_rows(CHOICES)), key=lambda c: (c.trainers, c.workers))

@@ -10,6 +10,7 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
+from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.model import HybridModel, MicroBatch
@@ -82,9 +83,9 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def make_model(mode: DdpMode) -> DdpModel:
+def make_model(mode: DdpMode, tensor_size: int = 1) -> DdpModel:
     assert dist.group.WORLD is not None
-    return DdpModel(HybridModel(dense_net()), mode, dist.group.WORLD)
+    return DdpModel(HybridModel(dense_net()), mode, Arrangement(dist.group.WORLD, tensor_size))
 
 
 def num_values(module: nn.Module) -> int:
@@ -107,7 +108,7 @@ def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
         take_step(model, micros)
         assert sum(reductions) == num_reduced  # once, however many parts
         assert len(model.gradients) == len(list(plain.parameters()))
-        parameters = dict(model.stages.named_parameters())
+        parameters = dict(model.net.named_parameters())
         for name, parameter in plain.net.named_parameters():
             assert parameter.grad is not None
             assert torch.equal(model.gradients[parameters[name]], parameter.grad), name
@@ -116,28 +117,26 @@ def test_the_gradients_of_micro_batches_add_up_as_plain_ones_do_bit_for_bit(
 
 
 @pytest.mark.parametrize("mode", list(DdpMode))
-def test_norms_are_those_of_the_shared_and_of_the_own_gradients(mode: DdpMode) -> None:
-    model, plain = make_model(mode), HybridModel(dense_net())
+@pytest.mark.parametrize("tensor_size", [1, 2])
+def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
+    mode: DdpMode, tensor_size: int
+) -> None:
+    model, plain = make_model(mode, tensor_size), HybridModel(dense_net())
     (micro,) = micros = micro_batches(0, 1)
     plain(micro, StepClock()).square().sum().backward()
     take_step(model, micros)
-
-    def squared_norm(module: nn.Module) -> float:
-        return sum(float(p.grad.double().square().sum()) for p in module.parameters() if p.grad is not None)
-
-    shared = {DdpMode.NONE: 0.0, DdpMode.INSIDE: squared_norm(plain.net.head)}.get(mode, squared_norm(plain))
-    assert model.squared_norms() == pytest.approx((shared, squared_norm(plain) - shared))
-    assert shared > 1.0 or mode is DdpMode.NONE
+    expected = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
+    assert model.squared_norm() == pytest.approx(expected / tensor_size)
 
 
 def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
     model = make_model(DdpMode.NONE)
     take_step(model, micro_batches(0, 1))
-    used = next(model.stages.parameters())
+    used = next(model.net.parameters())
     model.collect({used: torch.ones_like(used)}, is_last=True)
     assert list(model.gradients) == [used]
 
 
 @pytest.mark.parametrize("mode", list(DdpMode))
 def test_stages_are_named_as_without_ddp(mode: DdpMode) -> None:
-    assert make_model(mode).stages.state_dict().keys() == dense_net().state_dict().keys()
+    assert make_model(mode).net.state_dict().keys() == dense_net().state_dict().keys()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
+from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
@@ -94,7 +95,7 @@ class Job:
         assert dist.group.WORLD is not None
         group = dist.group.WORLD
         self.model = HybridModel(self.net, self.remote_net, dtype)
-        self._model = DdpModel(self.model, DdpMode.OUTSIDE, group)
+        self._model = DdpModel(self.model, DdpMode.OUTSIDE, Arrangement(group))
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
         skip = rules.decided and clip_norm is None
         self._guard = Guard(clip_norm, skip, self.hosts, group, torch.device("cpu"))

@@ -52,6 +52,7 @@ def service() -> wire.Remote[Service]:
     return made
 
 
+@pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
 def test_a_call_returns_its_value(service: wire.Remote[Service]) -> None:
     assert service.call("double", 21).wait() == 42
 

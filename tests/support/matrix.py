@@ -51,6 +51,12 @@ class Case:
     dense_optimizer: str = "SGD"
     autocast: str = "none"
     shared_table: bool = True
+    net: str = "dcn_v2"
+    top_mlp: tuple[int, ...] = (6,)
+    parallel: str = "none"
+    compile: str = "none"
+    tensor_size: int = 2
+    tensor_plan: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -80,8 +86,14 @@ class Case:
                 "weight_decay": self.weight_decay,
             },
             dense={
-                "net": "dcn_v2",
-                "top_mlp": (6,),
+                "net": self.net,
+                "top_mlp": self.top_mlp,
+                "bottom_mlp": (9, 6),
+                "parallel": self.parallel,
+                "devices": ("cpu", "cpu") if self.parallel == "replicas" else (),
+                "tensor_size": self.tensor_size,
+                "tensor_plan": self.tensor_plan,
+                "compile": self.compile,
                 "cross_layers": 1,
                 "ddp": self.ddp,
                 "autocast": self.autocast,
@@ -100,7 +112,8 @@ class Case:
             },
             schedule={"kind": self.schedule, "warmup_steps": warmup, "decay_every": 5},
         )
-        tables = {"d": TableSection(dim=2)}
+        # Nets other than dcn_v2 take tables of one width only.
+        tables = {"d": TableSection(dim=2)} if self.net == "dcn_v2" else {}
         if self.shared_table:
             tables["bc"] = TableSection(features=("b", "c"))
         return config.replace(tables=tables)
@@ -120,8 +133,8 @@ class Case:
         generator = torch.Generator().manual_seed(100 + trainer)
         if self.inputs == "even":
             sizes = [6] * STEPS
-        else:  # one ends early, and the last of three has none at all
-            length = {0: STEPS if self.trainers == 1 else 13, 1: STEPS, 2: 0}[trainer]
+        else:  # some end early, and one of three or four has none at all
+            length = {0: STEPS if self.trainers == 1 else 13, 1: STEPS, 2: 0, 3: 5}[trainer]
             sizes = torch.randint(1, 9, (length,), generator=generator).tolist()
         # Where shares are even, the trainer itself knows what all of them hold together.
         total = self.trainers * 6 if self.inputs == "even" else 0

@@ -248,7 +248,7 @@ def test_training_goes_on_from_a_file_bit_for_bit(tmp_path: Path, name: str) -> 
     straight = net()
     optimizer = make(straight)
     train(straight, optimizer, 0, 3)
-    write_tensors(tmp_path, DENSE_FILE, pack_dense(straight.state_dict(), optimizer.state_dict()))
+    write_tensors(tmp_path, DENSE_FILE, pack_dense(straight.state_dict(), optimizer.state_dict()["state"]))
     train(straight, optimizer, 3, 3)
 
     resumed = net()
@@ -275,7 +275,7 @@ def test_tied_weights_are_written(tmp_path: Path) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
     tied = nn.Sequential(first, second)
-    packed = pack_dense(tied.state_dict(), momentum(tied).state_dict())
+    packed = pack_dense(tied.state_dict(), momentum(tied).state_dict()["state"])
     write_tensors(tmp_path, DENSE_FILE, packed)
     state: dict[str, Tensor] = unpack_dense(load_file(tmp_path / DENSE_FILE))[0]
     assert torch.equal(state["1.weight"], first.weight)

@@ -72,7 +72,7 @@ class Trainers:
 def test_it_clips_as_torch_clips_all_gradients_together(
     monkeypatch: pytest.MonkeyPatch, clip_norm: float
 ) -> None:
-    """Of what all trainers have alike, of two trainers' own, and of two workers' tables."""
+    """Of what two trainers have alike, of what is one's own, and of two workers' tables."""
     generator = torch.Generator().manual_seed(1)
     shared, mine, another, first, second = (
         nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (5, 3, 3, 7, 2)
@@ -84,21 +84,21 @@ def test_it_clips_as_torch_clips_all_gradients_together(
     expected = [p.grad.clone() for p in parameters if p.grad is not None]
     nn.utils.clip_grad_norm_(parameters, clip_norm)
 
-    trainers = Trainers(monkeypatch, others=norms[2])
+    trainers = Trainers(monkeypatch, others=norms[0] / 2 + norms[2])
     hosts = [Host(norms[3]), Host(norms[4])]
-    scale = trainers.guard(clip_norm, False, *hosts).decide(7, FINITE, norms[0], norms[1])
+    scale = trainers.guard(clip_norm, False, *hosts).decide(7, FINITE, norms[0] / 2 + norms[1])
     assert scale is not None
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(scale * gradient, parameter.grad, rtol=1e-14, atol=0)
     assert [host.decisions for host in hosts] == [[(7, scale)]] * 2
     assert (scale == 1.0) == (clip_norm == 1e6)
-    assert trainers.handed_in == [norms[1]]  # the others hand in what they do not share, too
+    assert trainers.handed_in == [norms[0] / 2 + norms[1]]  # the other hands in the other half
 
 
 def test_only_trainer_0_sends_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(4.0)
     guard = Trainers(monkeypatch, rank=1).guard(1.0, False, host)
-    assert guard.decide(0, FINITE, 0.0, 0.0) == pytest.approx(0.5)
+    assert guard.decide(0, FINITE, 0.0) == pytest.approx(0.5)
     assert (host.asked, host.decisions) == ([0], [])
 
 
@@ -108,13 +108,13 @@ def test_errors_of_the_decisions_before_are_seen_and_the_last_one_not_waited_for
     host = Host(4.0)
     guard = Trainers(monkeypatch).guard(1.0, False, host)
     for step in range(3):
-        guard.decide(step, FINITE, 0.0, 0.0)
+        guard.decide(step, FINITE, 0.0)
     assert [sent.is_awaited for sent in host.sent] == [True, True, False]
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["loss", "shared", "private", "another trainer", "host", "nowhere"])
+@pytest.mark.parametrize("where", ["loss", "gradient", "another trainer", "host", "nowhere"])
 def test_all_sides_skip_a_step_that_is_not_finite_anywhere(
     monkeypatch: pytest.MonkeyPatch, where: str, bad: float, clip_norm: float | None
 ) -> None:
@@ -123,7 +123,7 @@ def test_all_sides_skip_a_step_that_is_not_finite_anywhere(
     guard = trainers.guard(clip_norm, True, host)
     loss = bad if where == "loss" else FINITE
     guard.check_loss(3, loss)
-    scale = guard.decide(3, loss, bad if where == "shared" else 0.25, bad if where == "private" else 0.25)
+    scale = guard.decide(3, loss, bad if where == "gradient" else 0.25)
     assert host.decisions == [(3, scale)]
     assert scale == (1.0 if where == "nowhere" else None)
 
@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("where", ["shared", "private", "host", "another trainer"])
+@pytest.mark.parametrize("where", ["gradient", "host", "another trainer"])
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
 def test_a_gradient_that_is_not_finite_stops_the_run(
     monkeypatch: pytest.MonkeyPatch, where: str, bad: float, clip_norm: float | None
@@ -148,18 +148,18 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     """Without clipping each side looks after its own, see UpdateRules.check_finite."""
     trainers = Trainers(monkeypatch, others=bad if where == "another trainer" else 0.0)
     guard = trainers.guard(clip_norm, False, Host(bad if where == "host" else 0.25))
-    shared, private = (bad if where == part else 0.25 for part in ("shared", "private"))
+    squared_norm = bad if where == "gradient" else 0.25
     if clip_norm is None and where in ("host", "another trainer"):
-        assert guard.decide(5, FINITE, shared, private) == 1.0
+        assert guard.decide(5, FINITE, squared_norm) == 1.0
         return
     message = (
         "a gradient of the dense net is not finite" if clip_norm is None else "the norm of the gradients is"
     )
     with pytest.raises(NonFiniteError, match=rf"^step 5: {message}"):
-        guard.decide(5, FINITE, shared, private)
+        guard.decide(5, FINITE, squared_norm)
 
 
 def test_without_clipping_or_skipping_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     trainers, host = Trainers(monkeypatch), Host(4.0)
-    assert trainers.guard(None, False, host).decide(0, FINITE, 1e30, 1e30) == 1.0
+    assert trainers.guard(None, False, host).decide(0, FINITE, 1e30) == 1.0
     assert (trainers.handed_in, host.asked, host.decisions) == ([], [], [])

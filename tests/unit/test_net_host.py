@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from hybrid import checkpoint
 from hybrid.checkpoint import Manifest
 from hybrid.config import ScheduleSection
+from hybrid.dense.compiled import compiled
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import NetHost
 from hybrid.errors import CheckpointError, NonFiniteError
@@ -38,9 +40,14 @@ def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
 
 
 @contextmanager
-def hosting(rules: UpdateRules, net: nn.Module | None = None, optimizer: str = "SGD") -> Iterator[NetHost]:
+def hosting(
+    rules: UpdateRules,
+    net: nn.Module | None = None,
+    optimizer: str = "SGD",
+    form: nn.Module | None = None,
+) -> Iterator[NetHost]:
     net = net or make_net()
-    host = NetHost(net, make_optimizer(net.parameters(), optimizer, RATE), rules)
+    host = NetHost(net, make_optimizer(net.parameters(), optimizer, RATE), rules, form)
     try:
         yield host
     finally:
@@ -112,38 +119,112 @@ def test_a_trainer_without_samples_takes_part_in_the_step() -> None:
         assert_same_bits(host, plain)
 
 
-class Meeting(nn.Module):
-    """A layer that does nothing, but notices where two calls of the net are in it at once."""
+# It looks at every tensor's gradient, those of a host's call too, and takes no notice of the warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("how", ["script", "trace", "aot_eager"])
+def test_a_compiled_net_trains_as_an_eager_one(how: str) -> None:
+    """In float64: TorchScript has derivatives of its own, which round differently."""
 
-    def __init__(self) -> None:
+    def inputs(step: int) -> list[Tensor]:
+        return [hidden(step, t).detach().double().requires_grad_() for t in range(2)]
+
+    net, plain = make_net().double(), Plain("Adam")
+    plain.net.double()
+    with hosting(UpdateRules(2), net, "Adam", compiled(net, how, inputs(0)[:1])) as host:
+        for step in range(3):
+            found = [pass_through(host, train(step, t), x) for t, x in enumerate(inputs(step))]
+            torch.testing.assert_close(found, plain.step(inputs(step)), rtol=1e-12, atol=1e-13)
+        predicted = host.call(evaluate(3), inputs(9)[0]).wait()
+        torch.testing.assert_close(predicted, plain.net(inputs(9)[0]), rtol=1e-12, atol=1e-13)
+        for ours, theirs in zip(net.parameters(), plain.net.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+class Meeting(nn.Module):
+    """A layer that waits a while for a second call of the net to be in it at the same time."""
+
+    def __init__(self, patience_seconds: float) -> None:
         super().__init__()
         self._barrier = threading.Barrier(2)
-        self.num_met = 0
+        self._patience_seconds = patience_seconds
+        self.has_met: list[bool] = []  # one that all shadows of the layer share
 
     def forward(self, hidden_BH: Tensor) -> Tensor:
         try:
-            self._barrier.wait(timeout=0.05)
-            self.num_met += 1
+            self._barrier.wait(self._patience_seconds)
+            self.has_met.append(True)
         except threading.BrokenBarrierError:  # nobody else is in here
             self._barrier.reset()
+            self.has_met.append(False)
         return hidden_BH.tanh()
 
 
-@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
-def test_calls_at_the_same_time_do_not_mix(mode: UpdateMode) -> None:
-    """Each call puts parameters of its own in the place of the net's."""
-    meeting = Meeting()
-    net = make_net(meeting)
-    parameters = list(net.parameters())
-    with hosting(UpdateRules(2, mode), net) as host, ThreadPoolExecutor(2) as pool:
+def forward_at_once(host: NetHost) -> list[Tensor]:
+    """The outputs for two trainers that call at the same time."""
+    with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(host.forward, train(0, t), hidden(0, t)) for t in range(2)]
-        outputs = [call.result(PATIENCE_SECONDS) for call in calls]
-        assert meeting.num_met == 0
+        return [call.result(2 * PATIENCE_SECONDS) for call in calls]
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_calls_at_the_same_time_do_not_mix(mode: UpdateMode, is_scripted: bool) -> None:
+    """Each computes with parameters of its own in the place of the net's."""
+    meeting, net, plain = Meeting(PATIENCE_SECONDS), make_net(), Plain()
+    first, last = (torch.jit.script(layer) if is_scripted else layer for layer in (net[0], net[2]))
+    parameters = list(net.parameters())
+    with hosting(UpdateRules(2, mode), net, form=nn.Sequential(first, meeting, last)) as host:
+        outputs = forward_at_once(host)
+        assert meeting.has_met == [True, True]
+        for t, output in enumerate(outputs):
+            assert torch.equal(output, plain.net(hidden(0, t)))
         assert all(ours is first for ours, first in zip(net.parameters(), parameters, strict=True))
         for output in outputs:
             output.square().sum().backward()
         host.barrier.drain()
         assert host.version == (1 if mode is UpdateMode.SYNC else 2)  # each gradient found its way
+        plain.step([hidden(0, t) for t in range(2)])
+        if mode is UpdateMode.SYNC:
+            assert_same_bits(host, plain)
+
+
+class Counts(nn.Module):
+    """A layer that multiplies by the number of its calls, and puts a new buffer in the place of the old."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        output = torch.mul(hidden_BH, self.count)  # type: ignore[has-type]
+        self.count = torch.add(self.count, 1)  # type: ignore[has-type]
+        return output
+
+
+class TestBuffers:
+    def test_calls_that_may_change_them_run_one_after_the_other(self) -> None:
+        meeting, norm = Meeting(patience_seconds=0.05), nn.BatchNorm1d(4)
+        with hosting(UpdateRules(2), make_net(nn.Sequential(meeting, norm))) as host:
+            forward_at_once(host)
+        assert meeting.has_met == [False, False]
+        assert norm.num_batches_tracked == 2
+
+    @pytest.mark.parametrize("is_scripted", [False, True])
+    @pytest.mark.parametrize("layer", [nn.BatchNorm1d, Counts])
+    def test_they_change_as_in_one_process_bit_for_bit(
+        self, layer: type[nn.Module], is_scripted: bool
+    ) -> None:
+        make = partial(layer, 4) if layer is nn.BatchNorm1d else layer
+        net, plain = make_net(make()), make_net(make())
+        form = torch.jit.script(net) if is_scripted else None
+        with hosting(UpdateRules(3), net, form=form) as host:
+            outputs = [host.forward(train(0, t), hidden(0, t)) for t in range(3)]
+            expected = [plain(hidden(0, t)) for t in range(3)]
+            assert [name for name, _ in net.named_buffers()] == [name for name, _ in plain.named_buffers()]
+            assert all(map(torch.equal, net.buffers(), plain.buffers()))
+            for output in (*outputs, *expected):  # with the buffers that each of them has seen
+                output.square().sum().backward()
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(outputs, expected, strict=True))
 
 
 def test_trainers_in_threads_train_as_one_process_bit_for_bit() -> None:
@@ -194,6 +275,7 @@ class TestPrediction:
             predicted = host.call(evaluate(1), hidden(1)).wait()
             assert not predicted.requires_grad
             assert torch.equal(norm.running_mean, statistics)
+            assert all(module.training for module in net.modules())
             assert torch.equal(predicted, net.eval()(hidden(1)))
             host.call(train(1), hidden(2)).wait()
             assert not torch.equal(norm.running_mean, statistics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Sequence
 from itertools import accumulate, combinations
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from hybrid.config import NETS, DenseSection, RunConfig, RunSection
+from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
@@ -177,6 +180,52 @@ def test_every_net_takes_every_batch_forward_and_backward(
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None, name
         assert batch_size or not parameter.grad.any(), name
+
+
+def _assert_same(
+    form: nn.Module, plain: nn.Module, parameters: list[nn.Parameter], inputs: list[Tensor]
+) -> None:
+    """Outputs and all gradients; TorchScript rounds some of them differently."""
+    output, expected = form(*inputs), plain(*inputs)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    if not isinstance(plain, nn.Identity):
+        sources = [*parameters, *inputs]
+        found = torch.autograd.grad(output.square().sum(), sources)
+        wanted = torch.autograd.grad(expected.square().sum(), sources)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_every_stage_has_a_torchscript_form(how: str, net_name: str, num_dense: int) -> None:
+    widths = _widths(net_name)
+    net = build_dense_net(_config(net_name), _input_spec(num_dense), widths).double()
+
+    def inputs(batch_size: int) -> dict[str, list[Tensor]]:
+        dense_BF, pooled_BE = _inputs(batch_size, num_dense, sum(widths))
+        bottom_BH = net.bottom(dense_BF).detach().requires_grad_()
+        hidden_BH = net.interaction(bottom_BH, pooled_BE).detach().requires_grad_()
+        return {"bottom": [dense_BF], "interaction": [bottom_BH, pooled_BE], "head": [hidden_BH]}
+
+    for name, stage in net.named_children():
+        form = compiled(stage, how, inputs(3)[name])
+        torch.jit.save(form, io.BytesIO())  # not with functions of Python's in it
+        for batch_size in (5, 0, 1):
+            _assert_same(form, stage, list(stage.parameters()), inputs(batch_size)[name])
+
+
+# torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("net_name", NETS)
+def test_every_net_has_a_compiled_form_in_one_piece(net_name: str) -> None:
+    widths = _widths(net_name)
+    net = build_dense_net(_config(net_name), _input_spec(2), widths).double()
+    before = sum(counters["graph_break"].values())
+    form = compiled(net, "aot_eager", _inputs(5, 2, sum(widths)))
+    for batch_size in (7, 0):
+        _assert_same(form, net, list(net.parameters()), list(_inputs(batch_size, 2, sum(widths))))
+    assert sum(counters["graph_break"].values()) == before
 
 
 @pytest.mark.parametrize("net_name", NETS)

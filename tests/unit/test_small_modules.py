@@ -16,8 +16,8 @@ from torch import nn
 
 from hybrid.batch import SparseFeatures
 from hybrid.clock import PHASES, StepClock
-from hybrid.config import DataSection, RunConfig, RunSection, ScheduleSection
-from hybrid.dense.device import choose_backend, choose_device
+from hybrid.config import DataSection, DenseSection, RunConfig, RunSection, ScheduleSection
+from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.memory import available_memory_bytes
@@ -29,6 +29,7 @@ from workers.listener import listen
 
 
 class TestTopology:
+    @pytest.mark.upstream("dist_autograd/world_size", "dist_autograd/_do_test")
     def test_ranks_are_master_then_trainers_then_workers(self) -> None:
         topology = Topology(num_trainers=2, num_workers=3)
         assert topology.world_size == 6
@@ -38,11 +39,13 @@ class TestTopology:
         assert [topology.rank(r) for r in topology.roles] == list(range(6))
         assert topology.roles == (MASTER, *topology.trainers, *topology.workers)
 
+    @pytest.mark.upstream("dist_autograd/trainer_name", "dist_autograd/remote_worker_name")
     def test_rpc_names_are_distinct(self) -> None:
         roles = Topology(12, 12).roles
         assert len({r.rpc_name for r in roles}) == len(roles)
         assert (MASTER.rpc_name, Role(RoleKind.TRAINER, 1).rpc_name) == ("master", "trainer1")
 
+    @pytest.mark.upstream("dist_autograd/_do_test")
     def test_a_role_beyond_the_cluster_has_no_rank(self) -> None:
         with pytest.raises(ValueError, match=r"^trainer 2 is not in a cluster of 1 master, 2 trainer\(s\)"):
             Topology(2, 1).rank(Role(RoleKind.TRAINER, 2))
@@ -249,12 +252,12 @@ class TestDevice:
         indirect=["num_gpus"],
     )
     def test_settings_mean(self, num_gpus: int, setting: str, trainer: int, device: str) -> None:
-        assert choose_device(setting, trainer) == torch.device(device)
+        assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
 
     @pytest.mark.parametrize("num_gpus", [4], indirect=True)
     def test_the_launchers_local_rank_decides(self, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LOCAL_RANK", "2")
-        assert choose_device("auto", 9) == torch.device("cuda:2")
+        assert choose_devices(DenseSection(), 9) == [torch.device("cuda:2")]
 
     @pytest.mark.parametrize(
         ("num_gpus", "setting", "rule"),
@@ -272,7 +275,7 @@ class TestDevice:
     )
     def test_other_settings_are_refused(self, num_gpus: int, setting: str, rule: str) -> None:
         with pytest.raises(ConfigError, match=rf"^dense\.device = '{setting}': {rule}$"):
-            choose_device(setting, 0)
+            choose_devices(DenseSection(device=setting), 0)
 
     @pytest.mark.parametrize(
         ("devices", "backend"),

@@ -29,6 +29,7 @@ from torch.distributed import autograd as dist_autograd
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
+from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.remote import NetHost
@@ -90,7 +91,7 @@ class Trainer:
         self._group = dist.group.WORLD
         net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
-        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), self._group)
+        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), Arrangement(self._group))
         self._clock = StepClock()
         self._feed = Feed(embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
 
@@ -102,7 +103,7 @@ class Trainer:
             self._step(micro)
         self._feed.rejoin()
         gradients = self._model.gradients
-        return {name: gradients[p].clone() for name, p in self._model.stages.named_parameters()}
+        return {name: gradients[p].clone() for name, p in self._model.net.named_parameters()}
 
     def _step(self, micro: MicroBatch) -> None:
         with dist_autograd.context() as context:

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
+from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.embedding.lookup import Nothing
@@ -91,7 +92,7 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
     """The project's ``DdpModel``; a trainer that has run out of inputs goes on with empty ones."""
     assert dist.group.WORLD is not None
     model = HybridModel(DenseNet(nn.Linear(2, 3), _BottomOnly(), nn.Identity()))
-    ddp_model = DdpModel(model, DdpMode.OUTSIDE, dist.group.WORLD)
+    ddp_model = DdpModel(model, DdpMode.OUTSIDE, Arrangement(dist.group.WORLD))
     empty = Batch.empty(num_dense=2, num_sparse=0)
     own = (
         empty._replace(dense_features=x_BF, labels=torch.zeros(len(x_BF))) for x_BF in _inputs(index, uneven)
@@ -105,11 +106,11 @@ def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
         ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)
-        named = ddp_model.stages.named_parameters()
+        named = ddp_model.net.named_parameters()
         distributed = {name: ddp_model.gradients[p].clone() for name, p in named}
     ddp_model.module.zero_grad()
     ddp_model.module(micro, StepClock()).norm().backward()
-    return distributed, _local_gradients(ddp_model.stages)
+    return distributed, _local_gradients(ddp_model.net)
 
 
 def sparse_gradients(index: int) -> list[Compared]:

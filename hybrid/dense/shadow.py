@@ -1,0 +1,101 @@
+"""A module over tensors that are not its own parameters and buffers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch._dynamo.eval_frame import OptimizedModule
+
+M = TypeVar("M", bound=nn.Module)
+
+# While torch.compile traces in one thread, it refuses compiled modules called in any other.
+_compiled_calls = threading.RLock()
+
+
+def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
+    """``module`` over other tensors: the same structure, code, settings and hooks.
+
+    What takes the place of a parameter may have been computed. An eager module has it as a plain attribute
+    and lists no parameter of that name. ``module`` is only read, so several threads may do this at once.
+
+    Args:
+        module: eager, TorchScript, or from ``torch.compile``; compiled code is compiled once for all
+            shadows, and those run it one at a time.
+        tensors: what to put in the place of which parameters and buffers, wherever the module has them;
+            all others are the module's own.
+
+    Raises:
+        RuntimeError: the module has parameters without a shape yet, a TorchScript module with Python
+            modules in it, or a submodule compiled in place, whose code is bound to the original.
+    """
+    replica: M = _shadow(module, tensors, {})
+    return replica
+
+
+def _shadow(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]) -> Any:
+    if module not in done:
+        if _is_compiled(module):
+            done[module] = _shadow_compiled(module, tensors, done)
+        else:
+            done[module] = _shadow_plain(module, tensors, done)
+    return done[module]
+
+
+def _is_compiled(module: nn.Module) -> TypeGuard[OptimizedModule]:
+    # Importing this takes a second; where nobody has, there is nothing compiled.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+
+
+def _shadow_plain(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]) -> Any:
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        name = type(module).__name__
+        raise RuntimeError(f"{name}.compile() binds code to one module; replicas need torch.compile(module)")
+    is_script = isinstance(module, torch.jit.ScriptModule)
+    replica: Any = module._replicate_for_data_parallel()
+    if not is_script:
+        replica._parameters = {}  # modules of torch.fx keep theirs, against the method's promise
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if is_script and not isinstance(child, torch.jit.ScriptModule):
+            raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+        replica._modules[name] = _shadow(child, tensors, done)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter in tensors:
+            setattr(replica, name, tensors[parameter])
+        elif not is_script:
+            replica._parameters[name] = parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer in tensors:
+            setattr(replica, name, tensors[buffer])
+    return replica
+
+
+def _shadow_compiled(
+    module: OptimizedModule, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]
+) -> Any:
+    inside = _shadow(module._orig_mod, tensors, done)
+    # A compiled module hands assignments on to the one inside: _replicate_for_data_parallel would take the
+    # original's parameters away. This is what unpickling does.
+    replica = type(module).__new__(type(module))
+    replica.__setstate__(module.__getstate__() | {"_modules": {"_orig_mod": inside}})
+    replica.forward = _one_at_a_time(replica.forward)
+    return replica
+
+
+def _one_at_a_time(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _compiled_calls:
+            return forward(*args, **kwargs)
+
+    return locked

@@ -1,0 +1,70 @@
+"""Dense nets in parallel forms, by the command line: one's own net split, a run that changes its form."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from support.commands import ROOT, TrainedRun, run, settings
+
+from workers.cli import main
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]
+SMALL = settings(
+    data={"synthetic_rows": 2000, "synthetic_test_rows": 500},
+    train={"batch_size": 100},
+    dense={"net": "my_net:build", "device": "cpu", "parallel": "tensor", "tensor_plan": PLAN},
+)
+
+
+def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tmp_path: Path) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_net.py").write_text(code)
+    ended = run(["compare", "--steps", 10, *SMALL], tmp_path)
+    assert ended.code == 0, ended.stderr
+    assert "trainer 1: interaction.gate.weight" in ended.stdout
+
+
+def test_a_run_goes_on_in_another_form(
+    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = trained.copy(tmp_path)
+    replicas: dict[str, object] = {
+        "parallel": "replicas",
+        "devices": ["cpu", "cpu"],
+        "device": "auto",
+        "compile": "script",
+    }
+    ended = run(
+        ["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=replicas)],
+        tmp_path,
+    )
+    assert (ended.code, ended.stderr) == (0, "")
+    outcome = json.loads((folder / "result.json").read_text())
+    assert outcome["steps"] == 32
+    main(["evaluate", str(folder)])
+    assert f"auc                 {outcome['auc']:.4f}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("dense", "message"),
+    [
+        ({"parallel": "tensor", "tensor_size": 3}, "dense.tensor_size = 3: must divide cluster.trainers"),
+        ({"parallel": "replicas", "devices": ["cuda:7"], "device": "auto"}, "dense.devices = 'cuda:7'"),
+        (
+            {"parallel": "tensor", "tensor_plan": ["tower = rowwise"]},
+            "dense.tensor_plan = 'tower = rowwise'",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(
+    dense: dict[str, object], message: str, tiny: list[str], tmp_path: Path
+) -> None:
+    ended = run(["launch", *tiny, *settings(dense=dense)], tmp_path)
+    assert ended.code == 1
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not [line for path in tmp_path.glob("runs/*/metrics.jsonl") for line in path.open()]

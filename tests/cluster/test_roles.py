@@ -1,0 +1,129 @@
+"""What the processes of a cluster are: where calls run, who is in the trainers' group, and how all end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from multiprocessing.queues import SimpleQueue
+from socket import socket
+from typing import Any, TypeAlias
+
+import pytest
+import torch.distributed as dist
+from support.cluster import PRELOAD, STOP_SECONDS, Clusters, small_config
+from torch.distributed import rpc
+
+from hybrid import wire
+from hybrid.config import RunConfig
+from hybrid.topology import MASTER, Role, RoleKind
+from workers import trainer, worker
+from workers.bootstrap import Cluster, announce_stop, join
+from workers.failure import gather
+from workers.listener import listen
+
+SECONDS = 10.0
+
+# Rank in the trainers' group, and how many are in it; None for who is in none.
+Membership: TypeAlias = tuple[int, int] | None
+
+
+class Place:
+    """Lives on a role's process and says where that is."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+
+    def name_and_pid(self) -> tuple[str, int]:
+        return rpc.get_worker_info().name, os.getpid()
+
+    def membership(self) -> Membership:
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None
+
+    def await_word(self) -> bool:
+        return self._told.wait(SECONDS)
+
+    def give_word(self) -> None:
+        self._told.set()
+
+
+def places(cluster: Cluster) -> dict[Role, wire.Remote[Place]]:
+    """One on every role, the master too."""
+    creating = [wire.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
+    return dict(zip(cluster.topology.roles, gather(creating), strict=True))
+
+
+def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
+    """By RPC name, the process that answers a call, and the process that the role is."""
+    pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
+    answered = gather([place.call("name_and_pid") for place in places(cluster).values()])
+    return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
+
+
+@pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
+def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -> None:
+    answered, pids = clusters.get(2, 2).run(whereabouts)
+    assert answered == pids
+    assert len(set(pids.values())) == 5
+
+
+def word_and_answer(cluster: Cluster) -> bool:
+    """One call waits on the owner for what a second one does."""
+    place: wire.Remote[Place] = wire.create(
+        cluster.topology.workers[0], Place, timeout_seconds=SECONDS
+    ).wait()
+    waiting = place.call("await_word")
+    place.call("give_word").wait()
+    answer: bool = waiting.wait()
+    return answer
+
+
+@pytest.mark.upstream("dist_autograd/_remote_method_async")
+def test_a_call_does_not_wait_for_its_answer(clusters: Clusters) -> None:
+    assert clusters.get(2, 2).run(word_and_answer)
+
+
+def live(
+    role: Role, config: RunConfig, told: SimpleQueue[tuple[str, Any]], listener: socket | None = None
+) -> None:
+    """Be a role from start to end, and tell which process group is left; the master, who was in one."""
+    if role == MASTER:
+        with join(role, config, listener) as cluster:
+            members = [place.call("membership") for place in places(cluster).values()]
+            told.put(("during", gather(members)))
+            announce_stop(cluster)
+    else:
+        {RoleKind.TRAINER: trainer.run, RoleKind.WORKER: worker.run}[role.kind](config, role.index)
+    told.put((str(role), dist.is_initialized()))
+
+
+@pytest.mark.upstream(
+    "dist_autograd/_trainer_process",
+    "dist_autograd/_remote_worker_process",
+    "dist_autograd/destroy_pg",
+    "dist_autograd/set_shutdown_signal",
+)
+def test_trainers_form_a_group_until_the_master_says_stop() -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
+    with listen("127.0.0.1", 0) as listener:
+        config = small_config(cluster={"trainers": 2, "workers": 1, "master_port": listener.getsockname()[1]})
+        roles = config.cluster.topology.roles
+        processes = [
+            context.Process(target=live, args=(r, config, told, *([listener] if r == MASTER else [])))
+            for r in roles
+        ]
+        for process in processes:
+            process.start()
+    try:
+        for process in processes:
+            process.join(STOP_SECONDS)
+        assert [process.exitcode for process in processes] == [0] * 4
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(STOP_SECONDS)
+    everything = dict(told.get() for _ in range(5))
+    assert everything.pop("during") == [None, (0, 2), (1, 2), None]
+    assert everything == dict.fromkeys(map(str, roles), False)

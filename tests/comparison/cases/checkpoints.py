@@ -1,0 +1,36 @@
+"""A checkpoint of one form of the dense net, loaded into another; runs in the master's process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from support.matrix import Case
+
+from hybrid.batch import Batch
+from hybrid.checkpoint import Checkpoint
+from workers.bootstrap import Cluster
+from workers.session import Session
+from workers.snapshot import Snapshot, snapshot
+
+STEPS = 3
+
+
+def reloaded(cluster: Cluster, saved: Case, loaded: Case, folder: Path) -> tuple[Snapshot, Snapshot]:
+    """All that was trained before a checkpoint of ``saved``, and all that ``loaded`` has after loading it."""
+    names = [name for name, _ in saved.nets()[0].named_parameters()]
+    session = Session(cluster.topology, saved.config, saved.input_spec, STEPS)
+    session.train_on(partial(_first_batches, saved), 0)
+    before = snapshot(session, names)
+    session.save(folder / "checkpoint", STEPS, 0)
+    session.close()
+
+    session = Session(cluster.topology, loaded.config, loaded.input_spec, STEPS)
+    session.load(Checkpoint.open(folder / "checkpoint"))
+    after = snapshot(session, names)
+    session.close()
+    return before, after
+
+
+def _first_batches(case: Case, trainer: int) -> list[Batch]:
+    return case.batches(trainer)[:STEPS]

@@ -1,0 +1,20 @@
+"""The code of the documentation, run on the trainers of a cluster."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from comparison.cases.peers import Compared
+from torch import nn
+
+
+def split_net(code: str, index: int) -> list[Compared]:
+    """What ``code`` makes of a ``net``, as ``ddp``, and a plain copy: their outputs for the same inputs."""
+    torch.manual_seed(1)
+    names: dict[str, Any] = {"net": nn.Sequential(nn.Linear(4, 7), nn.ReLU(), nn.Linear(7, 3))}
+    plain, inputs_BF = copy.deepcopy(names["net"]), torch.randn(5, 4)
+    exec(code, names)
+    assert sum(p.numel() for p in names["ddp"].parameters()) < sum(p.numel() for p in plain.parameters())
+    return [({"outputs": names["ddp"](inputs_BF).detach()}, {"outputs": plain(inputs_BF).detach()})]

@@ -1,0 +1,292 @@
+"""What each trainer computes of the comparisons between nets split over a tensor group and whole ones.
+
+4 trainers make a mesh of data x tensor, 2 x 2. What is expected comes from a whole net on each trainer,
+which sees the inputs of all without communication: they are functions of the places in the mesh.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from comparison.cases.peers import Compared, Gradients
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn import RemoteModule
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from hybrid.dense.tensor import (
+    SharedStage,
+    TensorParallel,
+    flatten_tensor,
+    own_shard,
+    sync_gradient,
+    trainer_mesh,
+    unflatten_tensor,
+    whole,
+)
+
+TENSOR, DATA = 2, 2
+INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # over two ranks, none of them is even
+RATE = 0.02
+ROWS = 10
+
+
+@functools.cache
+def trainers_mesh(device_type: str = "cpu") -> DeviceMesh:
+    return trainer_mesh(TENSOR, device_type)
+
+
+class Mlp(nn.Module):
+    """The net of torch's test, with the same weights on all trainers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.net1, self.net2 = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, OUTPUTS)
+
+    def forward(self, x_BX: Tensor) -> Tensor:
+        outputs_BY: Tensor = self.net2(torch.relu(self.net1(x_BX)))
+        return outputs_BY
+
+
+def _split_mlp(mlp: Mlp) -> TensorParallel:
+    plan: dict[str, ParallelStyle] = {
+        "net1": ColwiseParallel(use_local_output=False),
+        "net2": RowwiseParallel(),
+    }
+    split = TensorParallel(copy.deepcopy(mlp), trainers_mesh()["tensor"], plan)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in split.parameters())
+    return split
+
+
+def _under_ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(net, process_group=trainers_mesh().get_group("data"), **options)
+
+
+def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def parts_of(split: TensorParallel, tensors: Mapping[str, Tensor]) -> Gradients:
+    """What of ``tensors``, by the parameters' names, this trainer should hold."""
+    named = {name: split.layouts.get(p) for name, p in split.module.named_parameters()}
+    return {n: t if (layout := named[n]) is None else own_shard(t, layout) for n, t in tensors.items()}
+
+
+def gradients_of(net: nn.Module) -> Gradients:
+    return {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def _parameters(net: nn.Module) -> Gradients:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def _loss(net: nn.Module, x_BX: Tensor) -> Tensor:
+    return net(x_BX).square().sum()  # type: ignore[no-any-return]
+
+
+def _mean_loss(net: nn.Module, inputs: Sequence[Tensor]) -> Tensor:
+    """The loss whose gradients DDP gives; a data rank that has no input counts all the same."""
+    return torch.stack([_loss(net, x_BX) for x_BX in inputs]).sum() / DATA
+
+
+def _differentiate(loss: Tensor, net: nn.Module) -> Gradients:
+    named = dict(net.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def trained(optimizer: str, dtype: torch.dtype, steps: int, index: int) -> list[Compared]:
+    """Outputs and gradients of each step, then the parameters; the second input has another size."""
+    mlp = Mlp().to(dtype)
+    split = _split_mlp(mlp)
+    ddp, own = _under_ddp(split), trainers_mesh().get_local_rank("data")
+    nets: tuple[nn.Module, ...] = (mlp, ddp)
+    optimizers = [getattr(torch.optim, optimizer)(net.parameters(), lr=RATE) for net in nets]
+    compared = []
+    for step in range(steps):
+        size = 16 if step == 1 else 4
+        inputs = [random(10 * step + rank, size, INPUTS, dtype=dtype) for rank in range(DATA)]
+        output, expected = ddp(inputs[own]), mlp(inputs[own])
+        output.square().sum().backward()
+        _mean_loss(mlp, inputs).backward()
+        got = {"output": output.detach(), **gradients_of(split.module)}
+        compared.append((got, {"output": expected.detach(), **parts_of(split, gradients_of(mlp))}))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return [*compared, (_parameters(split.module), parts_of(split, _parameters(mlp)))]
+
+
+class _Table(nn.Embedding):
+    """The same rows wherever it is made."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS, INPUTS, _weight=random(1, ROWS, INPUTS))
+
+
+def _table_gradient(rref: rpc.RRef[nn.Embedding], context: int) -> Tensor:
+    return dist_autograd.get_gradients(context)[rref.local_value().weight]
+
+
+def under_dist_autograd(form: str, steps: int, index: int) -> list[Compared]:
+    """Behind a table on a worker: the gradients that a context holds, here and there.
+
+    ``form`` is "alone", "ddp", an option of DDP, or "shared": trainer t has t samples of its own.
+    """
+    mlp, table, here = Mlp(), RemoteModule("worker0/cpu", _Table), _Table()
+    split = _split_mlp(mlp)
+    net: nn.Module = split
+    if form == "shared":
+        net = _under_ddp(SharedStage(split, trainers_mesh().get_group("tensor")))
+    elif form != "alone":
+        net = _under_ddp(split, **({} if form == "ddp" else {form: True}))
+    # Whose losses the gradients of the net are of.
+    counted = {"alone": [index, index], "shared": [0, 1, 2, 3]}.get(form, [0, 2])
+    compared = []
+    for step in range(steps):
+        ids = [_ids(step, trainer, form == "shared") for trainer in range(TENSOR * DATA)]
+        with dist_autograd.context() as context:
+            dist_autograd.backward(context, [_loss(net, table.forward(ids[index]))])
+            held = dist_autograd.get_gradients(context)
+            assert {type(gradient) for gradient in held.values()} == {Tensor}
+            rref = table.get_module_rref()
+            got = {name: held[p].clone() for name, p in split.module.named_parameters()}
+            got["table"] = rpc.rpc_sync(rref.owner(), _table_gradient, args=(rref, context))
+        expected = _differentiate(_mean_loss(mlp, [here(ids[trainer]) for trainer in counted]), mlp)
+        (of_table,) = torch.autograd.grad(_loss(mlp, here(ids[index])), [here.weight])
+        compared.append((got, {**parts_of(split, expected), "table": of_table}))
+        _descend(split.module, got)
+        _descend(mlp, expected)
+    return compared
+
+
+def _ids(step: int, trainer: int, is_own: bool) -> Tensor:
+    """A trainer's ids: its own, or those of all in its tensor group."""
+    if is_own:
+        return (torch.arange(trainer) * 3 + step) % ROWS
+    return (torch.arange(4) * (trainer // TENSOR + 2) + step) % ROWS
+
+
+@torch.no_grad()
+def _descend(net: nn.Module, gradients: Gradients) -> None:
+    for name, parameter in net.named_parameters():
+        parameter.sub_(RATE * gradients[name])
+
+
+def joined(index: int) -> list[Compared]:
+    """torch's own ``join`` over the data group: its first rank has one input, its second has three."""
+    mlp = Mlp()
+    split = _split_mlp(mlp)
+    ddp, own, counts = _under_ddp(split), trainers_mesh().get_local_rank("data"), (1, 3)
+    compared = []
+    with ddp.join():
+        for step in range(max(counts)):
+            inputs = [random(10 * step + rank, 4, INPUTS) for rank in range(DATA) if step < counts[rank]]
+            expected = _differentiate(_mean_loss(mlp, inputs), mlp)
+            _descend(mlp, expected)
+            if step >= counts[own]:
+                continue
+            with dist_autograd.context() as context:
+                x_BX = random(10 * step + own, 4, INPUTS)
+                dist_autograd.backward(context, [_loss(ddp, x_BX)])
+                held = dist_autograd.get_gradients(context)
+                got = {name: held[p].clone() for name, p in split.module.named_parameters()}
+            compared.append((got, parts_of(split, expected)))
+            _descend(split.module, got)
+    return [*compared, (_parameters(split.module), parts_of(split, _parameters(mlp)))]
+
+
+def shards(index: int) -> list[Compared]:
+    """``whole`` and ``own_shard``, each the other's inverse, in sizes that are even, uneven, and too few."""
+    mesh, compared = trainers_mesh()["tensor"], []
+    own = mesh.get_local_rank()
+    for shape, placement in product([(4, 2), (7, 3), (1, 5)], [Shard(0), Shard(1), Replicate()]):
+        values = random(2, *shape)
+        dtensor = distribute_tensor(values, mesh, [placement], src_data_rank=None)
+        _, layout = flatten_tensor(dtensor)
+        assert layout is not None
+        shard = own_shard(values, layout)
+        assert shard.untyped_storage().nbytes() == shard.nbytes
+        pieces = [values] * TENSOR
+        if isinstance(placement, Shard):
+            empty = values.narrow(placement.dim, 0, 0)
+            pieces = [*values.chunk(TENSOR, placement.dim), empty][:TENSOR]
+        # Of other values, too, and of another dtype: as an optimizer's state is.
+        state = whole((2 * shard).double(), layout)
+        got = {"shard": shard, "whole": whole(shard, layout), "state": state}
+        compared.append((got, {"shard": pieces[own], "whole": values, "state": 2 * values.double()}))
+    return compared
+
+
+def own_weights(index: int) -> list[Compared]:
+    """The shards of a net whose weights differ from trainer to trainer, as they should not."""
+    mlp = Mlp()
+    for parameter in mlp.parameters():
+        nn.init.constant_(parameter, index + 1)
+    split = _split_mlp(mlp)
+    return [(_parameters(split.module), parts_of(split, _parameters(mlp)))]
+
+
+def gradient_of_squares(index: int) -> list[Compared]:
+    """A shard's gradient by way of the DTensor that it is part of, and an all-reduce that is under way."""
+    mesh = trainers_mesh()["tensor"]
+    values = random(5, 7, 3)
+    shard, layout = flatten_tensor(distribute_tensor(values, mesh, [Shard(0)], src_data_rank=None))
+    assert layout is not None
+    unflatten_tensor(shard, layout).full_tensor().square().sum().backward()
+    assert type(shard.grad) is Tensor
+    under_way = all_reduce(torch.ones(2), "sum", (mesh, 0))
+    assert isinstance(under_way, AsyncCollectiveTensor)
+    reduced = sync_gradient(under_way)
+    assert type(reduced) is Tensor
+    expected = {"gradient": 2 * shard.detach(), "all-reduce": torch.full((2,), 2.0)}
+    return [({"gradient": shard.grad, "all-reduce": reduced}, expected)]
+
+
+def few_outputs(index: int) -> list[Compared]:
+    """One output for two ranks under DDP: the second holds an empty shard."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        plain = nn.Linear(4, 1)
+    plan: dict[str, ParallelStyle] = {"": ColwiseParallel(output_layouts=Replicate())}
+    split = TensorParallel(copy.deepcopy(plain), trainers_mesh()["tensor"], plan)
+    assert split.module.weight.numel() == 4 * (1 - trainers_mesh().get_local_rank("tensor"))  # type: ignore[operator]
+    inputs = [random(rank, 3, 4) for rank in range(DATA)]
+    x_BX = inputs[trainers_mesh().get_local_rank("data")]
+    ddp = _under_ddp(split)  # which must live until the backward pass
+    output = ddp(x_BX)
+    output.square().sum().backward()
+    expected = plain(x_BX).detach()
+    _mean_loss(plain, inputs).backward()
+    got = {"output": output.detach(), **gradients_of(split.module)}
+    return [(got, {"output": expected, **parts_of(split, gradients_of(plain))})]
+
+
+def mesh_ranks(index: int) -> list[Compared]:
+    """The ranks of this trainer's tensor group and data group."""
+    groups = {
+        name: dist.get_process_group_ranks(trainers_mesh().get_group(name)) for name in ("tensor", "data")
+    }
+    expected = {"tensor": [index // 2 * 2, index // 2 * 2 + 1], "data": [index % 2, index % 2 + 2]}
+    return [(_tensors(groups), _tensors(expected))]
+
+
+def _tensors(groups: dict[str, list[int]]) -> Gradients:
+    return {name: torch.tensor(ranks) for name, ranks in groups.items()}
+
+
+def uneven_mesh(size: int, index: int) -> list[Compared]:
+    trainer_mesh(size, "cpu")
+    return []

@@ -1,0 +1,107 @@
+"""A dense net in any parallel form equals one process: every parameter, every optimizer's state."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparison.cases.checkpoints import reloaded
+from comparison.cases.documented import split_net
+from comparison.cases.peers import on_all_trainers
+from support.cluster import CaseError, Clusters
+from support.commands import ROOT
+from support.matrix import STEPS, Case, train_case
+
+from workers.snapshot import reference_snapshot
+
+TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
+
+
+def split(**values: Any) -> Case:
+    """A job of four trainers, of which two hold a net together."""
+    return Case(trainers=4, workers=1, parallel="tensor", top_mlp=(7, 6, 5), **values)
+
+
+TENSOR_CASES = [
+    split(net="dlrm", dtype="float32"),
+    split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
+    split(net="deepfm", ddp="inside", clip_norm=0.2),
+    split(net="wide_deep", ddp="none", clip_norm=0.2),
+    split(remote=True, micro_batches=2, update="pipelined"),
+    split(
+        features="sum",
+        inputs="uneven",
+        tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
+    ),
+]
+REPLICA_CASES = [
+    Case(parallel="replicas", net="dlrm", dtype="float32"),
+    Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
+    Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
+    Case(compile="aot_eager", net="dlrm", dtype="float32"),
+    Case(parallel="replicas", compile="aot_eager"),
+]
+
+
+@pytest.mark.parametrize("case", [*TENSOR_CASES, *REPLICA_CASES], ids=lambda case: case.name)
+def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
+    outcome = clusters.get(case.trainers, case.workers).run(train_case, case)
+    reference = case.reference(outcome.start)
+    losses = [reference.step(shares) for shares in case.shares()]
+    rtol, atol = TOLERANCE[case.dtype]
+    assert len(outcome.losses) == STEPS
+    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
+    end = reference_snapshot(reference)
+    assert outcome.end.keys() == end.keys()
+    for part, tensor in end.items():
+        apart = f"{part} is another than in one process"
+        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+
+
+def test_a_checkpoint_of_one_form_is_one_of_every_form(clusters: Clusters, tmp_path: Path) -> None:
+    halves = split(dense_optimizer="AdamW")
+    quarters = dataclasses.replace(halves, tensor_size=4)
+    whole = dataclasses.replace(halves, parallel="none")
+    cluster = clusters.get(4, 1)
+    for number, (saved, loaded) in enumerate([(halves, whole), (whole, halves), (halves, quarters)]):
+        before, after = cluster.run(reloaded, saved, loaded, tmp_path / str(number))
+        assert after.keys() == before.keys()
+        assert [part for part, tensor in before.items() if not torch.equal(after[part], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "rule"),
+    [
+        ("tower.0 = colwise", "matches nothing in the net"),
+        ("head.0 = colwise", "stays split"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_refused_before_training(
+    plan: str, rule: str, clusters: Clusters
+) -> None:
+    case = split(tensor_plan=(plan,))
+    with pytest.raises(CaseError, match=rule):
+        clusters.get(4, 1).run(train_case, case)
+
+
+def code_of_documentation(number: int) -> str:
+    text = (ROOT / "docs/parallel.md").read_text(encoding="utf-8")
+    return str(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[number])
+
+
+def test_the_documented_replicas_run() -> None:
+    names = {"torch": torch}
+    exec(code_of_documentation(0), names)
+    assert "DataParallel" in names
+
+
+def test_the_documented_split_net_gives_what_the_net_gives(clusters: Clusters) -> None:
+    of_trainers = clusters.get(4, 1).run(on_all_trainers, partial(split_net, code_of_documentation(1)))
+    assert len(of_trainers) == 4
+    for ((ours, expected),) in of_trainers:
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)

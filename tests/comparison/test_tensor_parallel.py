@@ -1,0 +1,181 @@
+"""Nets split over a tensor group equal whole ones: on their own, under DDP, under distributed autograd.
+
+What torch's ``test_ddp_2d_parallel.py`` shows of its transform, shown of this project's, on the trainers of
+a running cluster; in float64, rounding is 1e-16 and a mistake is anything else.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from comparison.cases.peers import Compared, Job, on_all_trainers
+from comparison.cases.shared_stage import gathered, planned, shared, uneven_inputs, uneven_output
+from comparison.cases.tensor import (
+    few_outputs,
+    gradient_of_squares,
+    joined,
+    mesh_ranks,
+    own_weights,
+    shards,
+    trained,
+    under_dist_autograd,
+    uneven_mesh,
+)
+from support.cluster import CaseError, Clusters, RunningCluster
+
+TRAINERS = 4
+DENSE = {"net1.weight", "net1.bias", "net2.weight", "net2.bias"}
+EXACT, CLOSE = (0.0, 0.0), (1e-5, 1e-6)
+
+
+@pytest.fixture
+def cluster(clusters: Clusters) -> RunningCluster:
+    return clusters.get(TRAINERS, 1)
+
+
+def check(cluster: RunningCluster, job: Job, rtol: float, atol: float) -> list[list[Compared]]:
+    """See that every trainer has what it should have of each name, and nothing else."""
+    of_trainers = cluster.run(on_all_trainers, job)
+    assert len(of_trainers) == TRAINERS
+    for of_trainer in of_trainers:
+        assert of_trainer
+        for got, expected in of_trainer:
+            assert got.keys() == expected.keys()
+            torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+    return of_trainers
+
+
+@pytest.mark.upstream(
+    "tensor_ddp/test_2d_ddp_integration_functionality",
+    "tensor_ddp/_pre_dp_module_transform",
+    "tensor_ddp/parallelize_module",
+    "tensor_ddp/DistributedDataParallel",
+)
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"), [(torch.float64, 0.0, 1e-12), (torch.float32, 1e-6, 1e-6)]
+)
+def test_a_split_net_under_ddp_equals_the_whole_one(
+    dtype: torch.dtype, rtol: float, atol: float, cluster: RunningCluster
+) -> None:
+    """Outputs, gradients, parameters after Adam; then an input of another size."""
+    compared = check(cluster, partial(trained, "Adam", dtype, 2), rtol, atol)
+    for of_trainer in compared:
+        (first, _), (second, _), (parameters, _) = of_trainer
+        assert first.keys() == second.keys() == {"output", *DENSE}
+        assert parameters.keys() == DENSE
+        assert all(gradient.any() for gradient in first.values())
+        assert (len(first["output"]), len(second["output"])) == (4, 16)
+    # Data groups have inputs of their own, and tensor groups shards of their own.
+    outputs = [of_trainer[0][0]["output"] for of_trainer in compared]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert [of_trainer[0][0]["net1.weight"].size(0) for of_trainer in compared] == [4, 3, 4, 3]
+
+
+@pytest.mark.parametrize(("dtype", "rtol", "atol"), [(torch.float64, 0.0, 1e-12), (torch.float32, *CLOSE)])
+def test_a_split_net_trains_as_the_whole_one(
+    dtype: torch.dtype, rtol: float, atol: float, cluster: RunningCluster
+) -> None:
+    check(cluster, partial(trained, "SGD", dtype, 20), rtol, atol)
+
+
+@pytest.mark.parametrize("form", ["alone", "ddp", "static_graph", "gradient_as_bucket_view", "shared"])
+def test_gradients_of_distributed_autograd_are_plain_and_right(form: str, cluster: RunningCluster) -> None:
+    for of_trainer in check(cluster, partial(under_dist_autograd, form, 3), *CLOSE):
+        assert [got.keys() for got, _ in of_trainer] == [{*DENSE, "table"}] * 3
+
+
+def test_torchs_join_goes_on_where_a_data_rank_has_fewer_inputs(cluster: RunningCluster) -> None:
+    compared = check(cluster, joined, *CLOSE)
+    assert [len(of_trainer) for of_trainer in compared] == [2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        ("mlp", torch.float64, 1e-12),
+        ("cross", torch.float64, 1e-12),
+        ("logits", torch.float32, 1e-5),
+        ("logits", torch.bfloat16, 5e-2),
+    ],
+)
+def test_a_shared_stage_equals_the_whole_one_on_all_samples_of_its_group(
+    kind: str, dtype: torch.dtype, tolerance: float, cluster: RunningCluster
+) -> None:
+    """Shares of any size, gradients wanted by any; automatic plans, uneven shards."""
+    check(cluster, partial(shared, kind, dtype, "cpu"), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", ["mlp", "cross"])
+def test_a_shared_stage_on_one_gpu_for_all(kind: str, clusters: Clusters) -> None:
+    check(
+        clusters.get(TRAINERS, 1, device="cuda:0"), partial(shared, kind, torch.float64, "cuda:0"), 0.0, 1e-12
+    )
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["head.2 = rowwise"],
+        ["head.[04] = rowwise"],
+        ["head.[02] = colwise", "head.4 = rowwise"],
+        ["head.0 = colwise", "head.2 = colwise_gathered"],
+    ],
+)
+def test_styles_of_successive_layers_go_together(texts: list[str], cluster: RunningCluster) -> None:
+    """A layer takes what is whole, and what the layer before it has left split."""
+    check(cluster, partial(planned, texts), rtol=0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_shares_meet_in_their_own_dtype(dtype: torch.dtype, cluster: RunningCluster) -> None:
+    check(cluster, partial(gathered, dtype), *EXACT)
+
+
+def test_shards_of_any_size_make_the_whole(cluster: RunningCluster) -> None:
+    check(cluster, shards, *EXACT)
+
+
+def test_splitting_a_net_takes_no_communication(cluster: RunningCluster) -> None:
+    """All ranks start from the same weights; here they do not, and each keeps its own."""
+    compared = check(cluster, own_weights, *EXACT)
+    assert [float(parts["net1.bias"][0]) for ((parts, _),) in compared] == [1, 2, 3, 4]
+
+
+@pytest.mark.upstream(
+    "tensor_utils/sync_grad_hook", "tensor_utils/_flatten_tensor", "tensor_utils/_unflatten_tensor"
+)
+def test_the_gradient_of_a_whole_lands_on_the_shards(cluster: RunningCluster) -> None:
+    check(cluster, gradient_of_squares, *EXACT)
+
+
+def test_a_layer_of_fewer_outputs_than_trainers(cluster: RunningCluster) -> None:
+    check(cluster, few_outputs, *CLOSE)
+
+
+def test_the_mesh_deals_out_trainers_in_their_order(cluster: RunningCluster) -> None:
+    check(cluster, mesh_ranks, *EXACT)
+
+
+@pytest.mark.parametrize("size", [0, 3, 8])
+def test_trainers_that_do_not_make_whole_groups_are_refused(size: int, cluster: RunningCluster) -> None:
+    with pytest.raises(CaseError, match=f"ValueError: 4 trainers do not make groups of {size}"):
+        cluster.run(on_all_trainers, partial(uneven_mesh, size))
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (uneven_inputs, r"inputs of a stage must have as many rows as each other, not \[2, 3\]"),
+        (uneven_output, "the stage gives 12 rows for 6 samples"),
+    ],
+)
+def test_a_shared_stage_takes_and_gives_a_row_for_each_sample(
+    job: Job, message: str, cluster: RunningCluster
+) -> None:
+    with pytest.raises(CaseError, match=f"ValueError: {message}"):
+        cluster.run(on_all_trainers, job)

@@ -1,0 +1,166 @@
+"""The forms in which a trainer computes its net: all give the same numbers, or are refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.cluster import small_config
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.config import RunConfig
+from hybrid.dense.arrangement import Arrangement
+from hybrid.dense.nets import DenseNet
+from hybrid.dense.parallel import arrange
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.errors import ConfigError
+from hybrid.model import HybridModel, MicroBatch
+from hybrid.update import Ticket
+
+pytestmark = pytest.mark.usefixtures("loopback")
+
+SPEC = InputSpec(("x", "y"), (FeatureSpec("a", 5), FeatureSpec("b", 5)))
+WIDTHS = (3, 3)
+CPU = torch.device("cpu")
+REPLICAS = {"parallel": "replicas", "devices": ("cpu", "cpu", "cpu")}
+ALONE = {"parallel": "tensor", "tensor_size": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "replicas": REPLICAS,
+    "tensor": ALONE,
+    "script": {"compile": "script"},
+    "trace": {"compile": "trace"},
+    "aot_eager": {"compile": "aot_eager"},
+    "script replicas": {**REPLICAS, "compile": "script"},
+    "trace replicas": {**REPLICAS, "compile": "trace"},
+}
+
+
+class Concatenation(nn.Module):
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        return torch.cat([bottom_BH, pooled_BE], dim=1)
+
+
+class NeedsTwoRows(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) == 1:
+            raise ValueError("one row is not enough")
+        return super().forward(inputs)
+
+
+class Vectors:
+    """A lookup that is answered with values at hand."""
+
+    def __init__(self, pooled_BE: Tensor) -> None:
+        self.pooled_BE = pooled_BE
+
+    def start(self) -> Vectors:
+        return self
+
+    def wait(self) -> Tensor:
+        return self.pooled_BE
+
+
+def config(form: dict[str, Any], dtype: str = "float64") -> RunConfig:
+    dense = {"device": "auto", **form}
+    return small_config(cluster={"trainers": 1}, dense=dense, train={"dtype": dtype})
+
+
+def dense_net(*between: nn.Module, bottom: nn.Module | None = None) -> DenseNet:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        bottom = bottom or nn.Sequential(nn.Linear(2, 4), nn.ReLU())
+        head = nn.Sequential(nn.Linear(10, 5), *between, nn.ReLU(), nn.Linear(5, 1))
+        return DenseNet(bottom, Concatenation(), head)
+
+
+def arranged(form: dict[str, Any], net: DenseNet, dtype: str = "float64") -> tuple[HybridModel, Arrangement]:
+    model = HybridModel(net, dtype=getattr(torch, dtype))
+    devices = [CPU] * len(form.get("devices", "1"))
+    return model, arrange(model, config(form, dtype), SPEC, WIDTHS, devices)
+
+
+def passed(model: HybridModel, pooled_BE: Tensor) -> list[Tensor]:
+    """Logits of a pass, and the gradients of the vectors and of all parameters."""
+    dense_BF = torch.randn(len(pooled_BE), 2, generator=torch.Generator().manual_seed(1))
+    batch = Batch.empty(2, 2)._replace(dense_features=dense_BF, labels=torch.zeros(len(pooled_BE)))
+    vectors = pooled_BE.clone().requires_grad_()
+    logits_B = model(MicroBatch(batch, Ticket(0, 0, 0), Vectors(vectors).start), StepClock())
+    gradients = torch.autograd.grad(logits_B.square().sum(), [vectors, *model.net.parameters()])
+    return [logits_B, *gradients]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
+# torch.compile looks at the gradients of whatever it is given.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_gives_the_output_and_the_gradients_of_the_plain_net(
+    form: dict[str, Any], dtype: str, tolerance: float
+) -> None:
+    plain = HybridModel(dense_net(), dtype=getattr(torch, dtype))
+    model, _ = arranged(form, dense_net(), dtype)
+    assert model.net.state_dict().keys() == plain.net.state_dict().keys()
+    assert model.training
+    for size in (7, 2, 1, 0, 3):
+        generator = torch.Generator().manual_seed(size)
+        pooled_BE = torch.randn(size, 6, generator=generator, dtype=getattr(torch, dtype))
+        for ours, expected in zip(passed(model, pooled_BE), passed(plain, pooled_BE), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_without_a_form_the_stages_are_the_nets_own() -> None:
+    model, arrangement = arranged({}, dense_net())
+    assert dict(model.stages.named_children()) == dict(model.net.named_children())
+    assert (arrangement.tensor_size, arrangement.layouts) == (1, {})
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_stage_that_does_nothing_stays(form: dict[str, Any]) -> None:
+    nothing = nn.Identity()
+    net = DenseNet(nothing, Concatenation(), nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 1)))
+    model, _ = arranged(form, net)
+    assert model.stages.bottom is nothing
+    assert model.stages.head is not net.head
+
+
+@pytest.mark.parametrize("form", [REPLICAS, ALONE, {"compile": "script"}])
+def test_trying_a_form_leaves_running_statistics_alone(form: dict[str, Any]) -> None:
+    net = dense_net(nn.BatchNorm1d(5))
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    arranged(form, net)
+    assert before.keys() >= {"head.1.running_mean", "head.1.running_var"}
+    assert all(torch.equal(buffer, before[name].to(buffer)) for name, buffer in net.named_buffers())
+
+
+def refused(form: dict[str, Any], net: DenseNet, messages: Sequence[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        arranged(form, net)
+    assert all(message in str(caught.value) for message in messages), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_a_net_that_fails_in_its_form_is_refused() -> None:
+    net = dense_net(bottom=NeedsTwoRows(2, 4))
+    reason = "bottom of the net fails in this form: ValueError: Caught ValueError in replica 0 on device cpu."
+    refused(REPLICAS, net, ["dense.parallel = 'replicas'", reason])
+
+
+def test_a_net_that_cannot_be_compiled_is_refused() -> None:
+    class Unscriptable(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * {1: 2}.copy().popitem()[1]
+
+    refused({"compile": "script"}, dense_net(bottom=Unscriptable(2, 4)), ["dense.compile = 'script'"])
+
+
+def test_dropout_is_refused_where_trainers_would_draw_different_masks() -> None:
+    net = dense_net(nn.Dropout(0.5))
+    refused(ALONE, net, ["dense.parallel = 'tensor'", "takes no dropout (head.1)"])
+
+
+def test_a_net_without_a_layer_to_split_is_refused() -> None:
+    net = DenseNet(nn.Identity(), Concatenation(), nn.Linear(8, 1))
+    refused(ALONE, net, ["dense.parallel = 'tensor'", "has no layer to split"])

@@ -1,0 +1,179 @@
+"""TorchScript modules across RPC: torch's own ways, and a net host of ours that holds one."""
+
+# No postponed annotations here: TorchScript reads those of an interface, as types.
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+from torch.distributed.nn import RemoteModule
+from torch.distributed.nn.api.remote_module import _RemoteModule
+
+from hybrid import wire
+from hybrid.dense.compiled import compiled
+from hybrid.dense.remote import NetHost
+from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateRules
+
+pytestmark = pytest.mark.usefixtures("loopback")
+
+WIDTH, STEPS, RATE = 3, 4, 0.5
+NAME = MASTER.rpc_name
+
+
+def layers() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+
+
+def scripted() -> nn.Module:
+    """Made where it will live."""
+    return compiled(layers(), "script", [rows(0)])
+
+
+def rows(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+@torch.jit.interface
+class Layer:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[empty-body]
+        pass
+
+
+class ScriptedLayers(nn.Module):
+    """A class that a remote module may make a script of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+class Local(nn.Module):
+    """A local layer after a remote one."""
+
+    def __init__(self, remote: nn.Module) -> None:
+        super().__init__()
+        self.remote = remote
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.last = nn.Linear(2, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(self.remote(x))
+        return output
+
+
+def assert_gradients(output: Tensor, context: int, x: Tensor, plain: nn.Module) -> None:
+    """The context holds the gradients of ``x`` and of all parameters, those of a plain net."""
+    dist_autograd.backward(context, [output.square().sum()])
+    found = dist_autograd.get_gradients(context)
+    sources = [x.detach().requires_grad_(), *plain.parameters()]
+    expected = plain(sources[0])
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-13)
+    assert len(found) == len(sources)
+    for source, wanted in zip(sources, torch.autograd.grad(expected.square().sum(), sources), strict=True):
+        (ours,) = (tensor for tensor in found if torch.equal(tensor, source))
+        torch.testing.assert_close(found[ours], wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_a_reference_to_a_script_made_at_the_worker_gives_its_exact_gradients() -> None:
+    rref = rpc.remote(NAME, scripted)
+    for step in range(STEPS):
+        x = rows(step)
+        with dist_autograd.context() as context:
+            output = rref.rpc_sync().forward(x)
+            assert_gradients(output, context, x, layers())
+
+
+def owned_by(rref: rpc.RRef[nn.Module]) -> nn.Module:
+    module: nn.Module = rref.local_value()
+    return module
+
+
+def test_a_script_can_be_fetched_from_the_worker() -> None:
+    """As ``to_here`` does, which in a group of one takes a short cut."""
+    rref = rpc.remote(NAME, scripted)
+    fetched = rpc.rpc_sync(NAME, owned_by, args=(rref,))
+    assert isinstance(fetched, torch.jit.ScriptModule)
+    for copy, original in zip(fetched.parameters(), rref.local_value().parameters(), strict=True):
+        assert torch.equal(copy, original)
+        assert copy.data_ptr() != original.data_ptr()
+    torch.testing.assert_close(fetched(rows(1)), layers()(rows(1)), rtol=1e-12, atol=1e-13)
+
+
+@pytest.fixture
+def remote_script() -> Any:
+    """A remote module that TorchScript can call."""
+    return _RemoteModule(f"{NAME}/cpu", ScriptedLayers, _module_interface_cls=Layer)
+
+
+def test_a_remote_module_with_an_interface_is_a_script_and_gives_exact_gradients(remote_script: Any) -> None:
+    assert remote_script.is_scriptable
+    assert not RemoteModule(f"{NAME}/cpu", ScriptedLayers).is_scriptable
+    held = remote_script.get_module_rref().local_value()
+    assert isinstance(held, torch.ScriptObject)
+    for step in range(STEPS):
+        x = rows(step)
+        with dist_autograd.context() as context:
+            assert_gradients(remote_script(x), context, x, layers())
+
+
+def test_a_scripted_model_calls_a_scripted_remote_module(remote_script: Any) -> None:
+    model = torch.jit.script(Local(remote_script))
+    plain = Local(layers())
+    for step in range(STEPS):
+        x = rows(step)
+        with dist_autograd.context() as context:
+            assert_gradients(model(x), context, x, plain)
+
+
+class ScriptedHost(NetHost):
+    """A net host that makes a script of its net."""
+
+    def __init__(self, rules: UpdateRules) -> None:
+        net = scripted()
+        super().__init__(net, torch.optim.Adagrad(net.parameters(), lr=RATE, eps=1.0), rules)
+
+
+@pytest.fixture
+def net() -> Iterator[wire.RemoteNet]:
+    """A scripted net that two trainers share."""
+    rules = UpdateRules(2, timeout_seconds=5.0)
+    remote = wire.RemoteNet(MASTER, wire.create_module(MASTER, ScriptedHost, rules))
+    yield remote
+    remote.call("close").wait()
+
+
+def test_a_hosted_script_trains_as_a_plain_net(net: wire.RemoteNet) -> None:
+    plain = layers()
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=RATE, eps=1.0)
+    for step in range(STEPS):
+        for trainer in range(2):
+            x = rows(2 * step + trainer)
+            with dist_autograd.context() as context:
+                output = net(Ticket(trainer, step, step), x)
+                dist_autograd.backward(context, [output.square().sum()])
+                found = dist_autograd.get_gradients(context)
+            copy = x.detach().requires_grad_()
+            plain(copy).square().sum().backward()
+            assert copy.grad is not None
+            torch.testing.assert_close(found[x], copy.grad, rtol=1e-12, atol=1e-13)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            predicted = net(Ticket(0, step + 1, step + 1, purpose=Purpose.PREDICT), rows(99))
+        torch.testing.assert_close(predicted, plain(rows(99)), rtol=1e-12, atol=1e-13)
+    host: NetHost = net.local_value()
+    assert isinstance(host.net, torch.jit.ScriptModule)
+    assert host.version == STEPS

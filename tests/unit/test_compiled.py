@@ -1,0 +1,320 @@
+"""Compiled forms of a module: they compute the same, on the same parameters, or are refused in one line."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from hybrid.dense.compiled import compiled
+from hybrid.errors import ConfigError
+
+WIDTH = 4
+FORMS = ["script", "trace", "aot_eager"]
+PATIENCE_SECONDS = 10.0
+
+
+def layers(*between: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(WIDTH, 6), *between, nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def rows(size: int = 3) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def gradients(module: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Of all ``parameters`` and of ``x``."""
+    return list(torch.autograd.grad(module(x).square().sum(), [*parameters, x]))
+
+
+def num_graphs() -> int:
+    """How many graphs ``torch.compile`` has captured so far."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_form_computes_the_same_for_every_number_of_samples_and_after_every_step(how: str) -> None:
+    module = layers()
+    form = compiled(module, how, [rows()])
+    parameters = list(module.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for size in (3, 7, 1, 0, 2):
+        torch.testing.assert_close(form(rows(size)), module(rows(size)), rtol=1e-12, atol=1e-13)
+        expected = gradients(module, rows(size), parameters)
+        found = gradients(form, rows(size), parameters)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        for parameter, gradient in zip(parameters, expected, strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_the_first_pass_gives_the_bits_of_all_later_ones(how: str) -> None:
+    """TorchScript observes one pass before it takes derivatives of its own, which round differently."""
+    module = layers()
+    form, parameters = compiled(module, how, [rows()]), list(module.parameters())
+    first, second = (gradients(form, rows(50), parameters) for _ in range(2))
+    assert all(torch.equal(before, after) for before, after in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_parameters_and_buffers_are_those_of_the_module(how: str) -> None:
+    module = layers(nn.ReLU() if how == "trace" else nn.BatchNorm1d(6))
+    form = compiled(module, how, [rows()])
+    assert all(a is b for a, b in zip(form.parameters(), module.parameters(), strict=True))
+    assert all(a is b for a, b in zip(form.buffers(), module.buffers(), strict=True))
+    prefix = "_orig_mod." if how == "aot_eager" else ""
+    assert [name for name, _ in form.named_parameters()] == [
+        prefix + name for name, _ in module.named_parameters()
+    ]
+
+
+@pytest.mark.parametrize("how", ["script", "aot_eager"])
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_are_shared_and_compiling_leaves_them_alone(how: str, training: bool) -> None:
+    module, plain = layers(nn.BatchNorm1d(6)), layers(nn.BatchNorm1d(6))
+    module[2].eval()  # a mode of its own
+    form = compiled(module, how, [rows()])
+    assert [each.training for each in module] == [True, True, False, True]
+    for statistics, untouched in zip(module.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(statistics, untouched)
+    form.train(training)
+    plain.train(training)
+    for size in (3, 5):
+        torch.testing.assert_close(form(rows(size)), plain(rows(size)), rtol=1e-12, atol=1e-13)
+    for statistics, expected in zip(module.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(statistics, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_compiling_draws_no_random_numbers_and_leaves_no_gradients(how: str) -> None:
+    module = layers(nn.Tanh() if how == "trace" else nn.Dropout())
+    before, x = torch.get_rng_state(), rows()
+    compiled(module, how, [x])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(tensor.grad is None for tensor in (x, *module.parameters()))
+
+
+def test_a_scripted_dropout_follows_the_mode() -> None:
+    module = nn.Dropout()
+    form = compiled(module, "script", [rows()])
+    assert (form(rows(50)) == 0).any()
+    form.eval()
+    assert torch.equal(form(rows(50)), rows(50))
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_form_begins_in_the_mode_of_the_module(how: str, training: bool) -> None:
+    form = compiled(layers().train(training), how, [rows()])
+    assert {each.training for each in form.modules()} == {training}
+
+
+class Meeting(nn.Module):
+    """Notices where two of its kind are compiled at once."""
+
+    barrier = threading.Barrier(2)
+    num_met = 0
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` asks first for something that it can compile."""
+        try:
+            self.barrier.wait(timeout=0.05)
+            Meeting.num_met += 1
+        except threading.BrokenBarrierError:  # nobody else is in here
+            self.barrier.reset()
+        return layers()
+
+
+def test_two_threads_do_not_script_at_once() -> None:
+    """torch would refuse one of them: "Can't redefine method"."""
+    Meeting.num_met = 0
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(compiled, Meeting(), "script", [rows()]) for _ in range(2)]
+        forms = [call.result(PATIENCE_SECONDS) for call in calls]
+    assert Meeting.num_met == 0
+    assert all(torch.equal(form(rows()), layers()(rows())) for form in forms)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_threads_may_compile_at_the_same_time(how: str) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(compiled, layers(nn.ReLU()), how, [rows()]) for _ in range(10)]
+        assert len({call.result(PATIENCE_SECONDS) for call in calls}) == 10
+
+
+class TestTorchCompile:
+    @pytest.fixture(autouse=True)
+    def _forgetful(self) -> None:
+        """torch.compile remembers across compilations which sizes it has seen vary."""
+        torch._dynamo.reset()
+
+    def test_it_captures_a_sequential_whole_where_its_own_compile_captures_nothing(self) -> None:
+        own = layers()
+        before = num_graphs()
+        own.compile(backend="aot_eager")
+        own(rows())
+        assert num_graphs() == before
+        compiled(layers(), "aot_eager", [rows()])
+        assert num_graphs() == before + 1
+
+    def test_it_does_not_compile_again_for_another_number_of_samples(self) -> None:
+        """Nor where the example has as many samples as columns."""
+        module = layers()
+        form = compiled(module, "aot_eager", [rows(WIDTH)])
+        before = num_graphs()
+        for size in (7, 2, 100):
+            gradients(form, rows(size), list(module.parameters()))
+        assert num_graphs() == before
+
+    def test_modules_do_not_use_up_the_recompilations_of_each_other(self) -> None:
+        before = num_graphs()
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for width in (1, 2, 3):
+                compiled(nn.Linear(WIDTH, width).double(), "aot_eager", [rows()])
+        assert num_graphs() == before + 3
+
+    def test_inductor_without_a_compiler_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+        with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",), "compile_threads": 1}):
+            with pytest.raises(ConfigError) as caught:
+                compiled(nn.Tanh(), "inductor", [rows()])
+        assert str(caught.value) == (
+            "dense.compile = 'inductor': inductor cannot compile Tanh: it needs a C++ compiler, and there is "
+            "none here; install g++, or take aot_eager"
+        )
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class CountsSamples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(x.size(0)):
+            x = x + 1
+        return x
+
+
+class Unrolled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([x[b] for b in range(x.size(0))])
+
+
+class NeedsSamples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.size(0), -1)  # any width will do for an empty batch
+
+
+class Wrong(torch.autograd.Function):
+    """A function whose derivative fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise ValueError("no derivative")
+
+
+class Underivable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Wrong.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class ByMode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training else x
+
+
+class Absent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, self.nothing)  # type: ignore[arg-type]
+
+
+class Variadic(nn.Module):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return inputs[0]
+
+
+class Annotated(nn.Module):
+    """TorchScript cannot read this file's postponed annotations."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+BY_MODE = "it computes differently in training and in evaluation; take script"
+
+
+@pytest.mark.parametrize(
+    ("module", "how", "reason"),
+    [
+        (Absent(), "script", r"Module 'Absent' has no attribute 'nothing' \(test_compiled.py:\d+\)"),
+        (Absent(), "trace", "AttributeError: 'Absent' object has no attribute 'nothing'"),
+        (Absent(), "aot_eager", "AttributeError: 'Absent' object has no attribute 'nothing'"),
+        (Variadic(), "script", r"NotSupportedError: Compiled functions can't take variable number .*:\d+\)"),
+        (Annotated(), "script", "ValueError: Unknown type annotation: 'Tensor' at"),
+        (nn.Linear(WIDTH, 1), "script", r"RuntimeError: mat1 and mat2 must have the same dtype, .*:\d+\)"),
+        (Raises(), "script", r"builtins.KeyError: mine \(test_compiled.py:\d+\)"),
+        (Raises(), "trace", "KeyError: 'mine'"),
+        (Raises(), "aot_eager", "KeyError: 'mine'"),
+        (Branches(), "trace", "Converting a tensor to a Python boolean .*; take script"),
+        (CountsSamples(), "trace", "its trace has kept the example's number of samples; take script"),
+        (Unrolled(), "trace", "its trace has kept the example's number of samples; take script"),
+        (NeedsSamples(), "trace", "RuntimeError: cannot reshape tensor of 0 elements into shape .*"),
+        (Underivable(), "script", "ValueError: no derivative"),
+        (ByMode(), "trace", BY_MODE),
+        (layers(nn.BatchNorm1d(6)), "trace", BY_MODE),
+        (layers(nn.Dropout()), "trace", BY_MODE),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(module: nn.Module, how: str, reason: str) -> None:
+    message = rf"dense\.compile = '{how}': {how} cannot compile {type(module).__name__}: {reason}"
+    with pytest.raises(ConfigError, match=rf"^{message}$") as caught:
+        compiled(module, how, [rows()])
+    assert caught.value.key == "dense.compile"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", [Branches(), CountsSamples(), ByMode()])
+def test_what_cannot_be_traced_can_be_scripted(module: nn.Module) -> None:
+    form = compiled(module, "script", [rows()])
+    for mode in (True, False):
+        for size in (5, 0):
+            assert torch.equal(form.train(mode)(rows(size)), module.train(mode)(rows(size)))
+
+
+def test_warnings_are_as_they_were_after_a_trace() -> None:
+    before = list(warnings.filters)
+    compiled(layers(), "trace", [rows()])
+    assert warnings.filters == before
