@@ -50,7 +50,9 @@ class RemoteMlp(NetHost):
         form = None
         if dense.compile != "none":
             width = interaction_width(config, spec, widths)
-            form = compiled(net, dense.compile, [torch.zeros(2, width, dtype=dtype, requires_grad=True)])
+            generator = torch.Generator().manual_seed(0)
+            hidden_BH = torch.rand(2, width, dtype=dtype, generator=generator).requires_grad_()
+            form = compiled(net, dense.compile, [hidden_BH])
         optimizer = make_optimizer(
             net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -77,9 +76,13 @@ def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
 def _inputs(
     model: HybridModel, config: RunConfig, input_spec: InputSpec, widths: Sequence[int], num_samples: int
 ) -> StageInputs:
-    """Samples of zeros, as each stage takes them in training."""
+    """Samples of random numbers, as each stage takes them in training."""
     dtype: torch.dtype = getattr(torch, config.train.dtype)
-    make = partial(torch.zeros, num_samples, dtype=dtype, device=model.device)
+    generator = torch.Generator().manual_seed(0)
+
+    def make(width: int) -> Tensor:
+        return torch.rand(num_samples, width, dtype=dtype, generator=generator).to(model.device)
+
     dense_BF, pooled_BE = make(len(input_spec.dense_features)), make(sum(widths))
     with _evaluating(model):
         bottom_BH = model.net.bottom(dense_BF)

@@ -47,24 +47,3 @@ def test_a_run_goes_on_in_another_form(
     assert outcome["steps"] == 32
     main(["evaluate", str(folder)])
     assert f"auc                 {outcome['auc']:.4f}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("dense", "message"),
-    [
-        ({"parallel": "tensor", "tensor_size": 3}, "dense.tensor_size = 3: must divide cluster.trainers"),
-        ({"parallel": "replicas", "devices": ["cuda:7"], "device": "auto"}, "dense.devices = 'cuda:7'"),
-        (
-            {"parallel": "tensor", "tensor_plan": ["tower = rowwise"]},
-            "dense.tensor_plan = 'tower = rowwise'",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_before_training(
-    dense: dict[str, object], message: str, tiny: list[str], tmp_path: Path
-) -> None:
-    ended = run(["launch", *tiny, *settings(dense=dense)], tmp_path)
-    assert ended.code == 1
-    assert message in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-    assert not [line for path in tmp_path.glob("runs/*/metrics.jsonl") for line in path.open()]

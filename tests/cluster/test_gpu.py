@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,37 @@ pytestmark = [
 ]
 
 
+def trained_on_a_gpu(
+    clusters: Clusters, cache: Path, trainers: int, dense: dict[str, Any], update: str = "sync"
+) -> None:
+    """Two trainers share the one GPU, or have one each; gloo or NCCL reduces their gradients."""
+    config = small_config(
+        cluster={"trainers": trainers, "workers": 2},
+        dense=dense,
+        train={"update": update, "dtype": "float64"},
+    )
+    clusters.get(trainers, 2, device="cuda").run(compare, config, cache, STEPS)
+
+
 @pytest.mark.parametrize("trainers", [1, 2])
 @pytest.mark.parametrize("update", ["sync", "pipelined"])
 def test_it_equals_one_process_on_the_cpu(
     trainers: int, update: str, clusters: Clusters, cache: Path
 ) -> None:
-    """Two trainers share the one GPU, or have one each; gloo or NCCL reduces their gradients."""
-    config = small_config(
-        cluster={"trainers": trainers, "workers": 2},
-        dense={"device": "cuda"},
-        train={"update": update, "dtype": "float64"},
-    )
-    clusters.get(trainers, 2, device="cuda").run(compare, config, cache, STEPS)
+    trained_on_a_gpu(clusters, cache, trainers, {"device": "cuda"}, update)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        {"parallel": "replicas", "devices": ("cuda:0", "cpu"), "device": "auto"},
+        {"parallel": "replicas", "devices": ("cuda:0", "cuda:0"), "device": "auto", "compile": "script"},
+        {"compile": "trace", "device": "cuda"},
+        {"compile": "inductor", "device": "cuda"},
+    ],
+    ids=str,
+)
+def test_other_forms_of_the_net_equal_one_process_too(
+    dense: dict[str, Any], clusters: Clusters, cache: Path
+) -> None:
+    trained_on_a_gpu(clusters, cache, 2, dense)

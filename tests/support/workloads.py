@@ -13,7 +13,6 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig
 from hybrid.embedding.spec import FeatureSpec, InputSpec
 
-GLOBAL_BATCH_SIZE = 4096
 # fmt: off
 ROWS = (
     1460, 583, 100_000, 100_000, 305, 24, 12_517, 633, 3, 93_145, 5683, 100_000, 3194, 27, 14_992,
@@ -28,29 +27,23 @@ _DIFFERENT_BATCHES = 20
 
 def dlrm_config(trainers: int, **dense: object) -> RunConfig:
     """The model and its cluster, with two workers and plain SGD."""
+    shape = {"bottom_mlp": (512, 256, 64), "top_mlp": (512, 256), "optimizer": "SGD", "learning_rate": 0.1}
     return small_config(
         cluster={"trainers": trainers, "workers": 2},
         embedding={"dim": 16, "optimizer": "sgd", "learning_rate": 0.1},
-        dense={
-            "bottom_mlp": (512, 256, 64),
-            "top_mlp": (512, 256),
-            "optimizer": "SGD",
-            "learning_rate": 0.1,
-            **dense,
-        },
-        train={"batch_size": GLOBAL_BATCH_SIZE},
+        dense={**shape, **dense},
     )
 
 
-def batches(num_steps: int, trainers: int, trainer: int) -> Iterator[Batch]:
+def batches(global_size: int, trainers: int, num_steps: int, trainer: int) -> Iterator[Batch]:
     """A trainer's share of some steps, made beforehand and gone through in turn."""
-    return islice(cycle(_made(trainers, trainer)), num_steps)
+    return islice(cycle(_made(global_size // trainers, trainers, trainer)), num_steps)
 
 
 @cache
-def _made(trainers: int, trainer: int) -> list[Batch]:
+def _made(size: int, trainers: int, trainer: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(100 * trainers + trainer)
-    return [_batch(GLOBAL_BATCH_SIZE // trainers, generator) for _ in range(_DIFFERENT_BATCHES)]
+    return [_batch(size, generator) for _ in range(_DIFFERENT_BATCHES)]
 
 
 def _batch(size: int, generator: torch.Generator) -> Batch:

@@ -321,6 +321,15 @@ def linear(config, input_spec, widths):
 
 def wrong(config, input_spec, widths):
     return nn.Linear(1, 1)
+
+def lazy(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.LazyLinear(1), nn.Flatten(0)))
+
+def lazy_statistics(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.LazyBatchNorm1d(affine=False))
+
+def elsewhere(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Linear(14, 1, device="meta"))
 """
 
 
@@ -355,6 +364,9 @@ def test_a_net_of_the_users_own() -> None:
         ("own_nets_of_a_test:absent", "cannot be imported: AttributeError: module .* has no attribute"),
         ("broken_nets_of_a_test:broken", "cannot be imported: SyntaxError"),
         ("own_nets_of_a_test:wrong", "must return a hybrid.dense.nets.DenseNet, not a Linear"),
+        ("own_nets_of_a_test:lazy", r"has head\.0\.weight of no size yet; give its lazy layer all sizes"),
+        ("own_nets_of_a_test:lazy_statistics", r"has head\.running_mean of no size yet"),
+        ("own_nets_of_a_test:elsewhere", r"has head\.weight on the device meta, without values"),
     ],
 )
 def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> None:
