@@ -23,7 +23,8 @@ from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.compiled import compiled
 from hybrid.dense.plan import Plan, automatic_plan, parse_plan
 from hybrid.dense.replica import DataParallel
-from hybrid.dense.tensor import SharedStage, TensorParallel, trainer_mesh
+from hybrid.dense.shared_stage import SharedStage
+from hybrid.dense.tensor import TensorParallel, trainer_mesh
 from hybrid.embedding.spec import InputSpec
 from hybrid.errors import ConfigError, first_line
 from hybrid.model import HybridModel

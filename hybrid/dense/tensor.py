@@ -1,12 +1,8 @@
 """Tensor parallelism of a dense net's stage: several trainers hold its layers together.
 
 The trainers form a mesh of data x tensor. Those of one tensor group each hold a shard of a stage's
-weights and compute it together; DDP reduces the gradients of each shard over the data groups. Every
-trainer keeps its own share of the batch; only in the stage do the group's shares meet::
-
-    own inputs_bX ── all-gather ── inputs_BX ── TensorParallel ── outputs_BY ── own rows ── outputs_bY
-
-B is the sum of the group's b. torch's own transform for tensor parallelism under DDP
+weights and compute it together (``shared_stage.py`` brings their samples together); DDP reduces the
+gradients of each shard over the data groups. torch's own transform for tensor parallelism under DDP
 (``torch.distributed.tensor.parallel.ddp``) loses the parameters at the first forward pass and adds a
 gradient hook to each of them at every one; this one does neither.
 """
@@ -14,15 +10,15 @@ gradient hook to each of them at every one; this one does neither.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -30,11 +26,13 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
+from hybrid.dense.thread_state import keep_thread_state
+
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
     """All trainers as a mesh of "data" x "tensor", of which the first tensor group is 0 .. P-1.
 
-    Called by all trainers at once; it creates process groups.
+    Called by all trainers at once; it creates process groups, and gives the same mesh every time.
 
     Args:
         tensor_size: P, how many trainers hold a net together.
@@ -46,7 +44,13 @@ def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
     trainers = dist.get_world_size()
     if tensor_size < 1 or trainers % tensor_size:
         raise ValueError(f"{trainers} trainers do not make groups of {tensor_size}")
-    shape = (trainers // tensor_size, tensor_size)
+    return _mesh(dist.group.WORLD, (trainers // tensor_size, tensor_size), device_type)
+
+
+@cache
+def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: str) -> DeviceMesh:
+    # DTensor takes meshes of the same shape for the same: what it has found out for one it does on the
+    # groups of that one, and two ranks that remember different ones would wait for each other for ever.
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 
@@ -148,6 +152,7 @@ class TensorParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole module gives, as plain tensors; an output that the plan leaves split is gathered."""
+        keep_thread_state()
         dtensors: dict[str, Tensor] = {
             name: unflatten_tensor(self.module.get_parameter(name), layout)
             for name, layout in self._layouts.items()
@@ -157,23 +162,22 @@ class TensorParallel(nn.Module):
 
 
 def _plain(output: Any) -> Any:
-    if isinstance(output, DTensor):
-        return output.full_tensor()
-    if isinstance(output, AsyncCollectiveTensor):
-        # torch's own operations would wait for it by themselves; RPC would send what is there by now.
-        return _Arrived.apply(output)  # type: ignore[no-untyped-call]
-    return output
+    if not isinstance(output, Tensor):
+        return output
+    return _Leave.apply(output.full_tensor() if isinstance(output, DTensor) else output)  # type: ignore[no-untyped-call]
 
 
-class _Arrived(torch.autograd.Function):
-    """The result of a collective that is under way, once it has ended."""
+class _Leave(torch.autograd.Function):
+    """An output, once the collective that makes it has ended; the first to run in the backward pass."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, pending: AsyncCollectiveTensor) -> Tensor:
-        return pending.wait()
+    def forward(ctx: FunctionCtx, output: Tensor) -> Tensor:
+        # torch's own operations would wait for it by themselves; RPC would send what is there by now.
+        return sync_gradient(output)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
+        keep_thread_state()
         return grads[0]
 
 
@@ -198,106 +202,3 @@ def _localize(module: nn.Module) -> dict[str, DTensorSpec]:
         module.get_submodule(path).register_parameter(own_name, local)
         layouts[name] = layout
     return layouts
-
-
-class SharedStage(nn.Module):
-    """A stage computed by a tensor group together, on the samples of all its ranks.
-
-    Args:
-        stage: takes tensors with a row for each sample and returns one; the same on all ranks, such as
-            a :class:`TensorParallel`.
-        group: the ranks that call it, at the same time; each with its own samples, perhaps none.
-    """
-
-    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.stage = stage
-        self._group = group
-        self._anchor = torch.zeros(0, requires_grad=True)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The stage's output for this rank's rows of ``inputs``.
-
-        Raises:
-            ValueError: inputs or output differ in their number of rows.
-        """
-        if self._group.size() == 1:
-            whole_B: Tensor = self.stage(*inputs)
-            return whole_B
-        rows, is_differentiable = _agree(inputs, self._group)
-        # The backward passes meet in the collectives of the stage's graph. Autograd runs those in the
-        # opposite order of the forward pass, the same on all ranks if their graphs are the same. An input
-        # that requires a gradient on some ranks only would make them differ: a share without samples has
-        # looked up nothing, say. So with one rank, all record it.
-        gathered = [
-            _Gather.apply(x, self._anchor if record else None, rows, self._group)  # type: ignore[no-untyped-call]
-            for x, record in zip(inputs, is_differentiable, strict=True)
-        ]
-        output = self.stage(*gathered)
-        if output.size(0) != sum(rows):
-            raise ValueError(f"the stage gives {output.size(0)} rows for {sum(rows)} samples")
-        own_rows: Tensor = _OwnRows.apply(output, rows, self._group)  # type: ignore[no-untyped-call]
-        return own_rows
-
-
-def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
-    """How many rows each rank has, and of which inputs any rank wants a gradient."""
-    sizes = {len(x) for x in inputs}
-    if len(sizes) != 1:
-        raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
-    own = torch.tensor([*sizes, *(int(x.requires_grad) for x in inputs)], device=inputs[0].device)
-    of_ranks = own.new_empty(group.size() * len(own))
-    dist.all_gather_single(of_ranks, own, group=group)
-    rows, *flags = of_ranks.view(-1, len(own)).t().tolist()
-    return rows, [any(of_input) for of_input in flags]
-
-
-def _all_rows(own_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in the order of ranks."""
-    longest = max(rows)
-    padded_bX = own_bX.contiguous()  # as NCCL must have it
-    if len(own_bX) < longest:  # process groups gather tensors of one size only
-        padded_bX = own_bX.new_zeros(longest, *own_bX.shape[1:])
-        padded_bX[: len(own_bX)] = own_bX
-    all_BX = own_bX.new_empty(len(rows) * longest, *own_bX.shape[1:])
-    dist.all_gather_single(all_BX, padded_bX, group=group)
-    if min(rows) == longest:
-        return all_BX
-    return torch.cat([part_bX[:size] for part_bX, size in zip(all_BX.split(longest), rows, strict=True)])
-
-
-def _own_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows; a copy, since RPC would send all the memory of a view."""
-    start = sum(rows[: group.rank()])
-    return all_BX[start : start + rows[group.rank()]].clone()
-
-
-class _Gather(torch.autograd.Function):
-    """The group's rows. Each rank has the whole gradient of them, so its own part needs no communication."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, own_bX: Tensor, anchor: Tensor | None, rows: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.arguments = rows, group  # type: ignore[attr-defined]
-        return _all_rows(own_bX, rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, None, None, None]:
-        own_bX = _own_rows(grad_BX, *ctx.arguments) if ctx.needs_input_grad[0] else None
-        return own_bX, None, None, None
-
-
-class _OwnRows(torch.autograd.Function):
-    """This rank's rows of what the group has computed; their gradients come from the rank that has them."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, all_BY: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.arguments = rows, group  # type: ignore[attr-defined]
-        return _own_rows(all_BY, rows, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_bY: Tensor) -> tuple[Tensor, None, None]:
-        return _all_rows(grad_bY, *ctx.arguments), None, None

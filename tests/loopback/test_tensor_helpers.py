@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.dense import tensor
 from hybrid.dense.plan import TensorStyle, automatic_plan
+from hybrid.dense.shared_stage import SharedStage
 from hybrid.dense.tensor import (
-    SharedStage,
     TensorParallel,
     flatten_tensor,
     own_shard,

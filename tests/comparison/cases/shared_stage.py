@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from hybrid.dense.nets import CrossInteraction, DenseNet
 from hybrid.dense.plan import automatic_plan, parse_plan
-from hybrid.dense.tensor import SharedStage, TensorParallel
+from hybrid.dense.shared_stage import SharedStage
+from hybrid.dense.tensor import TensorParallel
 
 
 def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:

@@ -1,0 +1,121 @@
+"""A stage of a dense net that a tensor group computes together, on the samples of all its trainers.
+
+Every trainer keeps its own share of the batch; only in the stage do the group's shares meet::
+
+    own inputs_bX ── all-gather ── inputs_BX ── stage ── outputs_BY ── own rows ── outputs_bY
+
+B is the sum of the group's b.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+class SharedStage(nn.Module):
+    """A stage computed by a tensor group together, on the samples of all its ranks.
+
+    Args:
+        stage: takes tensors with a row for each sample and returns one; the same on all ranks, such as
+            a :class:`TensorParallel`.
+        group: the ranks that call it, at the same time; each with its own samples, perhaps none.
+    """
+
+    def __init__(self, stage: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.stage = stage
+        self._group = group
+        self._anchor = torch.zeros(0, requires_grad=True)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The stage's output for this rank's rows of ``inputs``.
+
+        Raises:
+            ValueError: inputs or output differ in their number of rows.
+        """
+        if self._group.size() == 1:
+            whole_B: Tensor = self.stage(*inputs)
+            return whole_B
+        rows, is_differentiable = _agree(inputs, self._group)
+        # The backward passes meet in the collectives of the stage's graph. Autograd runs those in the
+        # opposite order of the forward pass, the same on all ranks if their graphs are the same. An input
+        # that requires a gradient on some ranks only would make them differ: a share without samples has
+        # looked up nothing, say. So with one rank, all record it.
+        gathered = [
+            _Gather.apply(x, self._anchor if record else None, rows, self._group)  # type: ignore[no-untyped-call]
+            for x, record in zip(inputs, is_differentiable, strict=True)
+        ]
+        output = self.stage(*gathered)
+        if output.size(0) != sum(rows):
+            raise ValueError(f"the stage gives {output.size(0)} rows for {sum(rows)} samples")
+        own_rows: Tensor = _OwnRows.apply(output, rows, self._group)  # type: ignore[no-untyped-call]
+        return own_rows
+
+
+def _agree(inputs: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[list[int], list[bool]]:
+    """How many rows each rank has, and of which inputs any rank wants a gradient."""
+    sizes = {len(x) for x in inputs}
+    if len(sizes) != 1:
+        raise ValueError(f"inputs of a stage must have as many rows as each other, not {sorted(sizes)}")
+    own = torch.tensor([*sizes, *(int(x.requires_grad) for x in inputs)], device=inputs[0].device)
+    of_ranks = own.new_empty(group.size() * len(own))
+    dist.all_gather_single(of_ranks, own, group=group)
+    rows, *flags = of_ranks.view(-1, len(own)).t().tolist()
+    return rows, [any(of_input) for of_input in flags]
+
+
+def _all_rows(own_bX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks, in the order of ranks."""
+    longest = max(rows)
+    padded_bX = own_bX.contiguous()  # as NCCL must have it
+    if len(own_bX) < longest:  # process groups gather tensors of one size only
+        padded_bX = own_bX.new_zeros(longest, *own_bX.shape[1:])
+        padded_bX[: len(own_bX)] = own_bX
+    all_BX = own_bX.new_empty(len(rows) * longest, *own_bX.shape[1:])
+    dist.all_gather_single(all_BX, padded_bX, group=group)
+    if min(rows) == longest:
+        return all_BX
+    return torch.cat([part_bX[:size] for part_bX, size in zip(all_BX.split(longest), rows, strict=True)])
+
+
+def _own_rows(all_BX: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows; a copy, since RPC would send all the memory of a view."""
+    start = sum(rows[: group.rank()])
+    return all_BX[start : start + rows[group.rank()]].clone()
+
+
+class _Gather(torch.autograd.Function):
+    """The group's rows. Each rank has the whole gradient of them, so its own part needs no communication."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, own_bX: Tensor, anchor: Tensor | None, rows: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.arguments = rows, group  # type: ignore[attr-defined]
+        return _all_rows(own_bX, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BX: Tensor) -> tuple[Tensor | None, None, None, None]:
+        own_bX = _own_rows(grad_BX, *ctx.arguments) if ctx.needs_input_grad[0] else None
+        return own_bX, None, None, None
+
+
+class _OwnRows(torch.autograd.Function):
+    """This rank's rows of what the group has computed; their gradients come from the rank that has them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, all_BY: Tensor, rows: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.arguments = rows, group  # type: ignore[attr-defined]
+        return _own_rows(all_BY, rows, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_bY: Tensor) -> tuple[Tensor, None, None]:
+        return _all_rows(grad_bY, *ctx.arguments), None, None
