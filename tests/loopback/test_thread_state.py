@@ -30,7 +30,8 @@ def test_each_thread_finds_out_once_how_an_operation_is_sharded(monkeypatch: pyt
         return find_out(schema)
 
     monkeypatch.setattr(propagator, "propagate_op_sharding_non_cached", noted)
-    net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    # Of sizes that no other test has shown to any thread.
+    net = nn.Sequential(nn.Linear(4, 61), nn.ReLU(), nn.Linear(61, 3))
     split = TensorParallel(net, trainer_mesh(1, "cpu")["tensor"], automatic_plan(net))
     for _ in range(STEPS):
         with dist_autograd.context() as context:
