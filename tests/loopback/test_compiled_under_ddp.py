@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from support.vectors import Vectors
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import autograd as dist_autograd
@@ -112,19 +113,6 @@ def test_ddp_refuses_a_frozen_net() -> None:
     frozen = torch.jit.freeze(torch.jit.script(dense_net().head.eval()))
     with pytest.raises(RuntimeError, match="doesn't have any parameter that requires a gradient"):
         DistributedDataParallel(frozen)
-
-
-class Vectors:
-    """A lookup that is answered with values at hand."""
-
-    def __init__(self, pooled_BE: Tensor) -> None:
-        self.pooled_BE = pooled_BE
-
-    def start(self) -> Vectors:
-        return self
-
-    def wait(self) -> Tensor:
-        return self.pooled_BE
 
 
 def micro_batches(step: int) -> Iterator[tuple[MicroBatch, Tensor]]:

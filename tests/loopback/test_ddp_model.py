@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.vectors import Concatenation, Vectors
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
@@ -21,29 +22,11 @@ pytestmark = pytest.mark.usefixtures("loopback")
 NUM_DENSE, WIDTH, SIZE = 2, 4, 7
 
 
-class Concatenation(nn.Module):
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)
-
-
 def dense_net() -> DenseNet:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         head = nn.Sequential(nn.Linear(3 + WIDTH, 5), nn.ReLU(), nn.Linear(5, 1))
         return DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), head)
-
-
-class Vectors:
-    """A lookup that is answered with values at hand."""
-
-    def __init__(self, pooled_BE: Tensor) -> None:
-        self.pooled_BE = pooled_BE
-
-    def start(self) -> Vectors:
-        return self
-
-    def wait(self) -> Tensor:
-        return self.pooled_BE
 
 
 def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:

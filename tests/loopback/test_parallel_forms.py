@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import small_config
+from support.vectors import Concatenation, Vectors
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
@@ -39,29 +40,11 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-class Concatenation(nn.Module):
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)
-
-
 class NeedsTwoRows(nn.Linear):
     def forward(self, inputs: Tensor) -> Tensor:
         if len(inputs) == 1:
             raise ValueError("one row is not enough")
         return super().forward(inputs)
-
-
-class Vectors:
-    """A lookup that is answered with values at hand."""
-
-    def __init__(self, pooled_BE: Tensor) -> None:
-        self.pooled_BE = pooled_BE
-
-    def start(self) -> Vectors:
-        return self
-
-    def wait(self) -> Tensor:
-        return self.pooled_BE
 
 
 def config(form: dict[str, Any], dtype: str = "float64") -> RunConfig:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from support.vectors import Concatenation
 from torch import Tensor, nn
 
 from hybrid import wire
@@ -48,11 +49,6 @@ TABLES = [
 ]
 MULTI_HOT = pytest.mark.parametrize("multi_hot", [False, True], ids=["one id a sample", "bags"])
 TRAIN_MODES = pytest.mark.parametrize("mode", list(UpdateMode))
-
-
-class Concatenation(nn.Module):
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)
 
 
 def dense_net() -> DenseNet:
