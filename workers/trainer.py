@@ -1,4 +1,4 @@
-"""The trainer: a replica of the dense net, a share of the data, and a stub of every worker's tables."""
+"""The trainer: a dense net or its part of one, a share of the data, and a stub of every worker's tables."""
 
 from __future__ import annotations
 

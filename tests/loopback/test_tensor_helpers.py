@@ -207,6 +207,14 @@ def test_parameters_are_dtensors_within_a_forward_pass_and_the_same_ones_after_i
     assert all(a is b for a, b in zip(split.parameters(), parameters, strict=True))
 
 
+@pytest.mark.upstream("tensor_ddp/_update_module_param")
+def test_a_parameter_that_is_gone_is_an_error(mesh: DeviceMesh) -> None:
+    split = split_net(mesh)
+    del split.module.get_submodule("0.2").weight
+    with pytest.raises(AttributeError, match="weight"):
+        split(torch.ones(2, 4))
+
+
 def test_many_forward_passes_leave_no_hooks(mesh: DeviceMesh) -> None:
     split = split_net(mesh)
     outputs = [split(torch.ones(2, 4)) for _ in range(100)]
