@@ -83,6 +83,7 @@ class _Settings:
 
     @classmethod
     def of_caller(cls, device: torch.device) -> _Settings:
+        """Those of the calling thread."""
         return cls(
             device,
             torch.cuda.current_stream(device) if device.type == "cuda" else None,
@@ -97,6 +98,7 @@ class _Settings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
+        """In here, they are those of the calling thread."""
         with ExitStack() as stack:
             if self.stream is not None:
                 stack.enter_context(torch.cuda.device(self.device))

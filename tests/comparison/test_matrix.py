@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cluster import Clusters
-from support.matrix import STEPS, Case, Outcome, train_case
+from support.matrix import Case, Outcome, check_against_one_process, expected, train_case
 from support.pairwise import pairwise_rows
 
 from hybrid.config import SCHEDULES, TABLE_OPTIMIZERS
-from workers.snapshot import Snapshot, reference_snapshot
 
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
 CHOICES = {
@@ -33,7 +32,6 @@ CHOICES = {
 }
 # By cluster, so that one lives on until another is wanted.
 CASES = sorted((Case(**row) for row in pairwise_rows(CHOICES)), key=lambda c: (c.trainers, c.workers))
-TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 
 # Nothing here adds numbers in another order than torch does. Each multi-hot table is on a worker of its
 # own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The
@@ -63,23 +61,10 @@ def trained(clusters: Clusters, case: Case) -> Outcome:
     return clusters.get(case.trainers, case.workers).run(train_case, case)
 
 
-def expected(case: Case, start: Snapshot) -> tuple[list[float], Snapshot]:
-    """Losses of each step in one process, and all that it has at the end."""
-    reference = case.reference(start)
-    return [reference.step(shares) for shares in case.shares()], reference_snapshot(reference)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
-    losses, end = expected(case, outcome.start)
-    rtol, atol = TOLERANCE[case.dtype]
-    assert len(outcome.losses) == STEPS
-    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
-    assert outcome.end.keys() == end.keys()
-    for part, tensor in end.items():
-        apart = f"{part} is another than in one process"
-        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+    check_against_one_process(case, outcome)
     for part, rows_RD in outcome.start.items():
         assert not torch.equal(outcome.end[part], rows_RD), "every table is trained"
     assert outcome.staleness.largest == (case.update == "pipelined")

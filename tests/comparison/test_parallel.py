@@ -15,11 +15,7 @@ from comparison.cases.documented import split_net
 from comparison.cases.peers import on_all_trainers
 from support.cluster import CaseError, Clusters
 from support.commands import ROOT
-from support.matrix import STEPS, Case, train_case
-
-from workers.snapshot import reference_snapshot
-
-TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
+from support.matrix import Case, check_against_one_process, train_case
 
 
 def split(**values: Any) -> Case:
@@ -50,17 +46,7 @@ REPLICA_CASES = [
 
 @pytest.mark.parametrize("case", [*TENSOR_CASES, *REPLICA_CASES], ids=lambda case: case.name)
 def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
-    outcome = clusters.get(case.trainers, case.workers).run(train_case, case)
-    reference = case.reference(outcome.start)
-    losses = [reference.step(shares) for shares in case.shares()]
-    rtol, atol = TOLERANCE[case.dtype]
-    assert len(outcome.losses) == STEPS
-    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
-    end = reference_snapshot(reference)
-    assert outcome.end.keys() == end.keys()
-    for part, tensor in end.items():
-        apart = f"{part} is another than in one process"
-        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+    check_against_one_process(case, clusters.get(case.trainers, case.workers).run(train_case, case))
 
 
 def test_a_checkpoint_of_one_form_is_one_of_every_form(clusters: Clusters, tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ from hybrid.reference import Reference
 from hybrid.update import Staleness
 from workers.bootstrap import Cluster
 from workers.session import Session
-from workers.snapshot import VALUE, Snapshot, snapshot
+from workers.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 
 STEPS = 20
+TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
 
@@ -229,3 +230,21 @@ def train_case(
         return Outcome(losses, skipped, start, end, session.take_staleness())
     finally:
         session.close()
+
+
+def expected(case: Case, start: Snapshot) -> tuple[list[float], Snapshot]:
+    """Losses of each step in one process, and all that it has at the end."""
+    reference = case.reference(start)
+    return [reference.step(shares) for shares in case.shares()], reference_snapshot(reference)
+
+
+def check_against_one_process(case: Case, outcome: Outcome) -> None:
+    """See that losses, every parameter, and every optimizer's state are those of one process."""
+    losses, end = expected(case, outcome.start)
+    rtol, atol = TOLERANCE[case.dtype]
+    assert len(outcome.losses) == STEPS
+    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
+    assert outcome.end.keys() == end.keys()
+    for part, tensor in end.items():
+        apart = f"{part} is another than in one process"
+        torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
