@@ -33,12 +33,13 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
 
 
 def _find(key: str, setting: str) -> torch.device:
+    rule = "must be auto, cpu, cuda or cuda:N"
     try:
         device = torch.device(setting)
     except RuntimeError:
-        device = torch.device("meta")
+        raise ConfigError(key, rule, setting) from None
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(key, "must be auto, cpu, cuda or cuda:N", setting)
+        raise ConfigError(key, rule, setting)
     if device.type == "cuda" and (device.index or 0) >= _num_gpus():
         raise ConfigError(key, f"this machine has {_num_gpus()} GPU(s)", setting)
     return device

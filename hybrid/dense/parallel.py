@@ -64,7 +64,8 @@ def arrange(
             setattr(model.stages, name, DataParallel(stage, devices))
     elif dense.parallel == "tensor":
         arrangement = _split(model, dense, devices[0])
-    _try(model, dense, inputs)
+    if dense.parallel != "none":  # what is only compiled has been run already
+        _try(model, dense, inputs)
     return arrangement
 
 
@@ -144,11 +145,10 @@ def _refuse_dropout(name: str, stage: nn.Module) -> None:
 
 def _try(model: HybridModel, dense: DenseSection, inputs: StageInputs) -> None:
     """ConfigError, before training starts, where the stages fail in their new form."""
-    key = "compile" if dense.parallel == "none" else "parallel"
     for name, stage in model.stages.named_children():
         try:
             with _evaluating(model):
                 stage(*inputs[name])
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = f"{name} of the net fails in this form: {type(error).__name__}: {first_line(error)}"
-            raise ConfigError(f"dense.{key}", reason, getattr(dense, key)) from error
+            raise ConfigError("dense.parallel", reason, dense.parallel) from error
