@@ -9,12 +9,12 @@ Synchronous::
 A lookup names how many updates it must see; until then it waits as a future and holds no thread.
 Gradients of a step meet in trainer order, whatever order they arrived in.
 
-Pipelined, a trainer looks up step 8 before it computes step 7, so those rows lack the update of step 7.
-That update waits until the lookups that were announced are answered: every lookup sees exactly the
-updates it asked for, never more, and the result does not depend on who was quick.
+Pipelined, a trainer looks up step 8 with the gradients of step 6, so those rows lack the update of step 7.
+That update waits until the lookups that it follows are answered: every lookup sees exactly the updates it
+asked for, never more, and the result does not depend on who was quick.
 
-Asynchronous, whatever a trainer has handed in is applied as it comes; a lookup waits only for its own
-trainer's gradients.
+Asynchronous, whatever trainers have handed in is applied as soon as the update before is; a lookup waits
+only for its own trainer's gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Generic, Protocol, TypeVar
 
 from torch.futures import Future
 
+from hybrid.clock import Flow, OpenSpan, StepClock
 from hybrid.errors import ClusterError
 from hybrid.update import Purpose, Staleness, Ticket, UpdateMode, UpdateRules
 
@@ -52,6 +53,7 @@ class _Waiting(Generic[Result]):
     ticket: Ticket
     work: Callable[[], Result]
     future: Future[Result]
+    span: OpenSpan | None = None
 
 
 @dataclass(slots=True)
@@ -71,9 +73,16 @@ class UpdateBarrier(Generic[Contribution]):
         rules: who contributes, and when a step is complete.
         merge: called with a step and its contributions, in order of trainers and parts, in the updater
             thread; what it returns is applied there too, or dropped where the trainers decide so.
+        clock: records lookups that wait, and updates, where it records.
     """
 
-    def __init__(self, rules: UpdateRules, merge: Callable[[int, list[Contribution]], Update]) -> None:
+    def __init__(
+        self,
+        rules: UpdateRules,
+        merge: Callable[[int, list[Contribution]], Update],
+        clock: StepClock | None = None,
+    ) -> None:
+        self._clock = clock or StepClock()
         self._rules = rules
         self._merge = merge
         self._version = 0
@@ -98,7 +107,7 @@ class UpdateBarrier(Generic[Contribution]):
         """How many updates have been applied; a skipped step counts as one."""
         return self._version
 
-    def when(self, ticket: Ticket, work: Callable[[], Result]) -> Future[Result]:
+    def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Future[Result]:
         """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are.
 
         In async mode, where versions mean nothing, run it once all gradients of earlier steps that its
@@ -110,6 +119,8 @@ class UpdateBarrier(Generic[Contribution]):
                 waiting.future.set_exception(self._failure)  # type: ignore[arg-type]
                 return waiting.future
             if not self._is_ready(ticket):
+                if ticket.purpose is not Purpose.PREDICT:
+                    waiting.span = self._clock.begin("wait", ticket.step, flow=flow)
                 self._waiting.append(waiting)  # type: ignore[arg-type]  # results are opaque here
                 return waiting.future
         self._answer(waiting)
@@ -234,10 +245,12 @@ class UpdateBarrier(Generic[Contribution]):
 
     def _update(self, step: int, shares: list[_Share[Contribution]]) -> None:
         contributions = [share.parts[part] for share in shares for part in sorted(share.parts)]
-        update = self._merge(step, contributions)
+        with self._clock.span("merge", step):
+            update = self._merge(step, contributions)
         scale = self._decision(step, update) if self._rules.decided else 1.0
         if scale is not None:
-            update.apply(scale)
+            with self._clock.span("apply", step):
+                update.apply(scale)
         ages = [self._version - share.read_at for share in shares]
         with self._changed:
             self._staleness += Staleness(len(ages), sum(ages), max(ages))
@@ -276,7 +289,7 @@ class UpdateBarrier(Generic[Contribution]):
     def _complete(self) -> list[tuple[int, int]]:
         """Step and trainer of every share of the next update; none where it lacks something."""
         if self._rules.mode is UpdateMode.ASYNC:
-            return next(([key] for key in self._shares if self._is_whole(*key)), [])
+            return [key for key in self._shares if self._is_whole(*key)]
         trainers = self._expected(self._version)
         if not all(self._is_whole(self._version, trainer) for trainer in trainers):
             return []
@@ -299,7 +312,7 @@ class UpdateBarrier(Generic[Contribution]):
         if self._rules.mode is not UpdateMode.ASYNC:
             return ticket.version <= self._version
         unapplied = (*self._applying, *self._shares)
-        return not any(trainer == ticket.trainer and step < ticket.step for step, trainer in unapplied)
+        return not any(trainer == ticket.trainer and step < ticket.version for step, trainer in unapplied)
 
     def _seconds_left(self) -> float | None:
         """How long the step under way may still wait for its last trainer; None where no step is."""
@@ -327,6 +340,8 @@ class UpdateBarrier(Generic[Contribution]):
             ready = [w for w in self._waiting if self._is_ready(w.ticket)]
             self._waiting = [w for w in self._waiting if not self._is_ready(w.ticket)]
         for waiting in ready:
+            if waiting.span is not None:
+                waiting.span.close()
             readers.submit(self._answer, waiting)
 
     def _answer(self, waiting: _Waiting[Result]) -> None:

@@ -271,6 +271,16 @@ class ScheduleSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSection:
+    """What every role does in some steps, in detail: a trace and a table in the run folder."""
+
+    steps: int = option(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
+    first_step: int = option(
+        10, "steps that the run takes before the first recorded one, such as those that warm up", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The whole configuration; immutable, hashable by its canonical text, free of torch."""
 
@@ -281,6 +291,7 @@ class RunConfig:
     dense: DenseSection = DenseSection()
     train: TrainSection = TrainSection()
     schedule: ScheduleSection = ScheduleSection()
+    profile: ProfileSection = ProfileSection()
     tables: Mapping[str, TableSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:

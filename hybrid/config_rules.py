@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import re
 
-from hybrid.config import NETS, OWN_FUNCTION, DataSection, DenseSection, RunConfig, TrainSection
+from hybrid.config import (
+    NETS,
+    OWN_FUNCTION,
+    DataSection,
+    DenseSection,
+    ProfileSection,
+    RunConfig,
+    TrainSection,
+)
 from hybrid.errors import ConfigError
 from hybrid.schedule import check_schedule
 
@@ -19,6 +27,22 @@ def check_rules(config: RunConfig) -> None:
     _check_train(config.train)
     _check_tables(config)
     check_schedule(config.schedule, config.schedule.steps or None)
+    if config.train.max_steps:
+        recorded_steps(config.profile, 0, config.train.max_steps)
+
+
+def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
+    """The steps that are recorded of a run that starts or goes on after ``steps_before`` steps.
+
+    Raises:
+        ConfigError: it does not take so many.
+    """
+    first = steps_before + profile.first_step
+    if profile.steps and first + profile.steps > total_steps:
+        taken = total_steps - steps_before
+        rule = f"must leave profile.steps = {profile.steps} of the {taken} steps that the run takes"
+        raise ConfigError("profile.first_step", rule, profile.first_step)
+    return range(first, first + profile.steps)
 
 
 def _check_data(data: DataSection) -> None:

@@ -2,16 +2,19 @@
 
 ::
 
-    sync, async   step s     look up s ── compute s
-                  step s+1                          look up s+1 ── compute s+1
+    sync             step s     look up s ── compute s
+                     step s+1                          look up s+1 ── compute s+1
 
-    pipelined     step s     look up s+1 ── compute s
-                  step s+1   look up s+2 ── compute s+1       rows of s+1: without the update of s
+    pipelined,       step s     compute s, send its gradients with the ids of s+2
+    async            step s+1   compute s+1, send its gradients with the ids of s+3
+
+Pipelined, the rows of step s+2 have all updates up to that of step s.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -20,9 +23,14 @@ import torch.distributed as dist
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.embedding.lookup import Embeddings, PendingLookup
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.pending import Lookup
 from hybrid.model import MicroBatch
 from hybrid.update import Purpose, Ticket, UpdateMode
+
+# A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
+_STEPS_AHEAD = 2
+_MANY = 1 << 60  # steps, where nobody knows how many
 
 
 class StepInput(NamedTuple):
@@ -30,6 +38,13 @@ class StepInput(NamedTuple):
 
     batch: Batch
     micro_batches: list[MicroBatch]
+
+
+class _Step(NamedTuple):
+    """A step, and its lookups where they are under way: one a micro-batch, none where nobody is asked."""
+
+    input: StepInput
+    lookups: list[Lookup]
 
 
 class PendingWord(Protocol):
@@ -54,7 +69,7 @@ class Feed:
         hosts: the workers that expect gradients for their tables.
         trainer: its index.
         mode, parts: see :class:`hybrid.update.UpdateRules`.
-        clock: counts the time spent here.
+        clock: counts the time spent here, and is told of each step that begins.
     """
 
     def __init__(
@@ -69,7 +84,7 @@ class Feed:
         self._embeddings = embeddings
         self._hosts = hosts
         self._trainer = trainer
-        self._is_pipelined = mode is UpdateMode.PIPELINED
+        self._looks_ahead = mode is not UpdateMode.SYNC
         self._parts = parts
         self._clock = clock
         self._has_ended = False
@@ -78,9 +93,8 @@ class Feed:
     def begin(self, batches: Iterator[Batch], step: int) -> None:
         """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead."""
         self._batches = batches
-        self._step = step
-        self._upcoming: Batch | None = None  # read already, not looked up yet
-        self._ahead: StepInput | None = None  # looked up already
+        self._first_step = self._step = step
+        self._ahead: deque[_Step] = deque()  # looked up already
 
     def rejoin(self) -> None:
         """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
@@ -95,53 +109,55 @@ class Feed:
         return self
 
     def __next__(self) -> StepInput:
-        if self._is_pipelined:
-            current = self._next_pipelined()
+        self._clock.begin_step(self._step)
+        if self._looks_ahead:
+            current = self._next_of_ahead()
+        elif (batch := self._read()) is not None:
+            current = self._step_of(batch, self._step)
         else:
-            current = self._step_input(self._read(), self._step, self._step)
+            raise StopIteration
         self._step += 1
+        return current.input
+
+    def _next_of_ahead(self) -> _Step:
+        """The step of now. With its gradients, the step after the next is looked up."""
+        while len(self._ahead) < _STEPS_AHEAD and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
+        if not self._ahead:
+            raise StopIteration
+        current = self._ahead.popleft()
+        for lookup in current.lookups:
+            lookup.is_followed = bool(self._ahead and self._ahead[0].lookups)
+        if self._ahead and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
         return current
 
-    def _next_pipelined(self) -> StepInput:
-        current, self._ahead = self._ahead, None
-        if current is None:
-            first = self._read()
-            self._upcoming = self._read_if_any()
-            current = self._step_input(first, self._step, self._step)
-        if self._upcoming is not None:
-            batch, self._upcoming = self._upcoming, self._read_if_any()
-            self._ahead = self._step_input(batch, self._step + 1, self._step)
-        return current
-
-    def _read(self) -> Batch:
-        with self._clock.phase("data"):
-            return next(self._batches)
-
-    def _read_if_any(self) -> Batch | None:
+    def _read(self) -> Batch | None:
         with self._clock.phase("data"):
             return next(self._batches, None)
 
-    def _step_input(self, batch: Batch, step: int, version: int) -> StepInput:
+    def _step_of(self, batch: Batch, step: int, after: Sequence[Lookup] = ()) -> _Step:
         if batch.ended and not self._has_ended:
             self._has_ended = True
             _await_all([host.send_finish(self._trainer, step) for host in self._hosts])
-        micro = [self._micro(b, step, version, part) for part, b in enumerate(batch.split(self._parts))]
-        return StepInput(batch, micro)
+        lookups: list[Lookup] = []
+        micro_batches = []
+        for part, samples in enumerate(batch.split(self._parts)):
+            ticket = Ticket(self._trainer, step, step, part)
+            start: Callable[[], Lookup] = partial(self._embeddings.lookup, samples.sparse_features, ticket)
+            if batch.ended:
+                start = self._embeddings.nothing
+            elif self._looks_ahead:
+                lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
+                start = partial(_given, lookups[part])
+            micro_batches.append(MicroBatch(samples, ticket, start))
+        return _Step(StepInput(batch, micro_batches), lookups)
 
-    def _micro(self, batch: Batch, step: int, version: int, part: int) -> MicroBatch:
-        dense_ticket = Ticket(self._trainer, step, step, part)
-        if batch.ended:
-            return MicroBatch(batch, dense_ticket, self._embeddings.nothing)
-        start: Callable[[], PendingLookup] = partial(
-            self._embeddings.lookup, batch.sparse_features, dense_ticket
-        )
-        if self._is_pipelined:
-            followed = self._upcoming is not None and not self._upcoming.ended
-            ticket = Ticket(self._trainer, step, version, part, Purpose.PREFETCH, followed)
-            with self._clock.phase("lookup"):
-                ahead = self._embeddings.lookup(batch.sparse_features, ticket)
-            start = partial(_given, ahead)
-        return MicroBatch(batch, dense_ticket, start)
+    def _look_ahead(self, samples: Batch, ticket: Ticket, after: Lookup | None) -> Lookup:
+        version = max(self._first_step, ticket.step - 1)
+        ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+        with self._clock.phase("lookup"):
+            return self._embeddings.lookup(samples.sparse_features, ticket, after)
 
 
 def _await_all(words: Sequence[PendingWord]) -> None:
@@ -149,17 +165,18 @@ def _await_all(words: Sequence[PendingWord]) -> None:
         word.wait()
 
 
-def _given(lookup: PendingLookup) -> PendingLookup:
+def _given(lookup: Lookup) -> Lookup:
     return lookup
 
 
 def evened(
-    batches: Iterator[Batch], empty: Batch, group: dist.ProcessGroup, device: torch.device
+    batches: Iterable[Batch], empty: Batch, group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Batch]:
     """Batches of trainers that have different numbers of them, or of different sizes, step by step.
 
     Each step's ``global_size`` becomes the samples of all trainers together. A trainer that has run out
-    gets empty batches that say so, until all have: it goes on reducing gradients with the others.
+    gets empty batches that say so, until all have: it goes on reducing gradients with the others. Where
+    every trainer has a sequence, all sizes are known at once; else they meet step by step.
 
     Args:
         batches: this trainer's own.
@@ -167,11 +184,31 @@ def evened(
         group: of all trainers, each of which must iterate.
         device: on which ``group`` reduces.
     """
+    num_steps = len(batches) if isinstance(batches, Sequence) else _MANY
+    (most,) = _reduced([num_steps], group, device, dist.ReduceOp.MAX)
+    if most < _MANY:
+        assert isinstance(batches, Sequence)
+        sizes = [len(batch.labels) for batch in batches] + [0] * (most - num_steps)
+        for step, global_size in enumerate(_reduced(sizes, group, device, dist.ReduceOp.SUM)):
+            yield _share(batches[step] if step < num_steps else None, empty, global_size)
+        return
+    rest = iter(batches)
     while True:
-        batch = next(batches, None)
-        sizes = torch.tensor([batch is not None, 0 if batch is None else len(batch.labels)], device=device)
-        dist.all_reduce(sizes, group=group)
-        num_going_on, global_size = sizes.tolist()
+        batch = next(rest, None)
+        size = 0 if batch is None else len(batch.labels)
+        num_going_on, global_size = _reduced([batch is not None, size], group, device, dist.ReduceOp.SUM)
         if not num_going_on:
             return
-        yield (batch or empty)._replace(global_size=global_size, ended=batch is None)
+        yield _share(batch, empty, global_size)
+
+
+def _share(batch: Batch | None, empty: Batch, global_size: int) -> Batch:
+    return (batch or empty)._replace(global_size=global_size, ended=batch is None)
+
+
+def _reduced(
+    values: list[int], group: dist.ProcessGroup, device: torch.device, operation: dist.ReduceOp.RedOpType
+) -> list[int]:
+    reduced = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(reduced, operation, group=group)
+    return reduced.tolist()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
+from hybrid.clock import Span, StepClock
 from hybrid.update import Staleness
 
 
@@ -16,11 +17,13 @@ class Host(nn.Module):
 
     Attributes:
         barrier: between the steps of all trainers.
+        clock: records what happens here, where it is told to.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.barrier: UpdateBarrier[Any]
+        self.clock = StepClock()
 
     @property
     def version(self) -> int:
@@ -50,6 +53,15 @@ class Host(nn.Module):
     def take_staleness(self) -> Staleness:
         """See :meth:`UpdateBarrier.take_staleness`."""
         return self.barrier.take_staleness()
+
+    def record(self, steps: range) -> None:
+        """See :meth:`StepClock.record`."""
+        self.clock.record(steps)
+
+    def take_spans(self) -> list[Span]:
+        """See :meth:`StepClock.take_spans`; with those of updates that are under way."""
+        self.barrier.drain()
+        return self.clock.take_spans()
 
     def close(self) -> None:
         """End the background thread."""

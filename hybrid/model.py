@@ -12,7 +12,7 @@ from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.lookup import PendingLookup
+from hybrid.embedding.pending import PendingLookup
 from hybrid.update import Ticket
 
 
@@ -93,16 +93,17 @@ class HybridModel(nn.Module):
         device = self.device
         with clock.phase("lookup"):
             lookup = micro.start()
-        with clock.phase("dense"), self._precision(device):
+        with clock.phase("dense"), clock.span("bottom"), self._precision(device):
             bottom_BH = self.stages.bottom(to_device(micro.batch.dense_features.to(self._dtype), device))
-        with clock.phase("lookup"):
+        with clock.phase("lookup"), clock.span("wait"):
             pooled_BE = to_device(lookup.wait().to(self._dtype), device)
         with clock.phase("dense"):
-            with self._precision(device):
+            with clock.span("interaction"), self._precision(device):
                 hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
             if remote_net is not None:
-                hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
-            with self._precision(device):
+                with clock.span("remote net"):
+                    hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
+            with clock.span("head"), self._precision(device):
                 logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
         return logits_B.to(self._dtype)
 

@@ -53,7 +53,7 @@ def train_step(
         is_last = micro is micro_batches[-1]
         with model.reducing(is_last), dist_autograd.context() as context_id:
             logits_B = model.module(micro, clock)
-            with clock.phase("dense"):
+            with clock.phase("dense"), clock.span("loss"):
                 loss = _loss(logits_B, micro)
             with clock.phase("backward"):
                 dist_autograd.backward(context_id, [loss])
@@ -62,9 +62,11 @@ def train_step(
         logits.append(logits_B.detach().cpu())
         guard.check_loss(step, losses[-1])
     with clock.phase("update"):
-        scale = guard.decide(step, sum(losses), model.squared_norm())
+        with clock.span("decide"):
+            scale = guard.decide(step, sum(losses), model.squared_norm())
         if scale is not None:
-            optimizer.step(step, model.gradients, scale)
+            with clock.span("optimizer"):
+                optimizer.step(step, model.gradients, scale)
     return StepResult(sum(losses), torch.cat(logits), scale is None)
 
 

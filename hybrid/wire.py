@@ -196,15 +196,29 @@ class RemoteTables(RemoteHost[TableShards]):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> torch.futures.Future[list[Tensor]]:
         """See :meth:`TableShards.lookup`; within a context, part of its graph."""
-        plain = [(group, tuple(bags)) for group, bags in items]
         answer: torch.futures.Future[list[Tensor]] = rpc.rpc_async(
-            self.role.rpc_name, _lookup, args=(self._rref, tuple(ticket), plain)
+            self.role.rpc_name, _lookup, args=(self._rref, tuple(ticket), _plain(items))
+        )
+        return answer
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> torch.futures.Future[list[Tensor]]:
+        """See :meth:`TableShards.exchange`."""
+        answer: torch.futures.Future[list[Tensor]] = rpc.rpc_async(
+            self.role.rpc_name,
+            _exchange,
+            args=(self._rref, tuple(ticket), list(grads), tuple(next_ticket), _plain(items)),
         )
         return answer
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Pending:
         """See :meth:`TableShards.receive`."""
         return self.call("receive", ticket, grads)
+
+
+def _plain(items: Sequence[Item]) -> list[tuple[int, tuple[Any, ...]]]:
+    return [(group, tuple(bags)) for group, bags in items]
 
 
 class RemoteNet(RemoteHost[NetHost]):
@@ -262,6 +276,23 @@ def _lookup(
 ) -> torch.futures.Future[list[Tensor]]:
     tables: TableShards = rref.local_value()
     return tables.lookup(Ticket(*ticket), items).then(_value)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def _exchange(
+    rref: rpc.RRef[TableShards],
+    ticket: tuple[Any, ...],
+    grads: list[Tensor],
+    next_ticket: tuple[Any, ...],
+    items: list[tuple[int, Any]],
+) -> torch.futures.Future[list[Tensor]]:
+    tables: TableShards = rref.local_value()
+    try:
+        answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
+    except ClusterError as error:  # comes back like an error of the answer
+        answer = torch.futures.Future()
+        answer.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+    return answer.then(_value)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

@@ -33,10 +33,11 @@ from workers.paths import cache_folder, own_command
 from workers.report import RunFolder
 from workers.session import DatasetSession, metrics_of
 from workers.task import CompareTask, OwnTask, Task, TrainTask
-from workers.terminal import Progress, Summary, TerminalView, bad_row_lines
+from workers.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
 
 _POLL_SECONDS = 0.05
+_SPANS_SHOWN = 6  # of a profile, at the end of a run
 
 
 def run(config: RunConfig, task: Task, listener: socket.socket | None = None) -> None:
@@ -137,6 +138,7 @@ class Job:
         self._samples_trained = 0
         self._skipped_steps = 0
         self._seconds_training = 0.0
+        self._profile: ProfileSummary | None = None
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
         """Train, evaluate, write the checkpoint and the report."""
@@ -170,10 +172,17 @@ class Job:
             self._step += count
             staleness = None if self._config.train.update == "sync" else session.take_staleness()
             self._log(reports, seconds, epoch, total, staleness, view)
+            if self._profile is None and session.recorded and self._step >= session.recorded.stop:
+                self._profile = self._take_profile(session)
             if self._is_evaluation_due(within + count == per_epoch, total):
                 metrics = self._evaluate(session, view)
         assert metrics is not None, "the last step is followed by an evaluation"
         return metrics
+
+    def _take_profile(self, session: DatasetSession) -> ProfileSummary:
+        profile = session.take_profile()
+        folder = self._folder.write_profile(profile)
+        return ProfileSummary(folder, profile.step_seconds, dict(profile.top(_SPANS_SHOWN)))
 
     def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
         skipped = reports[0].skipped_steps  # the same on every trainer
@@ -279,5 +288,6 @@ class Job:
                 resume=f"{own_command()} launch --resume {run_folder} {more}",
                 evaluate=f"{own_command()} evaluate {run_folder}",
                 predict=f"{own_command()} predict {run_folder} --output FILE",
+                profile=self._profile,
             )
         )

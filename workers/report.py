@@ -6,6 +6,7 @@ versions.json       software, machine and start time
 metrics.jsonl       one JSON line for every log step and every evaluation
 events.out.tfevents the same for TensorBoard
 curves.png          loss, AUC, throughput, and where the time of a step goes
+profile             what every role does in a step, where asked for: see workers/profile.py
 result.json         the outcome; it is there only if the run came to its end
 =================== ===============================================================
 """
@@ -33,6 +34,7 @@ from hybrid.config_file import to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import Metrics, matplotlib_leaving_no_files
 from workers.paths import refuse_existing
+from workers.profile import Profile
 from workers.terminal import Progress
 
 if TYPE_CHECKING:
@@ -119,6 +121,13 @@ class RunFolder:
         numbers = metrics.as_dict()
         self._append("test", step, numbers)
         self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
+
+    def write_profile(self, profile: Profile) -> Path:
+        """Write the profile; the folder that holds it."""
+        folder = self.path / "profile"
+        with _writing(folder):
+            profile.write(folder)
+        return folder
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Draw the curves and write the outcome."""

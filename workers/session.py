@@ -14,8 +14,10 @@ import torch
 from hybrid import checkpoint, wire
 from hybrid.batch import Batch
 from hybrid.checkpoint import Checkpoint, Manifest
+from hybrid.clock import Span
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
+from hybrid.config_rules import recorded_steps
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.storage import PreparedDataset
@@ -33,6 +35,7 @@ from hybrid.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.update import Staleness, UpdateRules
 from workers.failure import gather
+from workers.profile import Profile
 from workers.trainer import Job, Report, Trainer
 
 EVAL_STEPS_PER_CALL = 20
@@ -72,6 +75,8 @@ class Session:
     Attributes:
         tables, placement: the tables, and where their rows are.
         trainers: a stub for each.
+        recorded: the steps of which every role records what it does, as the section [profile] says;
+            counted from where the session starts or goes on.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class Session:
         data_folder: Path | None = None,
     ) -> None:
         self._config = config
+        self._total_steps = total_steps
+        self.recorded = recorded_steps(config.profile, 0, total_steps)
         self.tables, self.placement = plan_tables(config, input_spec, ids_per_sample)
         self._rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
@@ -109,6 +116,7 @@ class Session:
                 for role in topology.trainers
             ]
         )
+        self._start_recording()
 
     def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> list[Report]:
         """Train on batches of the caller's own; see :meth:`Trainer.train_on`.
@@ -121,6 +129,29 @@ class Session:
     def take_staleness(self) -> Staleness:
         """The staleness of all updates of tables since the last call."""
         return sum(gather([host.call("take_staleness") for host in self._hosts.values()]), Staleness())
+
+    def take_profile(self) -> Profile:
+        """What every role did in the recorded steps that are done; the next call has what comes after.
+
+        ``session.take_profile().write(folder)`` leaves a trace and a table.
+
+        Raises:
+            ConfigError: there is no such step.
+        """
+        parts = self._everything_called
+        spans: dict[Role, list[Span]] = defaultdict(list)
+        for part, taken in zip(parts, gather([part.call("take_spans") for part in parts]), strict=True):
+            spans[part.role] += taken
+        profile = Profile(spans)
+        if not profile.steps:
+            section = self._config.profile
+            rule = f"none of the {section.steps} steps to record (profile.steps) has been taken"
+            raise ConfigError("profile.first_step", rule, section.first_step)
+        return profile
+
+    def _start_recording(self) -> None:
+        if self.recorded:
+            gather([part.call("record", self.recorded) for part in self._everything_called])
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
         """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once.
@@ -151,17 +182,23 @@ class Session:
         """Go on from a checkpoint; CheckpointError where it is of another model."""
         bulk = {"timeout_seconds": BULK_TIMEOUT_SECONDS}
         step = stored.manifest.step
+        self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
         calls = [host.call("load", stored.folder, step, **bulk) for host in self._everything_hosted]
         gather([*calls, *(t.call("load", stored.folder, **bulk) for t in self.trainers)])
+        self._start_recording()
 
     @property
     def _everything_hosted(self) -> list[wire.Remote[Any]]:
         """All that workers update: their tables, and the remote net where there is one."""
         return [*self._hosts.values(), *([self._remote_net] if self._remote_net else [])]
 
+    @property
+    def _everything_called(self) -> list[wire.Remote[Any]]:
+        return [*self.trainers, *self._everything_hosted]
+
     def close(self) -> None:
         """End what runs in the background of the other roles."""
-        gather([part.call("close") for part in (*self.trainers, *self._everything_hosted)])
+        gather([part.call("close") for part in self._everything_called])
 
     def _on_workers(self, method: str, *args: Any) -> None:
         """Call a method of all tables, on all workers at once; it may take long."""

@@ -62,6 +62,21 @@ class Progress:
         return {phase: seconds / total for phase, seconds in self.phase_seconds.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class ProfileSummary:
+    """What to say of the steps that were recorded.
+
+    Attributes:
+        folder: where trace and table are.
+        step_seconds: how long one takes.
+        shares: of what takes most of it.
+    """
+
+    folder: Path
+    step_seconds: float
+    shares: Mapping[str, float]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What to say at the end of a run.
@@ -71,6 +86,7 @@ class Summary:
         best_auc: AUC that no model can beat, where the data tell; else None.
         samples_per_second: over all trainers and the whole run.
         run_folder, curves: where the results are.
+        profile: where that of the recorded steps is; None where none was recorded.
         resume, evaluate, predict: commands to go on with.
     """
 
@@ -82,6 +98,7 @@ class Summary:
     resume: str
     evaluate: str
     predict: str
+    profile: ProfileSummary | None = None
 
 
 class TerminalView:
@@ -223,6 +240,10 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
     yield "run folder", str(summary.run_folder), ""
     yield "curves", str(summary.curves), ""
+    if (profile := summary.profile) is not None:
+        yield "profile", str(profile.folder), ""
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in profile.shares.items())
+        yield "a recorded step", f"{1e3 * profile.step_seconds:.1f} ms: {shares}", ""
     yield "resume", summary.resume, "cyan"
     yield "evaluate", summary.evaluate, "cyan"
     yield "predict", summary.predict, "cyan"

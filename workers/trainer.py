@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
-from hybrid.clock import StepClock
+from hybrid.clock import Span, StepClock
 from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
@@ -92,7 +92,8 @@ class Trainer:
         self._job = job
         devices = choose_devices(dense, index)
         self._device = devices[0]
-        self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts)
+        self._clock = StepClock()
+        self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts, self._clock)
         widths = self._embeddings.widths
         net = build_dense_net(config, job.input_spec, widths).to(self._device)
         model = HybridModel.of(config, net, job.remote_net)
@@ -103,11 +104,10 @@ class Trainer:
         self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement)
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement, self._clock)
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
-        self._clock = StepClock()
         hosts = list(job.hosts.values())
         self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None
@@ -148,7 +148,8 @@ class Trainer:
         self._close_stream()
         spec = self._job.input_spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
-        own = self._checked(make_batches(self._index))
+        batches = make_batches(self._index)
+        own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
         self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
         report = self._train(self._feed, steps_before)
         self._feed.rejoin()
@@ -166,6 +167,7 @@ class Trainer:
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
             result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
             report.add(result.logits, batch.labels, result.loss, result.is_skipped)
+            self._clock.end_step()
         return report.build(self._clock)
 
     def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Report:
@@ -200,6 +202,14 @@ class Trainer:
         net, state = self._arrangement.own_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
         self._optimizer.load(state)
+
+    def record(self, steps: range) -> None:
+        """See :meth:`StepClock.record`."""
+        self._clock.record(steps)
+
+    def take_spans(self) -> list[Span]:
+        """See :meth:`StepClock.take_spans`."""
+        return self._clock.take_spans()
 
     def close(self) -> None:
         """End the background reading."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.clock import StepClock
 from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.optimizer import squared_norm
 from hybrid.model import HybridModel
@@ -40,6 +41,7 @@ class DdpModel:
         model: what to wrap; its ``stages`` are wrapped in place.
         mode: what to wrap.
         arrangement: which trainers hold what of the net.
+        clock: records how long each all-reduce takes, where it records.
 
     Attributes:
         module: what to call.
@@ -47,12 +49,15 @@ class DdpModel:
         gradients: by parameter, once the last micro-batch of a step is collected.
     """
 
-    def __init__(self, model: HybridModel, mode: DdpMode, arrangement: Arrangement) -> None:
+    def __init__(
+        self, model: HybridModel, mode: DdpMode, arrangement: Arrangement, clock: StepClock | None = None
+    ) -> None:
         self.net = model.net
         self.module: nn.Module = model
         self.gradients: dict[Tensor, Tensor] = {}
         self._carried: dict[Tensor, Tensor] = {}  # what the micro-batches so far have left
         self._arrangement = arrangement
+        self._clock = clock or StepClock()
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
             self.module = self._ddp = self._wrap(model, arrangement.group)
@@ -68,7 +73,7 @@ class DdpModel:
             # Running statistics must agree; constant index tables need no broadcast every step.
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )
-        ddp.register_comm_hook(_Reduction(group, self._carried), sum_hook)
+        ddp.register_comm_hook(_Reduction(group, self._carried, self._clock), sum_hook)
         return ddp
 
     def reducing(self, is_last: bool) -> AbstractContextManager[None]:
@@ -103,6 +108,7 @@ class DdpModel:
 class _Reduction:
     group: dist.ProcessGroup
     carried: dict[Tensor, Tensor]
+    clock: StepClock
 
 
 def sum_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -114,7 +120,14 @@ def sum_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if parameter in state.carried:
             gradient.add_(state.carried.pop(parameter))
+    span = state.clock.begin("all-reduce", num_bytes=bucket.buffer().nbytes)
     work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
-    return summed
+
+    def summed(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        if span is not None:
+            span.close()
+        return reduced.value()[0]
+
+    ended: torch.futures.Future[Tensor] = work.get_future().then(summed)
+    return ended

@@ -52,7 +52,7 @@ class NetHost(Host):
         self._running: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
         # Autograd records a use of the parameters only if an input of it requires a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
-        self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge)
+        self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
         """The net's output for ``hidden_BH`` once it has seen as many updates as the ticket says."""
@@ -67,8 +67,9 @@ class NetHost(Host):
                     predicted: Tensor = shadow(self._form, {}).eval()(hidden_BH)
                 return predicted
             parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
-            net = shadow(self._form, dict(zip(self.parameter_list, parameters, strict=True))).train()
-            output: Tensor = net(hidden_BH)
+            with self.clock.span("remote net", ticket.step):
+                net = shadow(self._form, dict(zip(self.parameter_list, parameters, strict=True))).train()
+                output: Tensor = net(hidden_BH)
             self._keep_buffers(net)
             return output
 

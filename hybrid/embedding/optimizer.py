@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
+from hybrid.embedding.kernels import put, take
 from hybrid.embedding.spec import OptimizerSpec
 
 
@@ -67,11 +68,11 @@ class RowOptimizer(ABC):
         if not len(rows_U):
             return
         wholes = (self.weight_RD, *self.state.values())
-        weight_UD, *parts = (whole.index_select(0, rows_U) for whole in wholes)
+        weight_UD, *parts = (take(whole, rows_U) for whole in wholes)
         state = dict(zip(self.state, parts, strict=True))
         self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
         for whole, part in zip(wholes, (weight_UD, *parts), strict=True):
-            whole.index_copy_(0, rows_U, part)
+            put(whole, rows_U, part)
 
     @abstractmethod
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:

@@ -1,28 +1,35 @@
 """Where the ids of a batch go, and how the answers become vectors of samples.
 
-A route covers some features. It adds the lookups it needs to the items of each worker and returns the
-function that turns the workers' answers into vectors of shape (B, its features, D). Three kinds:
+A route covers some features. It adds the lookups it needs to the items of each worker, and returns what
+joins the workers' answers to vectors of shape (B, its features, D), and takes their gradients apart. Two
+kinds:
 
-=========== ============================== =================================== ====================
-route       features                       asks a worker for                   joins the answers by
-=========== ============================== =================================== ====================
-RowRoute    exactly one id a sample        each distinct row once              spreading rows over samples
-PooledRoute multi-hot, table on one worker one pooled vector a sample          nothing to join
-SplitRoute  multi-hot, table on several    a partial pool a sample, of each    sum or max over shards
-=========== ============================== =================================== ====================
+======== ====================== ============================== =====================================
+route    features               asks a worker for              joins the answers by
+======== ====================== ============================== =====================================
+RowRoute exactly one id a       each distinct row once         spreading rows over samples
+         sample
+BagRoute multi-hot, tables on   a pooled vector a sample, or   nothing to join, or sum or max over
+         the same workers       a partial one where the tables workers
+                                are split
+======== ====================== ============================== =====================================
+
+Neither makes more messages, nor calls more kernels, for more tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.kernels import Bags
+from hybrid.embedding import loops
+from hybrid.embedding.kernels import Bags, ids_dtype
 from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.spec import Pooling, TableSpec
 
@@ -30,42 +37,61 @@ from hybrid.embedding.spec import Pooling, TableSpec
 Item: TypeAlias = tuple[int, Bags]
 Items: TypeAlias = Mapping[int, list[Item]]
 Results: TypeAlias = Mapping[int, Sequence[Tensor]]
-Finish: TypeAlias = Callable[[Results], Tensor]
+Slot: TypeAlias = tuple[int, int]  # a worker, and the place in its answer
 
 
 class BatchIds:
-    """The ids of one batch, feature by feature."""
+    """The ids of one batch, feature by feature.
+
+    Attributes:
+        ids_L: all ids, feature after feature.
+        weights_L: the weight of each, or None.
+        ends_K: where each feature's ids end.
+    """
 
     def __init__(self, sparse: SparseFeatures) -> None:
-        self._sparse = sparse
         self.batch_size = sparse.batch_size
-        if sparse.offsets is None:
-            self._bounds = [k * self.batch_size for k in range(sparse.num_features + 1)]
-        else:
-            bag_starts = torch.arange(sparse.num_features + 1) * self.batch_size
-            self._bounds = sparse.offsets[bag_starts].tolist()
-        self.counts_K = torch.tensor(self._bounds).diff()
+        self.ids_L = sparse.ids_L.to(torch.int64).contiguous()
+        self.weights_L = sparse.weights_L
+        self._num_features = sparse.num_features
+        self._offsets = None if sparse.offsets is None else sparse.offsets.to(torch.int64).contiguous()
+        ends_K = torch.arange(1, sparse.num_features + 1) * self.batch_size
+        self.ends_K = ends_K if self._offsets is None else self._offsets[ends_K]
 
-    def feature(self, k: int) -> Tensor:
-        """All ids of feature k, in sample order."""
-        return self._sparse.ids_L[self._bounds[k] : self._bounds[k + 1]]
+    @property
+    def offsets(self) -> Tensor:
+        """Where each bag starts, feature after feature, (K * B + 1)."""
+        return torch.arange(len(self.ids_L) + 1) if self._offsets is None else self._offsets
 
-    def weights(self, k: int) -> Tensor | None:
-        weights_L = self._sparse.weights_L
-        return None if weights_L is None else weights_L[self._bounds[k] : self._bounds[k + 1]]
-
-    def offsets(self, k: int) -> Tensor:
-        """Where each sample's bag starts among the ids of feature k, (B + 1)."""
-        if self._sparse.offsets is None:
-            return torch.arange(self.batch_size + 1)
-        first = k * self.batch_size
-        return self._sparse.offsets[first : first + self.batch_size + 1] - self._bounds[k]
+    def count(self, features: Sequence[int]) -> int:
+        """How many ids some features have together."""
+        return int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
 
     def single(self, features: Sequence[int]) -> Tensor:
         """Ids of features that hold one id a sample, (features, B)."""
-        if self._sparse.offsets is None and len(features) == self._sparse.num_features:
-            return self._sparse.ids_L.view(len(features), self.batch_size)
-        return torch.stack([self.feature(k) for k in features])
+        if self._offsets is None and len(features) == self._num_features:
+            return self.ids_L.view(self._num_features, self.batch_size)
+        ends = self.ends_K.tolist()
+        return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
+
+
+class Join(Protocol):
+    """What turns the answers for one batch into vectors, and their gradients into gradients of answers.
+
+    Attributes:
+        shape_BFD: of the vectors.
+    """
+
+    @property
+    def shape_BFD(self) -> tuple[int, int, int]: ...
+
+    def vectors(self, results: Results) -> Tensor:
+        """``vectors_BFD`` of the route's features."""
+        ...
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        """The gradient of each answer, in no view of a larger tensor: RPC would send it whole."""
+        ...
 
 
 class Route(Protocol):
@@ -73,13 +99,12 @@ class Route(Protocol):
 
     features: tuple[int, ...]
 
-    def start(self, ids: BatchIds, items: Items) -> Finish:
-        """Append this route's lookups to ``items``; return what turns the answers into vectors."""
+    def start(self, ids: BatchIds, items: Items) -> Join:
+        """Append this route's lookups to ``items``; return what joins their answers."""
         ...
 
 
-def _append(items: Items, worker: int, item: Item) -> tuple[int, int]:
-    """Add an item to a worker's list; the place where its answer will be."""
+def _append(items: Items, worker: int, item: Item) -> Slot:
     items[worker].append(item)
     return worker, len(items[worker]) - 1
 
@@ -95,119 +120,191 @@ class RowRoute:
         self, features: tuple[int, ...], tables: Sequence[TableSpec], groups: Mapping[int, Sequence[Group]]
     ) -> None:
         self.features = features
-        dim = tables[features[0]].dim
+        self._dim = dim = tables[features[0]].dim
         address_of: dict[tuple[str, int], int] = {}
-        self._segments: list[tuple[int, int]] = []
-        starts = [0]
+        shards_of: dict[str, int] = {}
+        self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
+        end = 0
         for worker, worker_groups in groups.items():
             for number, group in enumerate(worker_groups):
                 if group.dim != dim:
                     continue
                 for shard, start in zip(group.shards, group.starts, strict=True):
-                    address_of[shard.table.name, shard.index] = starts[-1] + start
-                self._segments.append((worker, number))
-                starts.append(starts[-1] + group.num_rows)
-        self._starts = torch.tensor(starts)
-        counts = [sum(name == tables[k].name for name, _ in address_of) for k in features]
-        bases = [[address_of.get((tables[k].name, s), 0) for s in range(max(counts))] for k in features]
-        self._base_KS = torch.tensor(bases)
-        self._count_K1 = torch.tensor(counts).unsqueeze(1)
-        self._is_split = max(counts) > 1
-
-    def start(self, ids: BatchIds, items: Items) -> Finish:
-        addresses, inverse_KB = torch.unique(self._addresses(ids.single(self.features)), return_inverse=True)
-        bounds = torch.searchsorted(addresses, self._starts).tolist()
-        slots = []
-        for segment, (worker, group) in enumerate(self._segments):
-            rows = addresses[bounds[segment] : bounds[segment + 1]] - self._starts[segment]
-            slots.append(_append(items, worker, (group, Bags(rows))))
-        inverse_BK = inverse_KB.t()
-
-        def finish(results: Results) -> Tensor:
-            rows_UD = torch.cat([results[worker][place] for worker, place in slots])
-            return F.embedding(inverse_BK, rows_UD)
-
-        return finish
-
-    def _addresses(self, ids_KB: Tensor) -> Tensor:
-        if not self._is_split:
-            return ids_KB + self._base_KS
-        return self._base_KS.gather(1, ids_KB % self._count_K1) + ids_KB // self._count_K1
-
-
-class PooledRoute:
-    """Multi-hot features whose tables lie whole in one group of one worker and share a pooling."""
-
-    def __init__(
-        self, features: tuple[int, ...], starts: Sequence[int], worker: int, group: int, pooling: Pooling
-    ) -> None:
-        self.features = features
-        self._starts = starts
-        self._worker = worker
-        self._group = group
-        self._pooling = pooling
-
-    def start(self, ids: BatchIds, items: Items) -> Finish:
-        parts = [ids.feature(k) + start for k, start in zip(self.features, self._starts, strict=True)]
-        offsets, base = [], 0
-        for k, part in zip(self.features, parts, strict=True):
-            offsets.append(ids.offsets(k)[:-1] + base)
-            base += len(part)
-        offsets.append(torch.tensor([base]))
-        weights = [w for k in self.features if (w := ids.weights(k)) is not None]
-        bags = Bags(
-            torch.cat(parts), torch.cat(offsets), torch.cat(weights) if weights else None, self._pooling
+                    address_of[shard.table.name, shard.index] = end + start
+                    shards_of[shard.table.name] = shard.count
+                self._segments.append((worker, number, end, ids_dtype(group.num_rows)))
+                end += group.num_rows
+        self._num_rows = end
+        self._dtype = ids_dtype(end)
+        ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self._dtype)
+        self._ends = ends.numpy()
+        self._counts_K = np.array([shards_of[tables[k].name] for k in features])
+        widest = range(self._counts_K.max())
+        self._bases_KS = np.array(
+            [[address_of.get((tables[k].name, s), 0) for s in widest] for k in features]
         )
-        worker, place = _append(items, self._worker, (self._group, bags))
-        shape = (len(self.features), ids.batch_size, -1)
-        return lambda results: _split_features(results[worker][place], shape)
+
+    def start(self, ids: BatchIds, items: Items) -> Join:
+        addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._dtype)
+        loops.addresses(
+            ids.single(self.features).numpy(), self._bases_KS, self._counts_K, addresses_BK.numpy()
+        )
+        ids_U, starts_V, order_L = loops.group_ids(addresses_BK.view(-1).numpy(), self._num_rows)
+        ends = np.searchsorted(ids_U, self._ends).tolist()
+        slots = []
+        for segment, start, end in zip(self._segments, [0, *ends[:-1]], ends, strict=True):
+            worker, group, first, dtype = segment
+            rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
+            slots.append((_append(items, worker, (group, Bags(rows))), end - start))
+        return _Rows(slots, starts_V, order_L, (*addresses_BK.shape, self._dim))
 
 
-def _split_features(pooled_ND: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    num_features, batch_size, _ = shape
-    return pooled_ND.view(num_features, batch_size, pooled_ND.shape[1]).transpose(0, 1)
+class _Rows(NamedTuple):
+    """Joins by spreading the distinct rows over the ids; the gradients of equal ids add up.
+
+    Attributes:
+        slots: of the parts of the distinct rows, with the size of each.
+        starts_V, order_L: where each distinct id stands, see ``loops.group_ids``.
+    """
+
+    slots: list[tuple[Slot, int]]
+    starts_V: npt.NDArray[Any]
+    order_L: npt.NDArray[Any]
+    shape_BFD: tuple[int, int, int]
+
+    def vectors(self, results: Results) -> Tensor:
+        rows_UD = torch.cat([results[worker][place] for (worker, place), _ in self.slots])
+        ranks_L = torch.from_numpy(loops.ranks(self.starts_V, self.order_L))
+        return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_LD = grad_BFD.flatten(0, 1)
+        parts, first = [], 0
+        for slot, size in self.slots:
+            part = grad_LD.new_empty(size, grad_LD.shape[1])
+            starts_V = self.starts_V[first : first + size + 1]
+            loops.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy())
+            parts.append((slot, part))
+            first += size
+        return parts
 
 
-class SplitRoute:
-    """One multi-hot feature of a table split over several workers."""
+class _Place(NamedTuple):
+    """A group of a worker, and for each of some features its table's shard there, with its first row."""
 
-    def __init__(self, feature: int, shards: Sequence[tuple[Shard, int, int]]) -> None:
-        self.features: tuple[int, ...] = (feature,)
-        self._shards = shards  # with the group that holds each, and its first row there
-        self._pooling = shards[0][0].table.pooling
-
-    def start(self, ids: BatchIds, items: Items) -> Finish:
-        (feature,) = self.features
-        ids_L, offsets = ids.feature(feature), ids.offsets(feature)
-        weights_L = ids.weights(feature)
-        pooling = self._pooling
-        if pooling is Pooling.MEAN:  # partial means do not add up; partial sums of 1/n shares do
-            lengths_B = offsets.diff()
-            share_B = 1.0 / lengths_B.clamp(min=1).double()
-            weights_L, pooling = torch.repeat_interleave(share_B, lengths_B), Pooling.SUM
-        slots, lengths = [], []
-        for shard, group, start in self._shards:
-            mine_L = ids_L % shard.count == shard.index
-            before = F.pad(mine_L.cumsum(0), (1, 0))
-            rows = ids_L[mine_L] // shard.count + start
-            bags = Bags(rows, before[offsets], None if weights_L is None else weights_L[mine_L], pooling)
-            slots.append(_append(items, shard.worker, (group, bags)))
-            lengths.append(before[offsets].diff())
-
-        def finish(results: Results) -> Tensor:
-            partial_BD = [results[worker][place] for worker, place in slots]
-            if pooling is Pooling.MAX:
-                return _largest(partial_BD, lengths).unsqueeze(1)
-            return torch.stack(partial_BD).sum(0).unsqueeze(1)
-
-        return finish
+    worker: int
+    number: int
+    group: Group
+    shards: Sequence[tuple[Shard, int]]
 
 
-def _largest(partial_BD: list[Tensor], lengths: list[Tensor]) -> Tensor:
-    """Maximum over shards, passing over those where a bag is empty; zeros where all are."""
-    filled_SB1 = torch.stack(lengths).unsqueeze(2) > 0
-    candidates_SBD = torch.stack(partial_BD).masked_fill(~filled_SB1, -torch.inf)
-    return candidates_SBD.max(0).values.masked_fill(~filled_SB1.any(0), 0.0)
+class BagRoute:
+    """Multi-hot features of one pooling whose tables lie in the same groups of the same workers.
+
+    Args:
+        features: their numbers.
+        places: each group, with the shard of each feature's table there and its first row.
+        pooling: how bags become vectors.
+    """
+
+    def __init__(self, features: tuple[int, ...], places: Sequence[_Place], pooling: Pooling) -> None:
+        self.features = features
+        self._pooling = pooling
+        self._dim = places[0].group.dim
+        self._shards = [
+            (
+                place,
+                np.array(
+                    [
+                        (feature, shard.index, shard.count, start)
+                        for feature, (shard, start) in zip(features, place.shards, strict=True)
+                    ]
+                ),
+            )
+            for place in places
+        ]
+
+    def start(self, ids: BatchIds, items: Items) -> Join:
+        pooling, weights_L = self._pooling, ids.weights_L
+        if pooling is Pooling.MEAN and len(self._shards) > 1:
+            # Partial means do not add up; partial sums of 1/n shares do.
+            lengths = ids.offsets.diff()
+            share = 1.0 / lengths.clamp(min=1).double()
+            weights_L, pooling = torch.repeat_interleave(share, lengths), Pooling.SUM
+        slots, offsets = [], []
+        for place, shards_F4 in self._shards:
+            bags = self._bags(ids, shards_F4, ids_dtype(place.group.num_rows), weights_L)._replace(
+                pooling=pooling
+            )
+            slots.append(_append(items, place.worker, (place.number, bags)))
+            offsets.append(bags.offsets)
+        shape_BFD = (ids.batch_size, len(self.features), self._dim)
+        if pooling is Pooling.MAX and len(slots) > 1:
+            return _Largest(slots, shape_BFD, torch.stack([o.diff() for o in offsets if o is not None]) > 0)
+        return _Sums(slots, shape_BFD)
+
+    @staticmethod
+    def _bags(
+        ids: BatchIds, shards_F4: npt.NDArray[Any], dtype: torch.dtype, weights_L: Tensor | None
+    ) -> Bags:
+        """The bags of one group, sample after sample and within it feature after feature."""
+        room = ids.count(shards_F4[:, 0].tolist())
+        rows = torch.empty(room, dtype=dtype)
+        offsets = torch.empty(ids.batch_size * len(shards_F4) + 1, dtype=dtype)
+        positions = torch.empty(0 if weights_L is None else room, dtype=torch.int64)
+        size = loops.gather_bags(
+            ids.ids_L.numpy(),
+            ids.offsets.numpy(),
+            ids.batch_size,
+            shards_F4,
+            rows.numpy(),
+            offsets.numpy(),
+            positions.numpy(),
+        )
+        # RPC would send all the room that a part was cut from.
+        rows = rows if size == room else rows[:size].clone()
+        return Bags(rows, offsets, None if weights_L is None else weights_L[positions[:size]])
+
+
+class _Sums:
+    """Joins by adding up the parts of the workers, most often one."""
+
+    def __init__(self, slots: list[Slot], shape_BFD: tuple[int, int, int]) -> None:
+        self._slots = slots
+        self.shape_BFD = shape_BFD
+
+    def vectors(self, results: Results) -> Tensor:
+        parts_ND = [results[worker][place] for worker, place in self._slots]
+        joined_ND = parts_ND[0] if len(parts_ND) == 1 else torch.stack(parts_ND).sum(0)
+        return joined_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_ND = grad_BFD.flatten(0, 1)
+        return [(slot, grad_ND) for slot in self._slots]
+
+
+class _Largest:
+    """Joins by the maximum over workers, passing over those where a bag is empty; zeros where all are.
+
+    Args:
+        filled_WN: whether each worker's part of each bag holds an id.
+    """
+
+    def __init__(self, slots: list[Slot], shape_BFD: tuple[int, int, int], filled_WN: Tensor) -> None:
+        self._slots = slots
+        self.shape_BFD = shape_BFD
+        self._filled_WN1 = filled_WN.unsqueeze(2)
+        self._winner_ND: Tensor
+
+    def vectors(self, results: Results) -> Tensor:
+        parts_WND = torch.stack([results[worker][place] for worker, place in self._slots])
+        largest_ND, self._winner_ND = parts_WND.masked_fill(~self._filled_WN1, -torch.inf).max(0)
+        largest_ND.masked_fill_(~self._filled_WN1.any(0), 0.0)
+        return largest_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_ND = grad_BFD.flatten(0, 1)
+        return [(slot, grad_ND * (self._winner_ND == w)) for w, slot in enumerate(self._slots)]
 
 
 def make_routes(
@@ -225,21 +322,20 @@ def make_routes(
     routes: list[Route] = []
     for dim in sorted({tables[k].dim for k in row_features}):
         routes.append(RowRoute(tuple(k for k in row_features if tables[k].dim == dim), tables, groups))
-    place = {
-        (shard.table.name, shard.index): (shard, number, start)
-        for worker_groups in groups.values()
-        for number, group in enumerate(worker_groups)
-        for shard, start in zip(group.shards, group.starts, strict=True)
-    }
-    whole: dict[tuple[int, int, Pooling], list[tuple[int, int]]] = {}
+    # For each table, the groups that hold it: worker, number of the group, shard, and where that begins.
+    holders: dict[str, list[tuple[int, int, Shard, int]]] = {}
+    for worker, worker_groups in groups.items():
+        for number, group in enumerate(worker_groups):
+            for shard, start in zip(group.shards, group.starts, strict=True):
+                holders.setdefault(shard.table.name, []).append((worker, number, shard, start))
+    alike: dict[tuple[tuple[tuple[int, int], ...], Pooling], list[int]] = {}
     for k in bag_features:
-        shards = [place[tables[k].name, s.index] for s in placement.of_table(tables[k].name)]
-        if len(shards) > 1:
-            routes.append(SplitRoute(k, shards))
-        else:
-            shard, group, start = shards[0]
-            whole.setdefault((shard.worker, group, tables[k].pooling), []).append((k, start))
-    for (worker, group, pooling), members in whole.items():
-        features, starts = zip(*members, strict=True)
-        routes.append(PooledRoute(features, starts, worker, group, pooling))
+        where = tuple((worker, number) for worker, number, _, _ in holders[tables[k].name])
+        alike.setdefault((where, tables[k].pooling), []).append(k)
+    for (where, pooling), features in alike.items():
+        places = []
+        for i, (worker, number) in enumerate(where):
+            shards = [holders[tables[k].name][i][2:] for k in features]
+            places.append(_Place(worker, number, groups[worker][number], shards))
+        routes.append(BagRoute(tuple(features), places, pooling))
     return routes

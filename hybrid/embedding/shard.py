@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +14,9 @@ from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
 from hybrid.checkpoint import Checkpoint, shard_file, write_tensors
-from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, pool_recorded, row_gradients
+from hybrid.clock import Flow
+from hybrid.embedding.initial import initialise_rows
+from hybrid.embedding.kernels import Bags, RowGradients, concatenate, pool, pool_recorded
 from hybrid.embedding.optimizer import OPTIMIZERS
 from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.routes import Item
@@ -23,6 +26,9 @@ from hybrid.update import Purpose, Ticket, UpdateRules
 
 # The items of one trainer's lookup, each with the gradient of its result.
 Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
+
+# Rows, gradients and state of one block of an update: what stays in the cache between gather and scatter.
+_BLOCK_BYTES = 2 << 20
 
 
 class TableGroup:
@@ -45,20 +51,27 @@ class TableGroup:
         named = {"weight": self.weight_RD, **self.optimizer.state}
         return {name: tensor[start : start + shard.num_rows] for name, tensor in named.items()}
 
-    def merge(self, parts: list[tuple[Bags, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The distinct rows that ``parts`` touch and their gradients, summed in the order of ``parts``."""
+    def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
+        """The gradients of the distinct rows that ``parts`` touch, summed in the order of ``parts``."""
         kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
         for bags, grad_BD in parts:
             kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
-        merged = []
-        for same in kinds.values():
-            bags = concatenate([b for b, _ in same])
-            grad_BD = same[0][1] if len(same) == 1 else torch.cat([g for _, g in same])
-            merged.append(row_gradients(bags, grad_BD))
-        if len(merged) > 1:  # rows read both one by one and pooled
-            rows = Bags(torch.cat([rows_U for rows_U, _ in merged]))
-            merged = [row_gradients(rows, torch.cat([grad_UD for _, grad_UD in merged]))]
-        return merged[0]
+        merged = [self._merge_alike(same) for same in kinds.values()]
+        if len(merged) == 1:
+            return merged[0]
+        # Rows read both one by one and pooled.
+        return self._merge_alike([(Bags(gradients.rows_U), gradients.whole()) for gradients in merged])
+
+    def _merge_alike(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
+        bags = concatenate([b for b, _ in parts])
+        grad_BD = parts[0][1] if len(parts) == 1 else torch.cat([g for _, g in parts])
+        return RowGradients(bags, grad_BD, self.group.num_rows)
+
+    def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        """Parts of ``num_rows`` touched rows which, with gradients and state, fit the processor's cache."""
+        tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
+        size = max(1, _BLOCK_BYTES // sum(t.nbytes // max(1, len(t)) for t in tensors))
+        return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
     def table_of(self, row: int) -> tuple[str, int]:
         """The table, and the row within it, that a row of the group is."""
@@ -68,30 +81,58 @@ class TableGroup:
 
 
 class TableUpdate:
-    """One step's merged gradients of all tables of a worker."""
+    """One step's merged gradients of all tables of a worker.
 
-    def __init__(self, parts: list[tuple[TableGroup, Tensor, Tensor]], factor: float) -> None:
-        self._parts = parts  # each group with the rows touched and their gradients
+    Args:
+        parts: each group with the gradients of its rows.
+        step: whose gradients they are.
+        factor: of the learning rates.
+        check_finite: whether a gradient that is not finite is an error.
+    """
+
+    def __init__(
+        self, parts: list[tuple[TableGroup, RowGradients]], step: int, factor: float, check_finite: bool
+    ) -> None:
+        self._parts = parts
+        self._step = step
         self._factor = factor
-
-    def check_finite(self, step: int) -> None:
-        """NonFiniteError, naming table and row, where a gradient is not finite."""
-        for group, rows_U, grad_UD in self._parts:
-            if grad_UD.sum().isfinite():  # one pass; a sum of finite values may overflow, so look again
-                continue
-            wrong_U = ~grad_UD.isfinite().all(1)
-            if wrong_U.any():
-                table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
-                raise NonFiniteError(f"step {step}: the gradient of table {table}, row {row}, is not finite")
+        self._check_finite = check_finite
 
     def squared_norm(self) -> float:
-        norms = (torch.linalg.vector_norm(grad_UD, dtype=torch.float64) for _, _, grad_UD in self._parts)
+        """Of all gradients.
+
+        Raises:
+            NonFiniteError: see :meth:`apply`.
+        """
+        for group, gradients in self._parts:
+            grad_UD = gradients.whole()
+            self._check(group, gradients.rows_U, grad_UD, float(grad_UD.sum()))
+        norms = (torch.linalg.vector_norm(g.whole(), dtype=torch.float64) for _, g in self._parts)
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
-        for group, rows_U, grad_UD in self._parts:
-            scaled_UD = grad_UD if scale == 1.0 else grad_UD.mul_(scale)
-            group.optimizer.step(rows_U, scaled_UD, self._factor)
+        """Update the rows with the gradients times ``scale``, block by block.
+
+        Raises:
+            NonFiniteError: a gradient is not finite where that is an error; names table and row. Rows
+                before it are updated then, and the tables of no further use.
+        """
+        for group, gradients in self._parts:
+            for first, last in group.blocks(len(gradients.rows_U)):
+                grad_UD, total = gradients.block(first, last)
+                rows_U = gradients.rows_U[first:last]
+                self._check(group, rows_U, grad_UD, total)
+                group.optimizer.step(rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale), self._factor)
+
+    def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:
+        if not self._check_finite or math.isfinite(total):
+            return
+        wrong_U = ~grad_UD.isfinite().all(1)
+        if wrong_U.any():  # else the sum of finite values has overflown
+            table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
+            raise NonFiniteError(
+                f"step {self._step}: the gradient of table {table}, row {row}, is not finite"
+            )
 
 
 class TableShards(Host):
@@ -116,7 +157,8 @@ class TableShards(Host):
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         # What was looked up ahead, until its gradients come: by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
-        self.barrier = UpdateBarrier[Gradients](rules, self._merge)
+        self._worker = worker
+        self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
 
     def initialise(self, seed: int) -> None:
         """Fill every table with its initial rows, which depend on ``seed`` and the table's name alone."""
@@ -131,18 +173,22 @@ class TableShards(Host):
         values, and :meth:`receive` takes their gradients.
         """
         items = [(group, Bags(*bags)) for group, bags in items]
-        return self.barrier.when(ticket, lambda: self.forward(ticket, items))
+        return self.barrier.when(ticket, lambda: self.forward(ticket, items), self._flow(ticket))
+
+    def _flow(self, ticket: Ticket) -> Flow:
+        return ticket.trainer, ticket.step, ticket.part, self._worker
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
         """As :meth:`lookup`, against the rows as they are now."""
-        if ticket.purpose is Purpose.TRAIN:
-            return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
         if ticket.purpose is Purpose.PREDICT:
             return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
-        version = self.version
-        pooled, recorded = self.pool_recorded(items)
-        self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
-        return pooled
+        with self.clock.span("pool", ticket.step, flow=self._flow(ticket)):
+            if ticket.purpose is Purpose.TRAIN:
+                return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
+            version = self.version
+            pooled, recorded = self.pool_recorded(items)
+            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
+            return pooled
 
     def pool_recorded(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
         """Pooled vectors, and the items with what their gradients will need."""
@@ -160,6 +206,13 @@ class TableShards(Host):
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
         items, read_at = self._prefetched.pop(key)
         self.contribute(ticket, items, grads, read_at)
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> Future[list[Tensor]]:
+        """:meth:`receive`, then :meth:`lookup`: what a trainer that looks ahead sends each step."""
+        self.receive(ticket, grads)
+        return self.lookup(next_ticket, items)
 
     def contribute(
         self, ticket: Ticket, items: Sequence[Item], grads: Sequence[Tensor], read_at: int
@@ -196,11 +249,8 @@ class TableShards(Host):
         for gradients in contributions:
             for group, bags, grad_BD in gradients:
                 parts.setdefault(group, []).append((bags, grad_BD))
-        merged = [(self.groups[g], *self.groups[g].merge(group_parts)) for g, group_parts in parts.items()]
-        update = TableUpdate(merged, self._rules.schedule.factor(step))
-        if self._rules.check_finite:
-            update.check_finite(step)
-        return update
+        merged = [(self.groups[g], self.groups[g].merge(group_parts)) for g, group_parts in parts.items()]
+        return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 
 
 class LocalTables:
@@ -219,6 +269,12 @@ class LocalTables:
         sent: Future[None] = Future()
         sent.set_result(None)
         return sent
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.exchange`."""
+        return self._shards.exchange(ticket, grads, next_ticket, items)
 
 
 class _Lookup(torch.autograd.Function):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from support.commands import TrainedRun, by_hand, free_port, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
+from support.traces import ROUNDING, slices
 
 from workers.cli import main
 
@@ -103,6 +106,10 @@ def test_a_truncated_checkpoint(command: list[str], trained: TrainedRun, tmp_pat
     assert (folder / "result.json").exists()
 
 
+TRAINER_SPANS = (
+    *("step", "data", "lookup", "wait", "dense", "bottom", "interaction", "remote net", "head", "loss"),
+    *("backward", "all-reduce", "update", "decide", "optimizer"),
+)
 ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker") for i in "01")]
 
 
@@ -116,6 +123,30 @@ def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) 
     assert [(ended.code, ended.stderr) for ended in endings] == [(0, "")] * 5
     for kind in ("train", "test"):
         assert records(folder, kind) == records(trained.folder, kind)
+
+
+def check_profile(folder: Path, said: str) -> None:
+    """The profile that a run of two trainers and two workers has left, of its steps 5 to 7."""
+    trace = json.loads((folder / "profile/trace.json").read_text())
+    by_role = slices(trace)
+    assert list(by_role) == ["trainer 0", "trainer 1", "worker 0", "worker 1"]
+    for role, events in by_role.items():
+        assert {event["args"]["step"] for event in events} == {5, 6, 7}
+        names = Counter(event["name"] for event in events)
+        steps = {e["args"]["step"]: e for e in events if e["name"] == "step"}
+        if role.startswith("worker"):
+            assert names["pool"] == 6  # two trainers, three steps
+            assert names["merge"] == names["apply"] == {"worker 0": 3, "worker 1": 6}[role]  # with the net
+        else:
+            assert names.keys() >= set(TRAINER_SPANS)
+            assert len(steps) == names["step"] == 3
+            for event in (e for e in events if e["tid"] == steps[5]["tid"]):
+                step = steps[event["args"]["step"]]
+                assert step["ts"] <= event["ts"] + ROUNDING
+                assert event["ts"] + event["dur"] <= step["ts"] + step["dur"] + ROUNDING
+    assert "## worker 1" in (folder / "profile/table.md").read_text()
+    assert f"profile             {folder / 'profile'}\n" in said
+    assert re.search(r"^a recorded step     \d+\.\d ms: (\D+ \d+%, ){5}\D+ \d+%$", said, re.MULTILINE)
 
 
 OWN_NET = """
@@ -161,6 +192,7 @@ def build(config, input_spec, widths):
                 "data": {"format": "criteo"},
                 "dense": {"net": "dcn_v2", "ddp": "inside", "remote_mlp": [32], "remote_worker": 1},
                 "embedding": {"placement": "row"},
+                "profile": {"first_step": 5, "steps": 3},
             },
         ),
     ],
@@ -183,6 +215,8 @@ def test_files_of_every_format(
     assert (ended.code, ended.stderr) == (0, "")
     assert result(folder)["auc"] > 0.6
     assert result(folder)["bad_rows"] == (name == "clicks.csv")
+    if "profile" in sections:
+        check_profile(folder, ended.stdout)
     if name == "clicks.csv":
         assert "skipped 1 bad row(s): 1 unknown label" in ended.stdout
         assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in ended.stdout

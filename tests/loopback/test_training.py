@@ -256,7 +256,7 @@ def test_micro_batches_add_up_to_the_whole_batch(mode: UpdateMode, multi_hot: bo
     rules = UpdateRules(1, mode, parts)
     with running(rules, multi_hot=multi_hot, dtype=torch.float64, remote=True) as (job, plain):
         results = job.train(made)
-        expected = plain.train(made, delay=1 if mode is UpdateMode.PIPELINED else 0)
+        expected = plain.train(made, delay=0 if mode is UpdateMode.SYNC else 1)
         assert losses_of(results) == pytest.approx(expected, rel=1e-12)
         assert_close(job, plain)
         assert {len(result.logits) for result in results} == {SIZE}

@@ -234,12 +234,14 @@ class TestAsync:
             assert answer(when(each, 9, lambda: len(gate.applied), trainer=2)) == 0
             own = [when(each, 9, lambda: len(gate.applied), trainer=t) for t in (0, 1)]
             assert not any(future.done() for future in own)
-            for _ in range(3):
-                gate.let_through()
-            assert [answer(future) for future in own] == [3, 2]  # each sees what it handed in itself
+            gate.let_through()
+            gate.await_entry()
+            assert not any(future.done() for future in own)
+            gate.let_through()
+            assert [answer(future) for future in own] == [2, 2]
             each.drain()
-            assert each.version == 3
-        assert gate.applied == [["t1s7"], ["t1s8"], ["t0s7"]]
+            assert each.version == 2
+        assert gate.applied == [["t1s7"], ["t1s8", "t0s7"]]  # what has come meanwhile is one update
 
     def test_the_parts_of_a_share_are_applied_together(self) -> None:
         applied: Applied = []
@@ -390,11 +392,14 @@ class TestStaleness:
     def test_out_of_step_it_is_counted(self) -> None:
         gate = Gate()
         with barrier(3, gate, UpdateMode.ASYNC) as each:
-            for trainer in range(3):
+            each.contribute(Ticket(0, 0, 0), "", 0)
+            gate.await_entry()
+            for trainer in (1, 2):
                 each.contribute(Ticket(trainer, 0, 0), "", 0)
-                gate.let_through()
-            each.drain()
-            each.contribute(Ticket(0, 1, 1), "", 3)
+            gate.let_through()
             gate.let_through()
             each.drain()
-            assert each.take_staleness() == Staleness(4, 0 + 1 + 2 + 0, 2)
+            each.contribute(Ticket(0, 1, 1), "", 2)
+            gate.let_through()
+            each.drain()
+            assert each.take_staleness() == Staleness(4, 0 + 1 + 1 + 0, 1)

@@ -1,4 +1,4 @@
-"""Rules that tie the keys of a dense net's parallel forms together."""
+"""Rules that tie several keys together: the dense net's parallel forms, and the steps of a profile."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybrid.config import ClusterSection, DenseSection, RunConfig
+from hybrid.config import ClusterSection, DenseSection, ProfileSection, RunConfig, TrainSection
 from hybrid.config_file import validate
+from hybrid.config_rules import recorded_steps
 from hybrid.errors import ConfigError
 
 
@@ -51,3 +52,33 @@ def test_forms_that_do_not_are_refused(dense: dict[str, Any], message: str) -> N
     with pytest.raises(ConfigError) as caught:
         validate(config(**dense))
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("first", "steps", "before", "total", "expected"),
+    [
+        (10, 3, 0, 13, range(10, 13)),
+        (0, 1, 0, 1, range(1)),
+        (2, 3, 16, 21, range(18, 21)),  # counted from where the run goes on
+    ],
+)
+def test_the_recorded_steps(first: int, steps: int, before: int, total: int, expected: range) -> None:
+    assert recorded_steps(ProfileSection(first_step=first, steps=steps), before, total) == expected
+
+
+def test_without_a_profile_any_run_is_long_enough() -> None:
+    assert not recorded_steps(ProfileSection(), 0, 1)
+    validate(RunConfig(train=TrainSection(max_steps=1)))
+
+
+@pytest.mark.parametrize(("before", "total"), [(0, 12), (16, 28)])
+def test_a_run_too_short_for_its_profile_is_refused(before: int, total: int) -> None:
+    message = r"profile\.first_step = 10: must leave profile\.steps = 3 of the 12 steps that the run takes"
+    with pytest.raises(ConfigError, match=message):
+        recorded_steps(ProfileSection(steps=3), before, total)
+
+
+def test_that_is_seen_at_once_where_the_steps_are_limited() -> None:
+    validate(RunConfig(train=TrainSection(max_steps=13), profile=ProfileSection(steps=3)))
+    with pytest.raises(ConfigError, match=r"^profile\.first_step = 10: "):
+        validate(RunConfig(train=TrainSection(max_steps=12), profile=ProfileSection(steps=3)))

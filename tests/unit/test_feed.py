@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,13 +12,14 @@ import torch.distributed as dist
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
-from hybrid.embedding.lookup import Embeddings, Nothing, PendingLookup
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.pending import Lookup, Nothing
 from hybrid.feed import Feed, StepInput, evened
 from hybrid.update import Purpose, Ticket, UpdateMode
 
 TRAINER = 3
 ANY_MODE = pytest.mark.parametrize("mode", list(UpdateMode))
-IN_TIME = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+AHEAD = pytest.mark.parametrize("mode", [UpdateMode.PIPELINED, UpdateMode.ASYNC])
 
 
 def batch(number: int, size: int = 2, *, ended: bool = False) -> Batch:
@@ -45,13 +47,17 @@ class Log:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.tickets: list[Ticket] = []
+        self.lookups: dict[tuple[int, int], Lookup] = {}
 
-    def lookup(self, sparse: SparseFeatures, ticket: Ticket) -> PendingLookup:
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         self.tickets.append(ticket)
-        self.events.append(f"look up {ticket.step}")
-        return Nothing(ticket.step)  # as wide as the step's number
+        lookup = Nothing(ticket.step)  # as wide as the step's number
+        self.lookups[ticket.step, ticket.part] = lookup
+        with_gradients = next((f" with {s}" for (s, _), each in self.lookups.items() if each is after), "")
+        self.events.append(f"look up {ticket.step}{with_gradients}")
+        return lookup
 
-    def nothing(self) -> PendingLookup:
+    def nothing(self) -> Lookup:
         self.events.append("look up nothing")
         return Nothing(0)
 
@@ -92,26 +98,38 @@ def log() -> Log:
 
 
 class TestOrder:
-    @IN_TIME
-    def test_a_step_is_looked_up_when_its_time_comes(self, log: Log, mode: UpdateMode) -> None:
-        feed = log.feed(mode)
+    def test_a_step_is_looked_up_when_its_time_comes(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.SYNC)
         feed.begin(log.reading(batch(0), batch(1)), 5)
         log.compute(feed)
         assert log.take() == ["read", "look up 5", "compute 5"]
         log.compute(feed)
         assert log.take() == ["read", "look up 6", "compute 6"]
 
-    def test_pipelined_the_next_step_is_looked_up_first(self, log: Log) -> None:
-        feed = log.feed(UpdateMode.PIPELINED)
+    @AHEAD
+    def test_ahead_the_step_after_the_next_is_looked_up_with_the_gradients_of_this_one(
+        self, log: Log, mode: UpdateMode
+    ) -> None:
+        feed = log.feed(mode)
         feed.begin(log.reading(*map(batch, range(4))), 5)
         log.compute(feed)
-        assert log.take() == ["read", "read", "look up 5", "read", "look up 6", "compute 5"]
+        first_two = ["read", "look up 5", "read", "look up 6"]
+        assert log.take() == [*first_two, "read", "look up 7 with 5", "compute 5"]
         log.compute(feed)
-        assert log.take() == ["read", "look up 7", "compute 6"]
+        assert log.take() == ["read", "look up 8 with 6", "compute 6"]
         log.compute(feed)
-        assert log.take() == ["look up 8", "compute 7"]
+        assert log.take() == ["compute 7"]
         log.compute(feed)
         assert log.take() == ["compute 8"]
+
+    @AHEAD
+    def test_the_parts_of_a_step_go_with_those_of_the_earlier_one(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(*map(batch, range(3))), 0)
+        log.compute(feed)
+        earlier = log.lookups
+        assert list(earlier) == [(step, part) for step in range(3) for part in range(2)]
+        assert log.events.count("look up 2 with 0") == 2
 
     @ANY_MODE
     def test_each_step_gets_the_batch_and_the_vectors_of_its_own(self, log: Log, mode: UpdateMode) -> None:
@@ -140,35 +158,40 @@ class TestOrder:
         log.compute(feed)
         feed.begin(log.reading(batch(40), batch(41)), 20)
         assert log.compute(feed).batch.labels.tolist() == [40.0] * 2
-        assert log.tickets[-2:] == [prefetched(20, 20, True), prefetched(21, 20, False)]
+        assert log.tickets[-2:] == [prefetched(20, 20), prefetched(21, 20)]
+        assert log.take()[-2:] == ["look up 21", "compute 20"]
 
 
-def prefetched(step: int, version: int, followed: bool, part: int = 0) -> Ticket:
-    return Ticket(TRAINER, step, version, part, Purpose.PREFETCH, followed)
+def prefetched(step: int, version: int, part: int = 0) -> Ticket:
+    return Ticket(TRAINER, step, version, part, Purpose.PREFETCH)
 
 
 class TestTickets:
-    @IN_TIME
-    def test_a_step_sees_all_updates_before_it(self, log: Log, mode: UpdateMode) -> None:
-        feed = log.feed(mode, parts=2)
+    def test_a_step_sees_all_updates_before_it(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.SYNC, parts=2)
         feed.begin(log.reading(batch(0), batch(1)), 5)
         for _ in range(2):
             log.compute(feed)
         assert log.tickets == [Ticket(TRAINER, step, step, part) for step in (5, 6) for part in (0, 1)]
 
-    def test_pipelined_a_step_lacks_the_last_update_and_the_last_is_not_followed(self, log: Log) -> None:
-        feed = log.feed(UpdateMode.PIPELINED, parts=2)
-        feed.begin(log.reading(*map(batch, range(3))), 5)
-        for _ in range(3):
+    @AHEAD
+    def test_ahead_a_step_lacks_the_last_update(self, log: Log, mode: UpdateMode) -> None:
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(*map(batch, range(4))), 5)
+        for _ in range(4):
             log.compute(feed)
-        expected = [(5, 5, True), (6, 5, True), (7, 6, False)]
+        expected = [(5, 5), (6, 5), (7, 6), (8, 7)]
         assert log.tickets == [prefetched(*each, part) for each in expected for part in (0, 1)]
 
-    def test_a_single_step_is_not_followed(self, log: Log) -> None:
-        feed = log.feed(UpdateMode.PIPELINED)
-        feed.begin(log.reading(batch(0)), 0)
-        log.compute(feed)
-        assert log.tickets == [prefetched(0, 0, False)]
+    @AHEAD
+    @pytest.mark.parametrize("num_steps", [1, 2, 3])
+    def test_all_steps_but_the_last_are_followed(self, log: Log, mode: UpdateMode, num_steps: int) -> None:
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(*map(batch, range(num_steps))), 0)
+        for step in range(num_steps):
+            log.compute(feed)
+            is_followed = [log.lookups[step, part].is_followed for part in range(2)]
+            assert is_followed == [step < num_steps - 1] * 2
 
     @ANY_MODE
     def test_the_dense_side_sees_all_updates_before_its_step(self, log: Log, mode: UpdateMode) -> None:
@@ -187,9 +210,8 @@ class TestTickets:
 class TestEnds:
     """A trainer that has run out of samples while others go on."""
 
-    @IN_TIME
-    def test_it_is_announced_once_and_looks_nothing_up(self, log: Log, mode: UpdateMode) -> None:
-        feed = log.feed(mode)
+    def test_it_is_announced_once_and_looks_nothing_up(self, log: Log) -> None:
+        feed = log.feed(UpdateMode.SYNC)
         feed.begin(log.reading(batch(0), END, END), 5)
         for _ in range(3):
             log.compute(feed)
@@ -200,20 +222,23 @@ class TestEnds:
             *[*nothing, "compute 7"],
         ]
 
-    def test_pipelined_it_is_announced_before_its_last_step_is_computed(self, log: Log) -> None:
-        feed = log.feed(UpdateMode.PIPELINED)
+    @AHEAD
+    def test_ahead_it_is_announced_before_its_last_steps_are_computed(
+        self, log: Log, mode: UpdateMode
+    ) -> None:
+        feed = log.feed(mode)
         feed.begin(log.reading(batch(0), batch(1), END, END), 5)
         log.compute(feed)
-        assert log.tickets == [prefetched(5, 5, True), prefetched(6, 5, False)]
-        log.take()
+        assert log.take()[-4:] == ["read", "ends at 7", "heard", "compute 5"]
         for _ in range(3):
             log.compute(feed)
         assert log.take() == [
-            *["read", "ends at 7", "heard", "compute 6"],
+            *["read", "compute 6"],
             *["look up nothing", "compute 7"],
             *["look up nothing", "compute 8"],
         ]
-        assert len(log.tickets) == 2
+        assert log.tickets == [prefetched(5, 5), prefetched(6, 5)]
+        assert [lookup.is_followed for lookup in log.lookups.values()] == [True, False]
 
     @ANY_MODE
     def test_a_trainer_without_any_sample_ends_at_once(self, log: Log, mode: UpdateMode) -> None:
@@ -260,32 +285,47 @@ def test_the_time_for_data_and_lookups_is_counted(monkeypatch: pytest.MonkeyPatc
     feed = Feed(cast(Embeddings, log), [log], TRAINER, UpdateMode.PIPELINED, 1, clock)
     feed.begin(log.reading(batch(0), batch(1)), 0)
     log.compute(feed)
-    assert phases == ["data", "data", "lookup", "data", "lookup"]
+    assert phases == ["data", "lookup", "data", "lookup", "data"]
 
 
 class Others:
-    """A process group whose other trainers have batches of ``sizes``, step by step."""
+    """A process group whose other trainers have batches of ``sizes``, each a list of them or a stream."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: list[list[int]]) -> None:
-        self._sizes = iter(sizes)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: list[list[int]], are_lists: bool) -> None:
+        self._sizes = sizes
+        self._are_lists = are_lists
+        self._step = itertools.count()
+        self.num_calls = 0
         monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
 
-    def _all_reduce(self, tensor: torch.Tensor, group: Others) -> None:
+    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, group: Others) -> None:
         assert group is self
-        sizes = next(self._sizes)
-        tensor += torch.tensor([len(sizes), sum(sizes)])
+        self.num_calls += 1
+        if operation == dist.ReduceOp.MAX:
+            lengths = [len(sizes) if self._are_lists else 1 << 60 for sizes in self._sizes]
+            self._meet_at_once = max(tensor.item(), *lengths, 0) < 1 << 60
+            tensor.fill_(max(tensor.item(), *lengths, 0))
+        elif self._meet_at_once:
+            for sizes in self._sizes:
+                tensor[: len(sizes)] += torch.tensor(sizes, dtype=torch.int64)
+        else:
+            step = next(self._step)
+            going_on = [sizes[step] for sizes in self._sizes if step < len(sizes)]
+            tensor += torch.tensor([len(going_on), sum(going_on)])
 
 
+@pytest.mark.parametrize("are_lists", [False, True])
+@pytest.mark.parametrize("is_list", [False, True])
 @pytest.mark.parametrize(
     ("own", "others", "expected"),
     [
-        ([2, 2], [[2], [2], []], [(2, 4, False), (2, 4, False)]),
-        ([3, 1], [[2, 5], [4], []], [(3, 10, False), (1, 5, False)]),
-        ([2], [[2], [3], [1], []], [(2, 4, False), (0, 3, True), (0, 1, True)]),
-        ([], [[2], []], [(0, 2, True)]),
-        ([2], [[], []], [(2, 2, False)]),
-        ([0], [[4], []], [(0, 4, False)]),  # no samples, but not its end
-        ([0, 2], [[0], [3], []], [(0, 0, False), (2, 5, False)]),  # nor that of all
+        ([2, 2], [[2, 2]], [(2, 4, False), (2, 4, False)]),
+        ([3, 1], [[2, 4], [5]], [(3, 10, False), (1, 5, False)]),
+        ([2], [[2, 3, 1]], [(2, 4, False), (0, 3, True), (0, 1, True)]),
+        ([], [[2]], [(0, 2, True)]),
+        ([2], [[]], [(2, 2, False)]),
+        ([0], [[4]], [(0, 4, False)]),  # no samples, but not its end
+        ([0, 2], [[0, 3]], [(0, 0, False), (2, 5, False)]),  # nor that of all
         ([], [[]], []),
     ],
 )
@@ -294,8 +334,12 @@ def test_batches_are_evened_to_the_end_of_all_trainers(
     own: list[int],
     others: list[list[int]],
     expected: list[tuple[int, int, bool]],
+    is_list: bool,
+    are_lists: bool,
 ) -> None:
-    group = cast(dist.ProcessGroup, Others(monkeypatch, others))
-    batches = iter([batch(number, size) for number, size in enumerate(own)])
-    made = list(evened(batches, Batch.empty(1, 1), group, torch.device("cpu")))
+    each = Others(monkeypatch, others, are_lists)
+    batches = [batch(number, size) for number, size in enumerate(own)]
+    own_batches = batches if is_list else iter(batches)
+    made = list(evened(own_batches, Batch.empty(1, 1), cast(dist.ProcessGroup, each), torch.device("cpu")))
     assert [(len(b.labels), b.global_size, b.ended) for b in made] == expected
+    assert each.num_calls == (2 if is_list and are_lists else len(expected) + 2)

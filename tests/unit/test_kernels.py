@@ -1,4 +1,4 @@
-"""Pooling and row gradients against autograd; initial rows; the private torch functions relied upon."""
+"""Pooling and row gradients against autograd; the private torch function relied upon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.embedding.kernels import Bags, concatenate, initialise_rows, pool, pool_recorded, row_gradients
+from hybrid.embedding.kernels import Bags, RowGradients, concatenate, pool, pool_recorded
 from hybrid.embedding.spec import Pooling
 
 ROWS, DIM = 13, 3
@@ -26,6 +26,11 @@ def bags_of(lists: list[list[int]], pooling: Pooling = Pooling.SUM, weighted: bo
     offsets = torch.tensor([0] + [len(bag) for bag in lists]).cumsum(0)
     weights_L = torch.linspace(-1, 2, len(ids_L)) if weighted else None
     return Bags(ids_L, offsets, weights_L, pooling)
+
+
+def row_gradients(bags: Bags, grad_BD: Tensor) -> tuple[Tensor, Tensor]:
+    gradients = RowGradients(bags, grad_BD, ROWS)
+    return gradients.rows_U, gradients.whole()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -149,21 +154,12 @@ def test_concatenating_single_ids_needs_no_offsets() -> None:
     assert both.ids_L.tolist() == [1, 2, 1, 2]
 
 
-def test_torch_still_has_the_private_functions_as_used_here() -> None:
-    """A torch that changes them must fail here first, loudly."""
+def test_torch_still_has_the_private_function_as_used_here() -> None:
+    """A torch that changes it must fail here first, loudly."""
     assert str(torch.ops.aten._embedding_bag.default._schema) == (
         "aten::_embedding_bag(Tensor weight, Tensor indices, Tensor offsets, bool scale_grad_by_freq=False, "
         "int mode=0, bool sparse=False, Tensor? per_sample_weights=None, bool include_last_offset=False, "
         "int padding_idx=-1) -> (Tensor, Tensor, Tensor, Tensor)"
-    )
-    assert str(torch.ops.aten._embedding_bag_dense_backward.default._schema) == (
-        "aten::_embedding_bag_dense_backward(Tensor grad, Tensor indices, Tensor offset2bag, "
-        "Tensor bag_size, Tensor maximum_indices, SymInt num_weights, bool scale_grad_by_freq, int mode, "
-        "Tensor? per_sample_weights, int padding_idx=-1) -> Tensor"
-    )
-    assert str(torch.ops.aten.embedding_dense_backward.default._schema) == (
-        "aten::embedding_dense_backward(Tensor grad_output, Tensor indices, SymInt num_weights, "
-        "SymInt padding_idx, bool scale_grad_by_freq) -> Tensor"
     )
 
 
@@ -174,64 +170,3 @@ def test_torch_numbers_the_poolings_as_here_and_returns_the_largest_rows_last() 
         result = torch.ops.aten._embedding_bag(weight_RD, ids_L, starts, False, mode, False, None, True)
         assert torch.equal(result[0], F.embedding_bag(ids_L[None], weight_RD, mode=pooling.value))
     assert torch.equal(result[3][0], ids_L[weight_RD[ids_L].argmax(0)])
-
-
-def rows(num_rows: int, dim: int, seed: int = 1, table: str = "t", index: int = 0, count: int = 1) -> Tensor:
-    out_RD = torch.empty(num_rows, dim)
-    initialise_rows(out_RD, seed, table, 1.0, index, count)
-    return out_RD
-
-
-def test_initial_rows_are_uniform() -> None:
-    values_N = rows(50_000, 4).flatten().double().sort().values
-    size = len(values_N)
-    assert values_N[0] >= -1.0
-    assert values_N[-1] <= 1.0
-    assert abs(values_N.mean()) < 4 / (3 * size) ** 0.5
-    assert values_N.var() == pytest.approx(1 / 3, rel=0.01)
-    # Kolmogorov-Smirnov distance to the uniform distribution; a true sample exceeds this once in 10^5.
-    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
-    assert ((values_N + 1) / 2 - ranks_N).abs().max() < 2.5 / size**0.5
-
-
-@pytest.mark.parametrize(
-    ("seed", "table"), [(2, "t"), (0, "t"), (1, "u"), (1, "C2")], ids=["seed", "seed 0", "table", "other"]
-)
-def test_tables_and_seeds_are_uncorrelated(seed: int, table: str) -> None:
-    first, other = rows(10_000, 8).flatten(), rows(10_000, 8, seed, table).flatten()
-    assert not set(first[:1000].tolist()) >= set(other[:1000].tolist())
-    assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 4 / 80_000**0.5
-
-
-def test_columns_and_neighbouring_rows_are_uncorrelated() -> None:
-    whole = rows(20_000, 4)
-    shifted = torch.cat([whole[:-1], whole[1:]], dim=1)
-    correlations = torch.corrcoef(shifted.t()) - torch.eye(8)
-    assert correlations.abs().max() < 5 / 20_000**0.5
-
-
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_shards_have_the_rows_of_the_whole(count: int) -> None:
-    whole = rows(100, 5)
-    for index in range(count):
-        assert torch.equal(rows(len(whole[index::count]), 5, index=index, count=count), whole[index::count])
-
-
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = rows(100, 5)
-    monkeypatch.setattr("hybrid.embedding.kernels._INIT_BLOCK_VALUES", 35)
-    assert torch.equal(rows(100, 5), whole)
-
-
-def test_scale_and_width_of_initial_values() -> None:
-    small = torch.empty(100, 5, dtype=torch.float64)
-    initialise_rows(small, 1, "t", 0.125)
-    assert torch.equal(small, rows(100, 5).double() * 0.125)
-
-
-def test_initial_rows_stay_as_they_are_between_versions() -> None:
-    """A run resumed or compared across versions starts from the same table."""
-    golden = torch.tensor(
-        [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
-    )
-    torch.testing.assert_close(rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)

@@ -275,6 +275,7 @@ class FakeHost:
         self.tickets: list[Ticket] = []
         self.arrived: list[Tensor] = []  # gradients by the backward pass
         self.sent: list[tuple[Ticket, list[Tensor], Message]] = []
+        self.exchanged: list[tuple[Ticket, Ticket]] = []
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         self.tickets.append(ticket)
@@ -289,6 +290,13 @@ class FakeHost:
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Message:
         self.sent.append((ticket, list(grads), Message()))
         return self.sent[-1][2]
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> Future[list[Tensor]]:
+        self.exchanged.append((ticket, next_ticket))
+        self.sent.append((ticket, list(grads), Message()))
+        return self.lookup(next_ticket, items)
 
 
 class TestMessages:
@@ -315,6 +323,19 @@ class TestMessages:
         assert ticket == host.tickets[0] == prefetched(3)
         assert grad_UD.is_contiguous()
         assert grad_UD.tolist() == [[1.0] * 3, [2.0] * 3]  # of the distinct rows 2 and 4
+
+    def test_gradients_and_the_next_lookup_are_one_message(
+        self, host: FakeHost, embeddings: Embeddings
+    ) -> None:
+        ids = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)
+        first = embeddings.lookup(ids, prefetched(0))
+        first.is_followed = True
+        second = embeddings.lookup(ids, prefetched(2), first)
+        assert host.tickets == [prefetched(0)]  # it waits for the gradients
+        first.wait().sum().backward()
+        assert host.exchanged == [(prefetched(0)._replace(followed=True), prefetched(2))]
+        assert host.tickets == [prefetched(0), prefetched(2)]
+        assert second.wait().shape == (3, 3)
 
     def test_errors_of_gradients_that_have_arrived_are_raised_and_others_not_waited_for(
         self, host: FakeHost, embeddings: Embeddings

@@ -16,11 +16,14 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
+from hybrid.clock import STEP, Span
 from hybrid.config import RunConfig, TrainSection
 from hybrid.config_file import load_config
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import Metrics
+from hybrid.topology import Role, RoleKind
 from hybrid.update import Staleness
+from workers.profile import Profile
 from workers.report import RunFolder
 from workers.terminal import Progress
 
@@ -220,3 +223,15 @@ def test_a_full_disk_at_the_end(folder: RunFolder, name: str) -> None:
     with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
         folder.finish({"auc": 0.5})
     assert not (folder.path / "result.json").exists()
+
+
+def test_a_profile_is_written_over_the_last_one(folder: RunFolder) -> None:
+    trainer = Role(RoleKind.TRAINER, 0)
+    for step in (3, 4):
+        written = folder.write_profile(Profile({trainer: [Span(STEP, step, 0, 1000, "steps", 0)]}))
+    assert written == folder.path / "profile"
+    assert "steps 4 to 4" in (written / "table.md").read_text()
+    (written / "table.md").unlink()
+    (written / "table.md").symlink_to("/dev/full")
+    with pytest.raises(HybridError, match="profile: cannot be written: No space left on device"):
+        folder.write_profile(Profile({trainer: [Span(STEP, 5, 0, 1000, "steps", 0)]}))

@@ -16,7 +16,7 @@ from rich.console import Console
 from hybrid.clock import PHASES
 from hybrid.metrics import Metrics
 from hybrid.update import Staleness
-from workers.terminal import Progress, Summary, TerminalView
+from workers.terminal import ProfileSummary, Progress, Summary, TerminalView
 
 PROGRESS = Progress(
     step=1200,
@@ -99,6 +99,16 @@ def test_plain_summary() -> None:
         "evaluate            hybrid evaluate runs/x",
         "predict             hybrid predict runs/x",
     ]
+
+
+def test_a_profile_says_where_it_is_and_what_takes_most_of_a_step() -> None:
+    view, file = _plain()
+    profile = ProfileSummary(Path("runs/x/profile"), 0.01234, {"backward": 0.5, "wait": 0.251})
+    view.summary(dataclasses.replace(SUMMARY, profile=profile))
+    assert (
+        "profile             runs/x/profile\na recorded step     12.3 ms: backward 50%, wait 25%\n"
+        in file.getvalue()
+    )
 
 
 def test_an_unknown_best_auc_is_not_mentioned() -> None:

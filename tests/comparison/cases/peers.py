@@ -23,7 +23,7 @@ from hybrid.clock import StepClock
 from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.lookup import Nothing
+from hybrid.embedding.pending import Nothing
 from hybrid.feed import evened
 from hybrid.model import HybridModel, MicroBatch
 from hybrid.update import Ticket

@@ -1,0 +1,40 @@
+"""Initial rows of tables."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_BLOCK_VALUES = 1 << 20
+
+
+def initialise_rows(
+    out_RD: Tensor, seed: int, table: str, scale: float, index: int = 0, count: int = 1
+) -> None:
+    """Fill the rows ``index``, ``index + count``, ... of a table with their initial values.
+
+    Each value is uniform in [-scale, scale] and a pure function of seed, table name, row and column
+    (SplitMix64 used as a counter; Steele et al. 2014), so that every placement starts from the same
+    table and each worker computes only its own rows.
+    """
+    num_rows, dim = out_RD.shape
+    key = np.uint64((seed * 0x9E3779B97F4A7C15 + zlib.crc32(table.encode()) * 0xD1B54A32D192ED03) % 2**64)
+    block = max(1, _BLOCK_VALUES // dim)
+    columns_D = np.arange(dim, dtype=np.uint64)
+    for start in range(0, num_rows, block):
+        stop = min(start + block, num_rows)
+        rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(count) + np.uint64(index)
+        counter_RD = rows[:, None] * np.uint64(dim) + columns_D
+        uniform_RD = (_splitmix64(counter_RD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+        out_RD[start:stop] = torch.from_numpy((uniform_RD * 2 - 1) * np.float32(scale))
+
+
+def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

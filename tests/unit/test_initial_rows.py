@@ -1,0 +1,70 @@
+"""Initial rows of tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid.embedding.initial import initialise_rows
+
+
+def rows(num_rows: int, dim: int, seed: int = 1, table: str = "t", index: int = 0, count: int = 1) -> Tensor:
+    out_RD = torch.empty(num_rows, dim)
+    initialise_rows(out_RD, seed, table, 1.0, index, count)
+    return out_RD
+
+
+def test_initial_rows_are_uniform() -> None:
+    values_N = rows(50_000, 4).flatten().double().sort().values
+    size = len(values_N)
+    assert values_N[0] >= -1.0
+    assert values_N[-1] <= 1.0
+    assert abs(values_N.mean()) < 4 / (3 * size) ** 0.5
+    assert values_N.var() == pytest.approx(1 / 3, rel=0.01)
+    # Kolmogorov-Smirnov distance to the uniform distribution; a true sample exceeds this once in 10^5.
+    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert ((values_N + 1) / 2 - ranks_N).abs().max() < 2.5 / size**0.5
+
+
+@pytest.mark.parametrize(
+    ("seed", "table"), [(2, "t"), (0, "t"), (1, "u"), (1, "C2")], ids=["seed", "seed 0", "table", "other"]
+)
+def test_tables_and_seeds_are_uncorrelated(seed: int, table: str) -> None:
+    first, other = rows(10_000, 8).flatten(), rows(10_000, 8, seed, table).flatten()
+    assert not set(first[:1000].tolist()) >= set(other[:1000].tolist())
+    assert abs(torch.corrcoef(torch.stack([first, other]))[0, 1]) < 4 / 80_000**0.5
+
+
+def test_columns_and_neighbouring_rows_are_uncorrelated() -> None:
+    whole = rows(20_000, 4)
+    shifted = torch.cat([whole[:-1], whole[1:]], dim=1)
+    correlations = torch.corrcoef(shifted.t()) - torch.eye(8)
+    assert correlations.abs().max() < 5 / 20_000**0.5
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_shards_have_the_rows_of_the_whole(count: int) -> None:
+    whole = rows(100, 5)
+    for index in range(count):
+        assert torch.equal(rows(len(whole[index::count]), 5, index=index, count=count), whole[index::count])
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = rows(100, 5)
+    monkeypatch.setattr("hybrid.embedding.initial._BLOCK_VALUES", 35)
+    assert torch.equal(rows(100, 5), whole)
+
+
+def test_scale_and_width_of_initial_values() -> None:
+    small = torch.empty(100, 5, dtype=torch.float64)
+    initialise_rows(small, 1, "t", 0.125)
+    assert torch.equal(small, rows(100, 5).double() * 0.125)
+
+
+def test_initial_rows_stay_as_they_are_between_versions() -> None:
+    """A run resumed or compared across versions starts from the same table."""
+    golden = torch.tensor(
+        [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
+    )
+    torch.testing.assert_close(rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)
