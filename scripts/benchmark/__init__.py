@@ -1,0 +1,1 @@
+"""Speed, measured beside other systems on the same machine: see docs/performance.md."""

@@ -1,0 +1,157 @@
+"""The command line of ``scripts/bench``. Nothing here imports torch before the arguments are right."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib import import_module
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmark.durations import ROUNDS, TIMED_STEPS
+from benchmark.systems import SYSTEMS
+from hybrid.errors import HybridError
+
+FAILED = 1
+INTERRUPTED = 130
+_MODULES = {
+    "compare": "compare",
+    "scaling": "scaling",
+    "memory": "memory",
+    "start": "start_stop",
+    "forms": "forms",
+}
+_DIMENSIONS = ("trainers", "workers", "tables", "rows", "dim", "hotness")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0, 1 (a system failed, or a loss is wrong), 2 (usage) or 130 (interrupted)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
+        given.insert(0, "compare")
+    options = _parser().parse_args(given)
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, _interrupt)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        return int(options.run(options, console))
+    except HybridError as error:
+        print(f"scripts/bench: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("scripts/bench: interrupted; every process has stopped", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    """Stop once; the way out is not interrupted."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description="Measures this project beside other systems, and by itself.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    compare = _add(commands, "compare", "all systems on the same workloads (taken where no command is named)")
+    _add_compare_options(compare)
+    parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
+    scaling = _add(commands, "scaling", "cost of a sample as one thing grows at a time")
+    _add_count(scaling, "--steps", 200, "timed steps of the base shape; larger ones take fewer")
+    scaling.add_argument(
+        "--dimensions",
+        type=_names("dimension", _DIMENSIONS),
+        default=list(_DIMENSIONS),
+        metavar="NAMES",
+        help=f"what grows, of {','.join(_DIMENSIONS)} (default: all)",
+    )
+    memory = _add(commands, "memory", "bytes a row takes on a worker, by optimizer")
+    _add_count(memory, "--rows", 2_000_000, "rows of the large table")
+    start = _add(
+        commands, "start", "seconds from the command to the first step, and from the last to the end"
+    )
+    _add_count(start, "--rounds", 5, "how often the default job is launched")
+    forms = _add(commands, "forms", "forms of the dense net: replicas, compiled, tensor parallel")
+    _add_count(forms, "--rounds", 3, "rounds through all forms")
+    _add_count(forms, "--steps", 60, "timed steps")
+    _add_count(forms, "--batch-size", 4096, "samples of a step over all trainers")
+    forms.add_argument("--only", default="", metavar="TEXT", help="forms whose name holds this")
+    forms.add_argument("--wide", action="store_true", help="a net so large that its memory shows")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=_later(_MODULES[name]))
+    command.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="for results (default: runs/, kind and time)"
+    )
+    return command
+
+
+def _add_compare_options(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument(
+        "--workloads",
+        type=_names("workload", TIMED_STEPS),
+        default=list(TIMED_STEPS),
+        metavar="NAMES",
+        help=f"some of {','.join(TIMED_STEPS)} (default: all)",
+    )
+    compare.add_argument(
+        "--systems",
+        type=_names("system", SYSTEMS),
+        default=list(SYSTEMS),
+        metavar="NAMES",
+        help=f"some of {','.join(SYSTEMS)} (default: all)",
+    )
+    steps = ", ".join(f"{count} of {name}" for name, count in TIMED_STEPS.items())
+    compare.add_argument("--quick", action="store_true", help="one short round, within three minutes")
+    compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
+    text = f"rounds through all systems (default: {ROUNDS})"
+    compare.add_argument("--rounds", type=_count, metavar="N", help=text)
+
+
+def _add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    parser.add_argument(name, type=_count, default=default, metavar="N", help=f"{text} (default: {default})")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: {text!r}")
+    return int(text)
+
+
+def _names(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
+    """Reads names between commas, each of which must be known."""
+
+    def read(text: str) -> list[str]:
+        names = list(dict.fromkeys(text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"no {kind} {name!r}; there are {', '.join(known)}")
+        return names
+
+    return read
+
+
+def _later(module: str) -> Callable[[argparse.Namespace, Console], int]:
+    """What a module runs; it is imported when it is called, since it brings torch."""
+
+    def run(options: argparse.Namespace, console: Console) -> int:
+        return int(import_module(f"benchmark.{module}").run(options, console))
+
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What a command of the bench leaves: results.json, results.md, and tables on the terminal. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmark.machine import origin_line
+from benchmark.results import (
+    LOSS_TOLERANCE,
+    Disagreement,
+    Failure,
+    Measurement,
+    Summary,
+    failed_systems,
+)
+from benchmark.tables import NONE, TextTable, mib, times
+from hybrid.errors import ConfigError
+
+JSON_FILE = "results.json"
+
+
+def new_folder(output: Path | None, kind: str) -> Path:
+    """The folder for results: ``output``, or one of ``runs/`` named after the kind of bench and the time.
+
+    Raises:
+        ConfigError: it holds results already, or cannot be made.
+    """
+    folder = output or Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    if (folder / JSON_FILE).exists():
+        raise ConfigError("--output", "holds results already; choose another", str(folder))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("--output", f"cannot be made: {error.strerror}", str(folder)) from error
+    return folder
+
+
+def write(
+    folder: Path,
+    title: str,
+    origin: dict[str, Any],
+    raw: Mapping[str, Any],
+    notes: Sequence[str],
+    tables: Sequence[TextTable],
+) -> None:
+    """Write both files; NaN and infinity, which JSON lacks, as null.
+
+    Args:
+        raw: what results.json holds beside the origin.
+        notes: paragraphs above the tables.
+    """
+    text = json.dumps(_finite({**origin, **raw}), indent=1, allow_nan=False)
+    (folder / JSON_FILE).write_text(text + "\n", encoding="utf-8")
+    paragraphs = [f"# {title}\n", origin_line(origin) + "\n", *(f"{note}\n" for note in notes)]
+    parts = [*paragraphs, *(table.markdown() for table in tables)]
+    (folder / "results.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
+        return None
+    return value
+
+
+def show(console: Console, notes: Sequence[str], tables: Sequence[TextTable], folder: Path) -> None:
+    """Print the outcome and where it is."""
+    for table in tables:
+        console.print()
+        console.print(table.rich())
+    for note in notes:
+        console.print(note, markup=False, highlight=False)
+    console.print(f"written to {folder}", markup=False, highlight=False)
+
+
+def raw_results(
+    measurements: Sequence[Measurement],
+    failures: Sequence[Failure],
+    summaries: Sequence[Summary],
+    found: Sequence[Disagreement],
+) -> dict[str, Any]:
+    """Measurements and what follows from them, for JSON."""
+    return {
+        "summaries": [vars(s) for s in summaries],
+        "failures": [vars(f) for f in failures],
+        "disagreements": [vars(d) for d in found],
+        "measurements": [m.as_dict() for m in measurements],
+    }
+
+
+def speed_table(
+    workload: str,
+    summaries: Sequence[Summary],
+    failures: Sequence[Failure],
+    titles: Mapping[str, str],
+    baselines: Mapping[str, str],
+    memory_of: str | None = None,
+) -> TextTable:
+    """Samples a second, ratios and CPU time of all systems on one workload.
+
+    Args:
+        titles: of systems, by name.
+        baselines: headers of the columns of ratios, by the baseline's name.
+        memory_of: a role whose memory is a column too.
+    """
+    header = ["system", "samples/s", "of each round", *baselines.values(), "CPU-s per million"]
+    if memory_of is not None:
+        header.append(f"MiB of a {memory_of}")
+    table = TextTable(f"{workload}: speed", header)
+    for s in summaries:
+        if s.workload == workload:
+            rounds = " ".join(f"{rate:,.0f}" for rate in s.rounds)
+            ratios = [times(s.ratios.get(name)) for name in baselines]
+            costs = [f"{s.cpu_seconds_per_million:.1f}"]
+            if memory_of is not None:
+                costs.append(mib(s.memory_bytes.get(memory_of)))
+            table.rows.append([titles[s.system], f"{s.samples_per_second:,.0f}", rounds, *ratios, *costs])
+    for failure in failures:
+        if failure.workload == workload:
+            table.rows.append([titles[failure.system], "FAILED", *[NONE] * (len(header) - 2)])
+    return table
+
+
+def loss_table(
+    workload: str,
+    summaries: Sequence[Summary],
+    found: Sequence[Disagreement],
+    titles: Mapping[str, str],
+    synchronous: Sequence[str],
+) -> TextTable:
+    """The losses that synchronous systems must have alike, and those of the others beside them."""
+    of_workload = [s for s in summaries if s.workload == workload]
+    steps = list(dict.fromkeys(step for s in of_workload for step in s.losses))
+    header = ("system", *(f"step {step}" if step.isdigit() else step for step in steps), "")
+    table = TextTable(f"{workload}: losses", header)
+    wrong = failed_systems(found, workload)
+    for s in of_workload:
+        verdict = "not synchronous"
+        if s.system in synchronous:
+            verdict = "WRONG" if s.system in wrong else "agrees"
+        losses = [f"{s.losses[step]:.5f}" for step in steps]
+        table.rows.append((titles[s.system], *losses, verdict))
+    return table
+
+
+def error_lines(failures: Sequence[Failure], found: Sequence[Disagreement]) -> list[str]:
+    """A line for each system that went wrong on a workload, with the first of its wrong losses."""
+    firsts = {(d.workload, d.system): d for d in reversed(found)}
+    wrong = [f"ERROR: {firsts[pair]}" for pair in dict.fromkeys((d.workload, d.system) for d in found)]
+    if wrong:
+        wrong.append(f"ERROR: synchronous systems must agree in loss to {LOSS_TOLERANCE:g} of its size")
+    return [*wrong, *(f"ERROR: {f.workload}: {f.message}" for f in failures)]

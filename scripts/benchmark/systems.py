@@ -1,0 +1,67 @@
+"""The systems that are measured beside each other. Free of torch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN_PYTHON = sys.executable
+BENCH_PYTHON = str(ROOT / ".venv-bench/bin/python")  # with FBGEMM and TorchRec
+CONFIG = "{config}"  # in a command: the file of the run's configuration
+
+
+@dataclass(frozen=True)
+class System:
+    """A system, and how it is started.
+
+    Attributes:
+        name: on the command line and in results.json.
+        title: in tables and plots.
+        interpreter: the Python of its environment.
+        command: that Python's arguments; it is told its job and answers by ``benchmark.mark``.
+        is_synchronous: whether its losses are those of one process.
+    """
+
+    name: str
+    title: str
+    interpreter: str
+    command: tuple[str, ...]
+    is_synchronous: bool = True
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The whole command line."""
+        return (self.interpreter, *self.command)
+
+
+def _ours(update: str, is_synchronous: bool) -> System:
+    options = ("--config", CONFIG, "--set", f"train.update={update}")
+    command = ("-m", "workers", "run", "benchmark.ours:measure", *options)
+    return System(f"ours-{update}", f"ours, {update}", OWN_PYTHON, command, is_synchronous)
+
+
+OURS_SYNC = _ours("sync", True)
+OURS_PIPELINED = _ours("pipelined", False)
+_ALL = (
+    OURS_SYNC,
+    OURS_PIPELINED,
+    _ours("async", False),
+    System("one-process", "one process, torch", OWN_PYTHON, ("-m", "benchmark.one_process")),
+    System(
+        "one-process-fbgemm",
+        "one process, FBGEMM",
+        BENCH_PYTHON,
+        ("-m", "benchmark.one_process", "--kernels", "fbgemm"),
+    ),
+    System("tutorial", "tutorial", OWN_PYTHON, ("-m", "benchmark.tutorial"), is_synchronous=False),
+    System("torchrec", "TorchRec", BENCH_PYTHON, ("-m", "benchmark.torchrec_job")),
+    System(
+        "torchrec-pipelined",
+        "TorchRec, pipelined",
+        BENCH_PYTHON,
+        ("-m", "benchmark.torchrec_job", "--pipelined"),
+    ),
+)
+SYSTEMS = {system.name: system for system in _ALL}

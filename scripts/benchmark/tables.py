@@ -1,0 +1,48 @@
+"""Tables that are printed, and written as Markdown. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+NONE = "-"
+
+
+@dataclass
+class TextTable:
+    """Rows of text below a header; all columns but the first hold numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: list[Sequence[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """The table under a heading."""
+        rule = ["---", *["---:"] * (len(self.header) - 1)]
+        lines = [_line(row) for row in (self.header, rule, *self.rows)]
+        return "\n".join([f"## {self.title}", "", *lines]) + "\n"
+
+    def rich(self) -> Table:
+        """The table for a terminal."""
+        table = Table(title=self.title, title_justify="left", title_style="bold")
+        for column, name in enumerate(self.header):
+            table.add_column(name, justify="right" if column else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio, such as 1.25."""
+    return NONE if ratio is None else f"{ratio:.2f}"
+
+
+def mib(num_bytes: float | None) -> str:
+    """Bytes, in MiB."""
+    return NONE if num_bytes is None else f"{num_bytes / 2**20:,.0f}"

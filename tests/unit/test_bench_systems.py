@@ -1,0 +1,68 @@
+"""What the bench's other systems start from: their ids, their rows, their versions."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from benchmark.job import VARIABLE, Job
+from benchmark.start import bag_offsets, bags_by_feature, initial_rows, sgd_job
+from benchmark.workloads import WORKLOADS
+from support.commands import ROOT
+
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.initial import initialise_rows
+
+SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
+
+
+def pins(path: str) -> dict[str, str]:
+    """Versions by package, of a file of constraints alone."""
+    lines = (ROOT / path).read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and line[0] not in "#-")
+
+
+def test_jagged_ids_are_taken_apart_by_feature() -> None:
+    sparse = SparseFeatures.from_bags([[[4, 7], [], [2]], [[5], [1], [9, 8]]])
+    bags = [(ids_L.tolist(), offsets_B.tolist()) for ids_L, offsets_B in bags_by_feature(sparse)]
+    assert bags == [([4, 7, 2], [0, 2, 2]), ([5, 1, 9, 8], [0, 1, 2])]
+
+
+def test_ids_without_offsets_are_bags_of_one() -> None:
+    sparse = SparseFeatures(torch.tensor([4, 7, 2, 5, 1, 9]), None, None, 2)
+    assert bag_offsets(sparse).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    bags = [(ids_L.tolist(), offsets_B.tolist()) for ids_L, offsets_B in bags_by_feature(sparse)]
+    assert bags == [([4, 7, 2], [0, 1, 2]), ([5, 1, 9], [0, 1, 2])]
+
+
+def test_ids_of_a_feature_do_not_ship_those_of_all() -> None:
+    sparse = SparseFeatures(torch.arange(6), None, None, 2)
+    for tensors in bags_by_feature(sparse):
+        for tensor in tensors:
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_tables_start_with_the_rows_that_the_cluster_gives_them() -> None:
+    rows = initial_rows(SMALL)
+    assert list(rows) == ["c0", "c1"]
+    for name, num_rows in zip(rows, SMALL.table_rows, strict=True):
+        expected_RD = torch.empty(num_rows, SMALL.dim)
+        initialise_rows(expected_RD, SMALL.config().run.seed, name, num_rows**-0.5)
+        assert torch.equal(rows[name], expected_RD)
+
+
+def test_another_optimizer_than_sgd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, Job(SMALL, 1, 2).to_text())
+    assert sgd_job() == Job(SMALL, 1, 2)
+    adagrad = dataclasses.replace(SMALL, optimizer="adagrad")
+    monkeypatch.setenv(VARIABLE, Job(adagrad, 1, 2).to_text())
+    with pytest.raises(ValueError, match="small want adagrad, not sgd"):
+        sgd_job()
+
+
+def test_the_bench_takes_the_projects_versions_and_adds_to_them() -> None:
+    path = "scripts/benchmark/constraints.txt"
+    assert "-c ../constraints.txt" in (ROOT / path).read_text().splitlines()
+    assert not pins(path).keys() & pins("scripts/constraints.txt").keys()
+    assert not [version for version in pins(path).values() if "+" in version]
