@@ -145,6 +145,12 @@ class EmbeddingSection:
     )
     ftrl_beta: float = option(1.0, "beta of ftrl, which slows its first steps", above=0)
     ftrl_l1: float = option(0.0, "L1 penalty (ftrl): values below it are zero", minimum=0)
+    wire_dtype: str = option(
+        "rows",
+        "type in which vectors and their gradients travel in training: that of the rows, or bfloat16, "
+        "half the bytes and eight bits of precision",
+        choices=("rows", "bfloat16"),
+    )
     placement: str = option(
         "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
     )
@@ -184,6 +190,11 @@ class DenseSection:
     learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
     ddp: str = option(
         "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
+    )
+    bucket_mb: float = option(
+        25.0,
+        "MiB of gradients that trainers reduce at once; smaller parts start sooner, fewer cost less",
+        above=0,
     )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
     parallel: str = option(

@@ -19,7 +19,14 @@ from hybrid.config import TABLE_OPTIMIZERS, RunConfig, TableSection
 from hybrid.config_rules import check_rules
 from hybrid.errors import ConfigError
 
-_NOT_PART_OF_THE_RESULT = ("run.folder", "run.name", "cluster.master_port", "cluster.interface")
+_NOT_PART_OF_THE_RESULT = (
+    "run.folder",
+    "run.name",
+    "cluster.master_port",
+    "cluster.interface",
+    "profile.steps",
+    "profile.first_step",
+)
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
 
@@ -233,7 +240,8 @@ def _toml_value(value: Any) -> str:
 def decisive_values(config: RunConfig) -> dict[str, Any]:
     """Every key that a run's result depends on, by dotted name, with its value as JSON holds it.
 
-    Folder, name, port and network interface are left out: they may differ from host to host.
+    Folder, name, port and network interface are left out: they may differ from host to host. So is what
+    is recorded: trainers and workers learn that from the master.
     """
     values = {f"{section}.{name}": key.read(value) for section, name, key, value in _items(config)}
     for dotted in _NOT_PART_OF_THE_RESULT:

@@ -1,10 +1,16 @@
-"""How much memory a process may still take."""
+"""How much memory a process may still take, and memory for large tables."""
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
+from torch import Tensor
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -23,3 +29,19 @@ def _reclaimable_bytes(stat: Path) -> int:
     """Cached file pages that the kernel drops first; ``memory.current`` counts them as used."""
     fields = dict(line.split() for line in stat.read_text().splitlines())
     return int(fields["inactive_file"])
+
+
+def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros of ``shape``, in pages of 2 MiB where the system has them to give.
+
+    Rows are read and written at random, and with pages of 4 KiB nearly each costs a walk through page
+    tables. Memory is taken as it is first written to.
+    """
+    size = math.prod(shape)
+    if not size:
+        return torch.zeros(*shape, dtype=dtype)
+    buffer = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel built without them
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(buffer, dtype=dtype).view(*shape)

@@ -216,8 +216,11 @@ class Session:
         return reports
 
     def _create_tables(self, role: Role) -> wire.RemoteTables:
-        rref = wire.create_module(role, TableShards, self.placement, role.index, self._rules, self._dtype)
-        return wire.RemoteTables(role, rref)
+        wire_dtype = None if self._config.embedding.wire_dtype == "rows" else torch.bfloat16
+        module = wire.create_module(
+            role, TableShards, self.placement, role.index, self._rules, self._dtype, wire_dtype
+        )
+        return wire.RemoteTables(role, module)
 
     def _create_remote_net(self, spec: InputSpec) -> wire.RemoteNet | None:
         if not self._config.dense.remote_mlp:
@@ -225,8 +228,8 @@ class Session:
         role = Role(RoleKind.WORKER, self._config.dense.remote_worker)
         table_of = {f: t for t in self.tables for f in t.features}
         widths = [table_of[f.name].dim for f in spec.sparse_features]
-        rref = wire.create_module(role, RemoteMlp, self._config, spec, widths, self._rules)
-        return wire.RemoteNet(role, rref)
+        module = wire.create_module(role, RemoteMlp, self._config, spec, widths, self._rules)
+        return wire.RemoteNet(role, module)
 
 
 class DatasetSession(Session):

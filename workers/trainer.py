@@ -104,7 +104,7 @@ class Trainer:
         self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement, self._clock)
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb)
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)

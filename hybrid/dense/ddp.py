@@ -42,6 +42,7 @@ class DdpModel:
         mode: what to wrap.
         arrangement: which trainers hold what of the net.
         clock: records how long each all-reduce takes, where it records.
+        bucket_mb: MiB of gradients that are reduced at once.
 
     Attributes:
         module: what to call.
@@ -50,7 +51,12 @@ class DdpModel:
     """
 
     def __init__(
-        self, model: HybridModel, mode: DdpMode, arrangement: Arrangement, clock: StepClock | None = None
+        self,
+        model: HybridModel,
+        mode: DdpMode,
+        arrangement: Arrangement,
+        clock: StepClock | None = None,
+        bucket_mb: float = 25.0,
     ) -> None:
         self.net = model.net
         self.module: nn.Module = model
@@ -58,6 +64,7 @@ class DdpModel:
         self._carried: dict[Tensor, Tensor] = {}  # what the micro-batches so far have left
         self._arrangement = arrangement
         self._clock = clock or StepClock()
+        self._bucket_mb = bucket_mb
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
             self.module = self._ddp = self._wrap(model, arrangement.group)
@@ -70,6 +77,7 @@ class DdpModel:
             module,
             process_group=group,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=self._bucket_mb,  # left out, the first bucket would be of 1 MiB
             # Running statistics must agree; constant index tables need no broadcast every step.
             forward_sync_buffers=any(buffer.is_floating_point() for buffer in module.buffers()),
         )

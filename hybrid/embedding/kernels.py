@@ -130,6 +130,12 @@ def put(whole: Tensor, rows_U: Tensor, part: Tensor) -> None:
     loops.put_rows(_matrix(whole), rows_U.numpy(), _matrix(part))
 
 
+def add(whole_RD: Tensor, rows_U: Tensor, part_UD: Tensor, scale: float) -> None:
+    """``whole_RD[rows_U] += scale * part_UD``."""
+    matrix = whole_RD.numpy()
+    loops.add_rows(matrix, rows_U.numpy(), part_UD.numpy(), matrix.dtype.type(scale))
+
+
 def _matrix(tensor: Tensor) -> npt.NDArray[Any]:
     return tensor.view(len(tensor), -1).numpy() if len(tensor) else tensor.new_empty(0, 1).numpy()
 

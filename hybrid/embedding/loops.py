@@ -291,6 +291,18 @@ def put_rows(whole_RD: Floats, rows_U: Ints, part_UD: Floats) -> None:
             whole_RD[row, d] = part_UD[u, d]
 
 
+_ADD = "void({0}[:,::1], {1}[::1], {0}[:,::1], {0})"
+
+
+@_compiled(*(_ADD.format(f, i) for i in ("int32", "int64") for f in ("float32", "float64")))
+def add_rows(whole_RD: Floats, rows_U: Ints, part_UD: Floats, scale: float) -> None:
+    """``whole_RD[rows_U] += scale * part_UD``."""
+    for u in range(len(rows_U)):
+        row = rows_U[u]
+        for d in range(part_UD.shape[1]):
+            whole_RD[row, d] += scale * part_UD[u, d]
+
+
 _PLACE = "void({0}[:,:,::1], int64[::1], {0}[:,::1])"
 _PLACES = [_PLACE.format(f) for f in ("float32", "float64")]
 

@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softshrink
 
-from hybrid.embedding.kernels import put, take
+from hybrid.embedding.kernels import add, put, take
 from hybrid.embedding.spec import OptimizerSpec
+from hybrid.memory import zeros_in_large_pages
 
 
 class RowOptimizer(ABC):
@@ -56,8 +57,9 @@ class RowOptimizer(ABC):
     def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
         self.spec = spec
         self.weight_RD = weight_RD
-        self.state = {name: torch.zeros_like(weight_RD) for name in self.values_state}
-        self.state |= {name: weight_RD.new_zeros(len(weight_RD)) for name in self.row_state}
+        dtype = weight_RD.dtype
+        self.state = {name: zeros_in_large_pages(weight_RD.shape, dtype) for name in self.values_state}
+        self.state |= {name: zeros_in_large_pages(weight_RD.shape[:1], dtype) for name in self.row_state}
 
     def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
         """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
@@ -84,6 +86,12 @@ class RowOptimizer(ABC):
 
 
 class SGD(RowOptimizer):
+    def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+        if self.spec.weight_decay:
+            super().step(rows_U, grad_UD, factor)
+        else:  # the same bits, without a copy of the rows
+            add(self.weight_RD, rows_U, grad_UD.contiguous(), -self.spec.learning_rate * factor)
+
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
         weight_UD.add_(self._with_decay(grad_UD, weight_UD), alpha=-rate)
 

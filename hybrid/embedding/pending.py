@@ -123,6 +123,7 @@ class Lookup:
         self._clock = clock
         self._next: Lookup | None = None
         self._answers: dict[int, PendingTensors] = {}
+        self._wire_dtype = torch.float32
         self._sizes = {worker: len(asked) for worker, asked in items.items()}
 
     def start(self) -> None:
@@ -146,7 +147,8 @@ class Lookup:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """``pooled_BE`` of the tensors of all answers, worker after worker."""
-        rest = iter(tensors)
+        self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
+        rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
         results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
         vectors = [part.join.vectors(results) for part in self._parts]
         if self._parts[0].columns_F is None:
@@ -164,7 +166,7 @@ class Lookup:
             grads: dict[int, list[Tensor]] = {w: [grad_BE] * size for w, size in self._sizes.items()}
             for part in self._parts:
                 for (worker, place), grad in part.join.gradients(_of_part(grad_BE, part)):
-                    grads[worker][place] = grad
+                    grads[worker][place] = grad.to(self._wire_dtype)
         if self._ticket.purpose is not Purpose.PREFETCH:
             return [grad for of_worker in grads.values() for grad in of_worker]
         for worker, of_worker in grads.items():

@@ -22,6 +22,7 @@ from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.routes import Item
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.host import Host
+from hybrid.memory import zeros_in_large_pages
 from hybrid.update import Purpose, Ticket, UpdateRules
 
 # The items of one trainer's lookup, each with the gradient of its result.
@@ -36,7 +37,7 @@ class TableGroup:
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self.group = group
-        self.weight_RD = torch.empty(group.num_rows, group.dim, dtype=dtype)
+        self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
 
     def initialise(self, seed: int) -> None:
@@ -145,12 +146,19 @@ class TableShards(Host):
         worker: index of this worker.
         rules: how gradients become updates.
         dtype: of rows and optimizer state.
+        wire_dtype: of vectors that are answered for training, and of their gradients; None for ``dtype``.
     """
 
     def __init__(
-        self, placement: Placement, worker: int, rules: UpdateRules, dtype: torch.dtype = torch.float32
+        self,
+        placement: Placement,
+        worker: int,
+        rules: UpdateRules,
+        dtype: torch.dtype = torch.float32,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._wire_dtype = wire_dtype or dtype
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
         self._rules = rules
         # Autograd records a lookup only if one of its inputs requires a gradient.
@@ -195,7 +203,7 @@ class TableShards(Host):
         pooled, recorded = [], []
         for group, bags in items:
             vectors_BD, bags_then = pool_recorded(self.groups[group].weight_RD, bags)
-            pooled.append(vectors_BD)
+            pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, bags_then))
         return pooled, recorded
 
@@ -218,7 +226,10 @@ class TableShards(Host):
         self, ticket: Ticket, items: Sequence[Item], grads: Sequence[Tensor], read_at: int
     ) -> None:
         """Hand one trainer's gradients of one lookup to the update barrier."""
-        gradients = [(group, bags, grad) for (group, bags), grad in zip(items, grads, strict=True)]
+        gradients = [
+            (group, bags, grad.to(self.groups[group].weight_RD.dtype))
+            for (group, bags), grad in zip(items, grads, strict=True)
+        ]
         self.barrier.contribute(ticket, gradients, read_at)
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
