@@ -76,8 +76,8 @@ class Job:
         self, rules: UpdateRules, multi_hot: bool, dtype: torch.dtype, clip_norm: float | None, remote: bool
     ) -> None:
         self._placement = plan(TABLES, 1)
-        rref = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
-        self.tables = wire.RemoteTables(MASTER, rref)
+        module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
+        self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call("initialise", 5).wait()
         spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
         self.embeddings = Embeddings(TABLES, spec, self._placement, {0: self.tables})

@@ -52,7 +52,7 @@ class StockTrainer:
 def stock(cluster: Cluster, optimizer: str) -> float:
     """How far the row moves by one step of two trainers, one after the other."""
     role = cluster.topology.workers[0]
-    rref = wire.create_module(role, StockTable)
+    rref = wire.create_module(role, StockTable).rref
     for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
         made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
         made.wait().call("step", gradient).wait()
