@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,9 +108,9 @@ class HybridModel(nn.Module):
                 logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
         return logits_B.to(self._dtype)
 
-    def _precision(self, device: torch.device) -> torch.autocast:
+    def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Autocast for what the trainer itself computes; it does not reach across RPC."""
-        return torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
 
     @property
     def device(self) -> torch.device:

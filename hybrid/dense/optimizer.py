@@ -161,5 +161,8 @@ def squared_norm(gradients: Iterable[Tensor]) -> float:
     detached = [gradient.detach() for gradient in gradients]
     if not detached:
         return 0.0
-    norms = torch._foreach_norm(detached, dtype=torch.float64)
-    return float(torch.stack(norms).square().sum())
+    total = float(torch.stack(torch._foreach_norm(detached)).double().square().sum())
+    if math.isfinite(total):
+        return total
+    # Large values overflow in their own precision, and are finite yet.
+    return float(torch.stack(torch._foreach_norm(detached, dtype=torch.float64)).square().sum())
