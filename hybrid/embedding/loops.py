@@ -17,12 +17,16 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from hybrid.embedding.cache_hint import prefetch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
 Floats = npt.NDArray[np.floating[Any]]
 
 _DIGIT_BITS = 11  # counters of one digit stay in the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
+_ROWS_AHEAD = 8  # how far ahead a row is fetched: longer than memory takes, shorter than the cache forgets
+_LINE_BYTES = 64
 
 
 def _compiled(*signatures: str) -> Callable[[Function], Function]:
@@ -39,6 +43,15 @@ def _compiled(*signatures: str) -> Callable[[Function], Function]:
             return cast(Function, numba.njit(list(signatures), **options)(function))
 
     return compiled
+
+
+@numba.njit(inline="always")
+def _fetch_ahead(rows_RD: Floats, index_L: Ints, i: int) -> None:
+    """Fetch the row that ``index_L`` names some places after ``i``."""
+    if i + _ROWS_AHEAD < len(index_L):
+        start = np.int64(index_L[i + _ROWS_AHEAD]) * rows_RD.shape[1]
+        for d in range(0, rows_RD.shape[1], _LINE_BYTES // rows_RD.itemsize):
+            prefetch(rows_RD, start + d)  # type: ignore[call-arg]  # numba fills in the first
 
 
 @_compiled("int64(int64[::1], int64[::1], int64[::1])")
@@ -210,13 +223,15 @@ def sum_rows(starts_V: Ints, sources_L: Ints, grad_BD: Floats, out_UD: Floats) -
     dim = grad_BD.shape[1]
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
-        first = starts_V[u]
-        for d in range(dim):
-            out_UD[u, d] = grad_BD[sources_L[first], d]
-        for i in range(first + 1, starts_V[u + 1]):
+        for i in range(starts_V[u], starts_V[u + 1]):
+            _fetch_ahead(grad_BD, sources_L, i)
             source = sources_L[i]
-            for d in range(dim):
-                out_UD[u, d] += grad_BD[source, d]
+            if i == starts_V[u]:
+                for d in range(dim):
+                    out_UD[u, d] = grad_BD[source, d]
+            else:
+                for d in range(dim):
+                    out_UD[u, d] += grad_BD[source, d]
         for d in range(dim):
             total_D[d] += out_UD[u, d]
     return total_D.sum()  # type: ignore[no-any-return]
@@ -236,6 +251,7 @@ def sum_weighted_rows(
         for d in range(dim):
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
+            _fetch_ahead(grad_BD, sources_L, i)
             source, weight = sources_L[i], weights_L[i]
             for d in range(dim):
                 out_UD[u, d] += weight * grad_BD[source, d]
@@ -258,6 +274,7 @@ def sum_largest_rows(
         for d in range(dim):
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
+            _fetch_ahead(grad_BD, sources_L, i)
             source = sources_L[i]
             if i > starts_V[u] and source == sources_L[i - 1]:
                 continue  # a row that stands twice in a bag gets its gradient once
