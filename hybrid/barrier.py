@@ -110,8 +110,8 @@ class UpdateBarrier(Generic[Contribution]):
     def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Future[Result]:
         """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are.
 
-        In async mode, where versions mean nothing, run it once all gradients of earlier steps that its
-        trainer handed in are applied: a trainer sees its own updates, and cannot run ahead of them.
+        In async mode the ticket's version counts the steps of its own trainer: what that has handed in for
+        them must be applied, so that it sees its own updates and cannot run ahead of them.
         """
         waiting = _Waiting(ticket, work, Future())
         with self._changed:

@@ -32,10 +32,11 @@ class Ticket(NamedTuple):
     Attributes:
         trainer: index of the trainer.
         step: the step that its gradients are part of.
-        version: how many updates it must see; all before its step, or one less where it is prefetched.
+        version: how many updates it must see; all before its step, or one less where it is prefetched. In
+            async mode, of how many steps its own trainer's gradients must be applied.
         part: which of the step's micro-batches.
         purpose: what follows.
-        followed: whether the trainer looks up the next step before this one's gradients come.
+        followed: whether the trainer has looked up the next step before these gradients come.
     """
 
     trainer: int

@@ -175,7 +175,7 @@ class Remote(Generic[Owned]):
         return cast(Owned, self._rref.local_value())
 
 
-class Module(NamedTuple):
+class ModuleRef(NamedTuple):
     """A module on another process: the reference that keeps it, and its number there.
 
     Calls that come every step name it by number: a reference in a message takes half as much processor time
@@ -189,7 +189,7 @@ class Module(NamedTuple):
 class RemoteHost(Remote[Hosted]):
     """A stub of what a worker hosts and updates once a step."""
 
-    def __init__(self, role: Role, module: Module) -> None:
+    def __init__(self, role: Role, module: ModuleRef) -> None:
         super().__init__(role, module.rref)
         self._number = module.number
 
@@ -257,7 +257,7 @@ def create(role: Role, cls: type[Owned], *args: Any, timeout_seconds: float) -> 
     return Pending(role, future)
 
 
-def create_module(role: Role, cls: type[nn.Module], *args: Any) -> Module:
+def create_module(role: Role, cls: type[nn.Module], *args: Any) -> ModuleRef:
     """Construct a module on ``role`` as a ``RemoteModule``; returns once it is there.
 
     Raises:
@@ -268,7 +268,7 @@ def create_module(role: Role, cls: type[nn.Module], *args: Any) -> Module:
     remote = RemoteModule(f"{role.rpc_name}/cpu", _construct_module, (cls, args))  # type: ignore[arg-type]
     rref = remote.get_module_rref()
     number: int = Pending(role, rpc.rpc_async(role.rpc_name, _await_module, args=(rref,))).wait()
-    return Module(rref, number)
+    return ModuleRef(rref, number)
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending:
@@ -308,7 +308,7 @@ def _exchange(
     tables: TableShards = _modules[number]
     try:
         answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
-    except ClusterError as error:  # comes back like an error of the answer
+    except Exception as error:  # comes back like an error of the answer
         answer = torch.futures.Future()
         answer.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
     return answer.then(_value)

@@ -190,6 +190,9 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
     if config.train.update == "async":
         rule = "must be sync or pipelined: what async comes to depends on who is quick"
         raise ConfigError("train.update", rule, config.train.update)
+    if config.embedding.wire_dtype != "rows":
+        rule = "must be rows: one process sends nothing, and rounds nothing"
+        raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
     with scratch_logs("hybrid-compare-") as folder:
         launch(config, folder, CompareTask(options.steps))
 

@@ -32,6 +32,11 @@ class Bags(NamedTuple):
     pooling: Pooling = Pooling.SUM
     winners_BD: Tensor | None = None
 
+    @property
+    def num_bags(self) -> int:
+        """How many bags there are."""
+        return len(self.ids_L) if self.offsets is None else len(self.offsets) - 1
+
 
 def ids_dtype(num_rows: int) -> torch.dtype:
     """The smallest type of ids below ``num_rows`` that torch looks up by."""

@@ -1,7 +1,7 @@
 """The loops over ids and rows that torch has no fast kernel for, compiled by numba without Python's lock.
 
-They move and add values and do nothing else: what an optimizer computes is torch's arithmetic. Each is a
-sequence of additions in a fixed order, so the same input gives the same bits. Machine code is kept beside
+They move values and add them up, weighted perhaps; all other arithmetic of optimizers is torch's. Additions
+have a fixed order, so the same input gives the same bits. They look no bounds up. Machine code is kept beside
 the source (or where ``NUMBA_CACHE_DIR`` says), so that only the first import ever compiles.
 
 ``order_L`` below sorts the ids of a lookup: ``ids_L[order_L]`` ascends, and equal ids stay in their order.

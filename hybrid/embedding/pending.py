@@ -22,6 +22,7 @@ from torch import Tensor
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.routes import Item, Items, Join
+from hybrid.errors import ClusterError
 from hybrid.update import Purpose, Ticket
 
 
@@ -136,7 +137,13 @@ class Lookup:
         earlier._next = self
 
     def wait(self) -> Tensor:
-        """``pooled_BE``, the features' vectors side by side, once every worker has answered."""
+        """``pooled_BE``, the features' vectors side by side, once every worker has answered.
+
+        Raises:
+            ClusterError: nobody was asked, since the gradients that this was to leave with have not left.
+        """
+        if self._answers.keys() != self._sizes.keys():
+            raise ClusterError(f"step {self._ticket.step}: its lookup has not left with earlier gradients")
         tensors = [tensor for worker in self._sizes for tensor in self._answers[worker].wait()]
         self._answers = {}  # would hold them longer than anybody needs them
         # Autograd records the use of plain values only if an input of it requires a gradient.
@@ -213,9 +220,9 @@ class Nothing(Lookup):
 
 
 def _of_part(grad_BE: Tensor, part: Part) -> Tensor:
-    grad_BFD = grad_BE.new_empty(part.join.shape_BFD)
     if part.columns_F is None:
-        return grad_BE.view_as(grad_BFD)
+        return grad_BE.view(part.join.shape_BFD)
+    grad_BFD = grad_BE.new_empty(part.join.shape_BFD)
     loops.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
     return grad_BFD
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
 from hybrid.errors import ConfigError
 
-BYTES_PER_ID = 8
+BYTES_PER_ID = 4  # tables of more than 2^31 rows a worker aside
 # Splitting a small table saves no memory worth having and costs one more message segment a step.
 MIN_SPLIT_BYTES = 16 << 20
 

@@ -32,6 +32,7 @@ from hybrid.embedding import loops
 from hybrid.embedding.kernels import Bags, ids_dtype
 from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.spec import Pooling, TableSpec
+from hybrid.errors import DataError
 
 # One lookup in one group of a worker's tables: the group's number, and the rows within it.
 Item: TypeAlias = tuple[int, Bags]
@@ -47,9 +48,13 @@ class BatchIds:
         ids_L: all ids, feature after feature.
         weights_L: the weight of each, or None.
         ends_K: where each feature's ids end.
+
+    Raises:
+        DataError: offsets or weights are not those of the ids.
     """
 
     def __init__(self, sparse: SparseFeatures) -> None:
+        _check(sparse)
         self.batch_size = sparse.batch_size
         self.ids_L = sparse.ids_L.to(torch.int64).contiguous()
         self.weights_L = sparse.weights_L
@@ -73,6 +78,18 @@ class BatchIds:
             return self.ids_L.view(self._num_features, self.batch_size)
         ends = self.ends_K.tolist()
         return torch.stack([self.ids_L[ends[k] - self.batch_size : ends[k]] for k in features])
+
+
+def _check(sparse: SparseFeatures) -> None:
+    num_ids, offsets = len(sparse.ids_L), sparse.offsets
+    if sparse.weights_L is not None and len(sparse.weights_L) != num_ids:
+        raise DataError(f"a batch has {len(sparse.weights_L)} weights of {num_ids} ids")
+    num_bags = num_ids if offsets is None else len(offsets) - 1
+    if num_bags != sparse.batch_size * sparse.num_features:
+        raise DataError(f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids")
+    # What follows trusts them: compiled loops look no bounds up.
+    if offsets is not None and (offsets[0] != 0 or offsets[-1] != num_ids or (offsets.diff() < 0).any()):
+        raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")
 
 
 class Join(Protocol):
@@ -112,7 +129,7 @@ def _append(items: Items, worker: int, item: Item) -> Slot:
 class RowRoute:
     """Features with one id a sample and one width: distinct rows travel once.
 
-    Every row of every table gets an address: the groups that hold it lie one after another in one range
+    Every row of every table gets an address: the groups that hold these lie one after another in one range
     of integers, so that a single sort finds the distinct rows of all features and of all workers.
     """
 
@@ -120,14 +137,15 @@ class RowRoute:
         self, features: tuple[int, ...], tables: Sequence[TableSpec], groups: Mapping[int, Sequence[Group]]
     ) -> None:
         self.features = features
-        self._dim = dim = tables[features[0]].dim
+        self._dim = tables[features[0]].dim
         address_of: dict[tuple[str, int], int] = {}
         shards_of: dict[str, int] = {}
         self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
         end = 0
+        names = {tables[k].name for k in features}
         for worker, worker_groups in groups.items():
             for number, group in enumerate(worker_groups):
-                if group.dim != dim:
+                if names.isdisjoint(shard.table.name for shard in group.shards):
                     continue
                 for shard, start in zip(group.shards, group.starts, strict=True):
                     address_of[shard.table.name, shard.index] = end + start
@@ -229,7 +247,7 @@ class BagRoute:
         if pooling is Pooling.MEAN and len(self._shards) > 1:
             # Partial means do not add up; partial sums of 1/n shares do.
             lengths = ids.offsets.diff()
-            share = 1.0 / lengths.clamp(min=1).double()
+            share = 1.0 / lengths.clamp(min=1).double()  # rounded by the worker, to the type of its rows
             weights_L, pooling = torch.repeat_interleave(share, lengths), Pooling.SUM
         slots, offsets = [], []
         for place, shards_F4 in self._shards:

@@ -71,7 +71,7 @@ class TableGroup:
     def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
         """Parts of ``num_rows`` touched rows which, with gradients and state, fit the processor's cache."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
-        size = max(1, _BLOCK_BYTES // sum(t.nbytes // max(1, len(t)) for t in tensors))
+        size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
     def table_of(self, row: int) -> tuple[str, int]:
@@ -225,7 +225,17 @@ class TableShards(Host):
     def contribute(
         self, ticket: Ticket, items: Sequence[Item], grads: Sequence[Tensor], read_at: int
     ) -> None:
-        """Hand one trainer's gradients of one lookup to the update barrier."""
+        """Hand one trainer's gradients of one lookup to the update barrier.
+
+        Raises:
+            ClusterError: they are not of the vectors that were looked up.
+        """
+        for (group, bags), grad in zip(items, grads, strict=True):
+            if grad.shape != (bags.num_bags, self.groups[group].group.dim):
+                raise ClusterError(
+                    f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
+                    f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
+                )
         gradients = [
             (group, bags, grad.to(self.groups[group].weight_RD.dtype))
             for (group, bags), grad in zip(items, grads, strict=True)

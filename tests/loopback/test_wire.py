@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -15,14 +16,16 @@ from torch import nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
+from hybrid.batch import SparseFeatures
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.kernels import Bags
+from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateRules
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -231,3 +234,125 @@ def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after
         with pytest.raises(wire.RemoteError) as caught:
             call.wait()
         assert str(caught.value) == f"step 0: the gradient of {what} is not finite"
+
+
+class AheadTrainer:
+    """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
+
+    def __init__(self, tables: wire.RemoteTables) -> None:
+        table = tables.local_value().groups[0].group.shards[0].table
+        spec = InputSpec((), (FeatureSpec("t", table.num_rows),))
+        self._embeddings = Embeddings([table], spec, plan([table], 1), {0: tables})
+
+    def train(self, num_steps: int, send_twice: bool = False, bad_step: int | None = None) -> list[float]:
+        """The value looked up in each step; gradients are of ones but in ``bad_step``, if any."""
+        ids = SparseFeatures(torch.tensor([1]), None, None, 1)
+        tickets = [Ticket(0, s, max(0, s - 1), purpose=Purpose.PREFETCH) for s in range(num_steps + 2)]
+        lookups = [self._embeddings.lookup(ids, ticket) for ticket in tickets[:2]]
+        values = []
+        for step in range(num_steps):
+            lookups.append(self._embeddings.lookup(ids, tickets[step + 2], lookups[step]))
+            lookups[step].is_followed = True
+            pooled_BE = lookups[step].wait()
+            values.append(pooled_BE[0, 0].item())
+            grad_BE = torch.full_like(pooled_BE, torch.nan if step == bad_step else 1.0)
+            pooled_BE.backward(grad_BE, retain_graph=send_twice)
+            if send_twice:
+                lookups[step + 2]._answers[0].wait()  # or the second could overtake the first
+                pooled_BE.backward(grad_BE)
+        return values
+
+
+@pytest.fixture
+def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
+    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.25), 1.0)
+    rules = UpdateRules(1, UpdateMode.PIPELINED, check_finite=True, timeout_seconds=5.0)
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    tables.call("initialise", 1).wait()
+    yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
+    tables.call("close").wait()
+
+
+def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remote[AheadTrainer]) -> None:
+    values = ahead.call("train", 6).wait()
+    assert [values[0] - value for value in values] == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((4, True), "trainer 0 sent gradients of step 0 twice"),
+        ((4, False, 1), "step 1: the gradient of table t, row 1, is not finite"),
+    ],
+    ids=["sent twice", "not finite"],
+)
+def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_them(
+    ahead: wire.Remote[AheadTrainer], settings: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(wire.RemoteError) as caught:
+        ahead.call("train", *settings).wait()
+    assert str(caught.value) == message
+    assert caught.value.failure.is_users
+
+
+def test_a_module_that_nobody_keeps_is_let_go() -> None:
+    """The number that calls name it by does not keep it."""
+    module = wire.create_module(MASTER, Choosy, "dlrm")
+    gone = weakref.ref(module.rref.local_value())
+    number = module.number
+    assert wire._modules[number] is gone()
+    del module
+    gc.collect()
+    # The reference dies at the owner when it hears of it; a call there and back comes after that.
+    deadline = time.monotonic() + 5.0
+    while gone() is not None and time.monotonic() < deadline:
+        wire.ping(MASTER, 5.0).wait()
+    assert gone() is None
+    assert number not in wire._modules
+
+
+def test_each_module_has_a_number_of_its_own() -> None:
+    modules = [wire.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
+    assert len({module.number for module in modules}) == 3
+    for module in modules:
+        assert wire._modules[module.number] is module.rref.local_value()
+
+
+class AsyncCaller:
+    """Two trainers of asynchronous steps, one of which sends a gradient that is not finite."""
+
+    def __init__(self, tables: wire.RemoteTables) -> None:
+        self._tables = tables
+        for trainer in range(2):
+            tables.lookup(self.ticket(trainer, 0), [ONE_ROW]).wait()
+
+    @staticmethod
+    def ticket(trainer: int, step: int) -> Ticket:
+        return Ticket(trainer, step, max(0, step - 1), purpose=Purpose.PREFETCH)
+
+    def send_nan_and_drain(self) -> None:
+        self._tables.send_gradients(self.ticket(0, 0), [torch.full((1, 2), torch.nan)]).wait()
+        self._tables.call("take_spans").wait()
+
+    def exchange(self) -> None:
+        ticket, following = self.ticket(1, 0), self.ticket(1, 2)
+        self._tables.exchange(ticket, [torch.ones(1, 2)], following, [ONE_ROW]).wait()
+
+
+ONE_ROW = (0, Bags(torch.tensor([1])))
+
+
+def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
+    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
+    rules = UpdateRules(2, UpdateMode.ASYNC, check_finite=True, timeout_seconds=5.0)
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    tables.call("initialise", 1).wait()
+    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5.0).wait()
+    try:
+        for method in ("send_nan_and_drain", "exchange"):
+            with pytest.raises(
+                wire.RemoteError, match=r"^step 0: the gradient of table t, row 1, is not finite$"
+            ):
+                caller.call(method).wait()
+    finally:
+        tables.call("close").wait()

@@ -254,6 +254,64 @@ class TestAsync:
             answer(later)
         assert applied == [["p0", "p1"]]
 
+    def test_a_lookup_ahead_waits_for_no_gradients_that_wait_for_it(self) -> None:
+        """Those of the step before it may have come already; they are applied once it is answered."""
+        gate = Gate()
+        with barrier(1, gate, UpdateMode.ASYNC) as each:
+            for step in (0, 1):
+                answer(ahead(each, 0, step, nothing))
+            give(each, 0, 0, followed=True)
+            gate.await_entry()
+            lookup = ahead(each, 0, 2, lambda: len(gate.applied))
+            give(each, 0, 1, followed=True)
+            assert not is_done(lookup)  # it must see the update of step 0, which is under way
+            gate.let_through()
+            assert answer(lookup) == 1
+            gate.await_entry()
+            gate.let_through()
+            each.drain()
+        assert gate.applied == [["t0s0"], ["t0s1"]]
+
+    @pytest.mark.parametrize("seed", range(2))
+    def test_trainers_in_threads_see_their_own_updates_but_the_last(self, seed: int) -> None:
+        """Each part's gradients come with its lookup of two steps on, the parts in any order."""
+        num_trainers, num_steps, parts = 3, 30, 2
+        applied: Applied = []
+        with (
+            barrier(num_trainers, applied.append, UpdateMode.ASYNC, parts=parts) as each,
+            ThreadPoolExecutor(num_trainers) as pool,
+        ):
+
+            def own_updates(trainer: int) -> int:
+                return sum(c == f"t{trainer}p0" for contributions in list(applied) for c in contributions)
+
+            def train(trainer: int) -> list[int]:
+                chance = random.Random(100 * seed + trainer)
+                under_way = {
+                    step: [
+                        ahead(each, trainer, step, lambda: own_updates(trainer), part)
+                        for part in range(parts)
+                    ]
+                    for step in (0, 1)
+                }
+                fewest = []
+                for step in range(num_steps):
+                    fewest.append(min(answer(lookup) for lookup in under_way.pop(step)))
+                    under_way[step + 2] = []
+                    for part in chance.sample(range(parts), parts):
+                        give(each, trainer, step, f"t{trainer}p{part}", part=part, followed=True)
+                        lookup = ahead(each, trainer, step + 2, lambda: own_updates(trainer), part)
+                        under_way[step + 2].append(lookup)
+                for lookups in under_way.values():
+                    for lookup in lookups:
+                        answer(lookup)
+                return fewest
+
+            for seen in pool.map(train, range(num_trainers)):
+                assert all(count >= max(0, step - 1) for step, count in enumerate(seen))
+            each.drain()
+        assert sum(map(len, applied)) == num_trainers * num_steps * parts
+
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
 def test_drain_returns_after_the_update_under_way(mode: UpdateMode) -> None:

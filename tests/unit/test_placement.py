@@ -119,8 +119,8 @@ def test_criteo_tables_balance_bytes_and_traffic(num_workers: int, divisor: int)
 
 def test_traffic_counts_ids_and_vectors() -> None:
     shared = table("t", dim=16, features=("a", "b"))
-    assert bytes_per_sample(shared, {}) == 2 * 8 + 2 * 2 * 16 * 4
-    assert bytes_per_sample(shared, {"a": 10.0, "b": 2.5}) == 12.5 * 8 + 2 * 2 * 16 * 4
+    assert bytes_per_sample(shared, {}) == 2 * 4 + 2 * 2 * 16 * 4
+    assert bytes_per_sample(shared, {"a": 10.0, "b": 2.5}) == 12.5 * 4 + 2 * 2 * 16 * 4
 
 
 def test_tables_with_long_bags_are_kept_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -97,6 +98,21 @@ def test_where_a_zero_gradient_moves_nothing_it_equals_torch_for_any_rows(
     name: str, cls: Reference, dtype: torch.dtype
 ) -> None:
     assert_equals_torch(name, cls([nn.Parameter(initial(dtype))], lr=RATE, foreach=False), every_row=False)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 64])
+@dtypes
+def test_sgd_in_place_has_the_bits_of_torchs_sum_on_the_touched_rows(dim: int, dtype: torch.dtype) -> None:
+    """Rows and gradients of any width, at rates whose products round."""
+    generator = torch.Generator().manual_seed(dim)
+    weight_RD = torch.randn(50, dim, dtype=dtype, generator=generator)
+    for rows_dtype, factor in itertools.product((torch.int32, torch.int64), (1.0, 0.1, 1e-3)):
+        rows_U = torch.randperm(50, generator=generator)[:33].sort().values
+        grad_UD = torch.randn(33, dim, dtype=dtype, generator=generator)
+        expected_RD = weight_RD.clone()
+        expected_RD[rows_U] = weight_RD[rows_U].add_(grad_UD, alpha=-RATE * factor)
+        make("sgd", weight_RD).step(rows_U.to(rows_dtype), grad_UD, factor)
+        assert torch.equal(weight_RD, expected_RD)
 
 
 @dtypes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 import pickle
 import socket
 from datetime import datetime
@@ -20,7 +22,7 @@ from hybrid.config import DataSection, DenseSection, RunConfig, RunSection, Sche
 from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.errors import ClusterError, ConfigError, HybridError
-from hybrid.memory import available_memory_bytes
+from hybrid.memory import available_memory_bytes, zeros_in_large_pages
 from hybrid.schedule import Schedule
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.update import Staleness
@@ -119,6 +121,42 @@ class TestMemory:
     def test_this_machine_has_some(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.undo()
         assert available_memory_bytes() > 0
+
+
+class TestLargePages:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
+    @pytest.mark.parametrize("shape", [(3,), (5, 7), (1, 1), (300, 1025), (0,), (0, 4), (4, 0)])
+    def test_they_hold_zeros_to_write_to(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        tensor = zeros_in_large_pages(shape, dtype)
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype)
+        assert tensor.is_contiguous()
+        assert not tensor.any()
+        tensor.add_(2)
+        assert tensor.sum().item() == 2 * math.prod(shape)
+
+    def test_two_share_nothing(self) -> None:
+        first, second = (zeros_in_large_pages((2, 3), torch.float32) for _ in range(2))
+        first.fill_(1.0)
+        assert not second.any()
+
+    def test_a_system_without_them_gives_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Refusing(mmap.mmap):
+            def madvise(self, *_args: int) -> None:
+                refused.append(True)
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+        refused: list[bool] = []
+        monkeypatch.setattr("hybrid.memory.mmap.mmap", Refusing)
+        assert zeros_in_large_pages((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
+        assert refused == [True]
+
+    def test_nor_need_it_know_of_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr("hybrid.memory.mmap.MADV_HUGEPAGE", raising=False)
+        assert zeros_in_large_pages((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
+
+    def test_they_stay_as_long_as_any_part_is_used(self) -> None:
+        row_D = zeros_in_large_pages((1000, 3), torch.float32)[7]
+        assert row_D.fill_(4.0).tolist() == [4.0] * 3
 
 
 class TestClock:

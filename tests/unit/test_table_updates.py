@@ -217,6 +217,73 @@ class TestDecided:
             host.close()
 
 
+ROWS = 40
+BLOCKED_ITEMS = {
+    "one id each": Bags(torch.arange(60) * 7 % ROWS),
+    "bags": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5)),
+    "mean": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), None, Pooling.MEAN),
+    "max": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), None, Pooling.MAX),
+    "weighted": Bags(torch.arange(60) * 11 % ROWS, torch.arange(0, 61, 5), torch.linspace(-1, 2, 60)),
+}
+
+
+class TestBlocks:
+    """An update goes through the touched rows block by block."""
+
+    @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
+    @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+    def test_their_size_changes_no_bit(
+        self, monkeypatch: pytest.MonkeyPatch, optimizer: str, scale: float | None
+    ) -> None:
+        results = [self.rows_and_state(optimizer, scale, expected_blocks=1)]
+        for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
+            monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", block_bytes)
+            results.append(self.rows_and_state(optimizer, scale, num_blocks))
+        whole, *blocked = results
+        for each in blocked:
+            assert whole.keys() == each.keys()
+            assert all(torch.equal(whole[name], each[name]) for name in whole)
+
+    @staticmethod
+    def rows_and_state(optimizer: str, scale: float | None, expected_blocks: int | None) -> dict[str, Tensor]:
+        with hosting(UpdateRules(1, decided=scale is not None), optimizer, ROWS) as host:
+            (group,) = host.groups
+            blocks = list(group.blocks(ROWS))
+            assert len(blocks) == expected_blocks or (expected_blocks is None and len(blocks) > 1)
+            generator = torch.Generator().manual_seed(3)
+            for step, bags in enumerate([*BLOCKED_ITEMS.values(), None]):
+                items = [(0, b) for b in (BLOCKED_ITEMS.values() if bags is None else [bags])]
+                pooled = host.lookup(train(step), items).wait()
+                torch.autograd.backward(pooled, [torch.randn(p.shape, generator=generator) for p in pooled])
+                if scale is not None:
+                    host.decide(step, scale)
+                host.barrier.drain()
+            assert host.version == len(BLOCKED_ITEMS) + 1
+            return {"weight": group.weight_RD, **group.optimizer.state}
+
+    @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 7])
+    def test_they_are_all_rows_once_and_in_order(
+        self, monkeypatch: pytest.MonkeyPatch, num_rows: int
+    ) -> None:
+        monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
+        with hosting(UpdateRules(1)) as host:
+            blocks = list(host.groups[0].blocks(num_rows))
+        assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
+        assert all(0 < last - first <= 3 for first, last in blocks)
+
+    def test_a_gradient_that_is_not_finite_is_found_in_any_block(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", 1)
+        for row in range(6):
+            with hosting(UpdateRules(1, check_finite=True)) as host:
+                grad_BD = torch.ones(6, 2)
+                grad_BD[row, 1] = torch.inf
+                host.contribute(train(0), [(0, Bags(torch.arange(6)))], [grad_BD], 0)
+                with pytest.raises(NonFiniteError, match=rf"table t, row {row}, is not finite$"):
+                    host.barrier.drain()
+
+
 class TestFiniteness:
     @pytest.mark.parametrize("placement", ["table", "row"])
     @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 3), ("c", 22)])
@@ -250,3 +317,14 @@ class TestFiniteness:
             host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [bad], 0)
             host.barrier.drain()
             assert host.groups[0].weight_RD[1].isnan().all()
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 2), (2, 1), (2, 3), (4,)])
+def test_gradients_of_other_vectors_than_were_looked_up_are_refused(
+    offsets: list[int] | None, shape: tuple[int, ...]
+) -> None:
+    bags = Bags(torch.tensor([1, 2]), None if offsets is None else torch.tensor(offsets))
+    with hosting(UpdateRules(1)) as host:
+        with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of shape .* for 2 vectors of 2$"):
+            host.contribute(train(0), [(0, bags)], [torch.ones(shape)], 0)

@@ -1,0 +1,166 @@
+"""Vectors and gradients that travel as bfloat16, while rows and evaluation keep every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import autograd as dist_autograd
+
+from hybrid import wire
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.clock import StepClock
+from hybrid.embedding.kernels import Bags
+from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.placement import plan
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.feed import Feed
+from hybrid.topology import MASTER
+from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+
+pytestmark = pytest.mark.usefixtures("loopback")
+
+RATE, ROWS, DIM, SIZE, STEPS = 0.05, 40, 3, 16, 60
+BFLOAT16 = torch.bfloat16
+TABLES = [
+    TableSpec(name, ROWS, DIM, Pooling.SUM, (name,), OptimizerSpec("sgd", RATE), 1.0)
+    for name in ("one", "bags")
+]
+SPEC = InputSpec((), (FeatureSpec("one", ROWS), FeatureSpec("bags", ROWS, True)))
+MODES = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.PIPELINED])
+
+
+class Job:
+    """Two tables across RPC, and a trainer that fits the sums of their vectors to numbers."""
+
+    def __init__(self, mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+        rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), plan(TABLES, 1)
+        module = wire.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
+        self.tables = wire.RemoteTables(MASTER, module)
+        self.tables.call("initialise", 5).wait()
+        self.embeddings = Embeddings(TABLES, SPEC, placement, {0: self.tables})
+        self._feed = Feed(self.embeddings, [self.tables], 0, mode, 1, StepClock())
+
+    @property
+    def rows(self) -> Tensor:
+        """Of both tables, one after the other."""
+        (group,) = self.tables.local_value().groups
+        return group.weight_RD
+
+    def train(self, batches: list[Batch]) -> tuple[list[Tensor], list[float]]:
+        """The vectors and the loss of each step."""
+        vectors, losses = [], []
+        self._feed.begin(iter(batches), 0)
+        for batch, (micro,) in self._feed:
+            with dist_autograd.context() as context_id:
+                pooled_BE = micro.start().wait()
+                loss = (pooled_BE.sum(1) - batch.labels).square().mean()
+                dist_autograd.backward(context_id, [loss])
+            vectors.append(pooled_BE.detach())
+            losses.append(loss.item())
+        self.tables.call("take_spans").wait()  # drains
+        return vectors, losses
+
+
+@contextmanager
+def running(
+    mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype = torch.float32
+) -> Iterator[Job]:
+    job = Job(mode, wire_dtype, dtype)
+    try:
+        yield job
+    finally:
+        job.tables.call("close").wait()
+
+
+def make_batches(num_steps: int) -> list[Batch]:
+    """Labels are sums of numbers, one of each row."""
+    generator = torch.Generator().manual_seed(3)
+    truth_TR = torch.randn(2, ROWS, generator=generator)
+    made = []
+    for _ in range(num_steps):
+        one, bags = (torch.randint(0, ROWS, (SIZE, n), generator=generator).tolist() for n in (1, 3))
+        labels = truth_TR[0][torch.tensor(one)].sum(1) + truth_TR[1][torch.tensor(bags)].sum(1)
+        made.append(Batch(torch.empty(SIZE, 0), SparseFeatures.from_bags([one, bags]), labels, SIZE))
+    return made
+
+
+@pytest.fixture
+def arriving(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Gradients as they reach the worker."""
+    arrived: list[Tensor] = []
+    contribute = TableShards.contribute
+
+    def spy(tables: TableShards, ticket: Ticket, items: Any, grads: Any, read_at: int) -> None:
+        arrived.extend(grads)
+        contribute(tables, ticket, items, grads, read_at)
+
+    monkeypatch.setattr(TableShards, "contribute", spy)
+    return arrived
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_and_gradients_are_rounded_on_the_way_and_rows_are_not(
+    mode: UpdateMode, dtype: torch.dtype, arriving: list[Tensor]
+) -> None:
+    (batch,) = make_batches(1)
+    ids, offsets, _, _ = batch.sparse_features
+    assert offsets is not None
+    one, bags = ids[:SIZE], ids[SIZE:].view(SIZE, 3) + ROWS
+    with running(mode, BFLOAT16, dtype) as job:
+        before = job.rows.clone()
+        ((pooled_BE,), _) = job.train([batch])
+        rounded_BE = torch.cat([before[one], before[bags].sum(1)], dim=1).to(BFLOAT16)
+        assert torch.equal(pooled_BE, rounded_BE.float())
+        assert {grad.dtype for grad in arriving} == {BFLOAT16}
+        assert job.rows.dtype == dtype
+
+        grad_B1 = 2 / SIZE * (pooled_BE.sum(1, keepdim=True) - batch.labels[:, None])
+        one_RD = torch.zeros(ROWS, DIM).index_add(0, one, grad_B1.expand(-1, DIM)).to(BFLOAT16).to(dtype)
+        each_LD = grad_B1.to(BFLOAT16).to(dtype).repeat_interleave(3, 0).expand(-1, DIM)
+        bags_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_add(0, bags.flatten() - ROWS, each_LD)
+        torch.testing.assert_close(before - job.rows, RATE * torch.cat([one_RD, bags_RD]))
+        assert not torch.equal(job.rows, job.rows.to(BFLOAT16).to(dtype))
+
+
+@MODES
+def test_the_loss_is_near_that_of_full_precision(mode: UpdateMode, arriving: list[Tensor]) -> None:
+    batches, losses = make_batches(STEPS), []
+    for wire_dtype in (None, BFLOAT16):
+        arriving.clear()
+        with running(mode, wire_dtype) as job:
+            losses.append(torch.tensor(job.train(batches)[1]))
+        assert {grad.dtype for grad in arriving} == {wire_dtype or torch.float32}
+    exact, rounded = losses
+    assert exact[-10:].mean() < exact[:10].mean() / 2
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.01)
+
+
+def test_evaluation_sees_every_bit() -> None:
+    (batch,) = make_batches(1)
+    with running(UpdateMode.SYNC, BFLOAT16) as job:
+        ticket = Ticket(0, 0, 0, purpose=Purpose.PREDICT)
+        pooled_BE = job.embeddings.lookup(batch.sparse_features, ticket).wait()
+        assert torch.equal(pooled_BE[:, :DIM], job.rows[batch.sparse_features.ids_L[:SIZE]])
+        assert not torch.equal(pooled_BE, pooled_BE.to(BFLOAT16).float())
+
+
+@pytest.mark.parametrize(
+    ("purpose", "expected"),
+    [(Purpose.TRAIN, BFLOAT16), (Purpose.PREFETCH, BFLOAT16), (Purpose.PREDICT, torch.float32)],
+)
+def test_the_answer_of_a_worker_is_of_half_the_bytes_in_training_only(
+    purpose: Purpose, expected: torch.dtype
+) -> None:
+    with running(UpdateMode.SYNC, BFLOAT16) as job:
+        items = [(0, Bags(torch.tensor([1, 2])))]
+        with dist_autograd.context():
+            (vectors_BD,) = job.tables.lookup(Ticket(0, 0, 0, purpose=purpose), items).wait()
+        assert vectors_BD.dtype == expected

@@ -1,0 +1,420 @@
+"""The compiled loops against numpy and against plain loops, bit for bit where they add."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid.embedding import loops
+from hybrid.embedding.loops import Floats, Ints
+
+INT32_ROWS = [1, 2, 2**11 - 1, 2**11, 2**11 + 1, 2**22, 2**22 + 1, 2**31 - 1]
+INT64_ROWS = [*INT32_ROWS, 2**31, 2**31 + 1, 2**33 + 5, 2**40]
+ID_TYPES: list[tuple[type[np.signedinteger[Any]], list[int]]] = [
+    (np.int32, INT32_ROWS),
+    (np.int64, INT64_ROWS),
+]
+id_types = pytest.mark.parametrize("id_dtype", [np.int32, np.int64])
+float_types = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+seeds = st.integers(0, 2**32 - 1)
+
+examples = settings(max_examples=25, deadline=None, derandomize=True)
+
+
+def some_ids(random: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int64]:
+    """Ids below ``num_rows``: repeated ones, the smallest, the largest, and any."""
+    few = random.integers(0, num_rows, 5)
+    edges = np.array([0, num_rows - 1])
+    return random.choice(np.concatenate([few, edges, random.integers(0, num_rows, size)]), size)
+
+
+def order_of(ids_L: Ints) -> Ints:
+    return np.argsort(ids_L, kind="stable").astype(np.int32)
+
+
+class TestGrouping:
+    @pytest.mark.parametrize(
+        ("dtype", "num_rows"),
+        [pytest.param(t, n, id=f"{t.__name__}-{n}") for t, rows in ID_TYPES for n in rows],
+    )
+    @given(seed=seeds, size=st.integers(0, 300))
+    @settings(max_examples=10, deadline=None, derandomize=True)
+    def test_it_is_unique_and_a_stable_sort(
+        self, dtype: type[np.signedinteger[Any]], num_rows: int, seed: int, size: int
+    ) -> None:
+        ids_L = some_ids(np.random.default_rng(seed), num_rows, size).astype(dtype)
+        given_L = ids_L.copy()
+        rows_U, starts_V, order_L = loops.group_ids(ids_L, num_rows)
+        expected_U, first_U = np.unique(ids_L[order_of(ids_L)], return_index=True)
+        assert rows_U.dtype == dtype
+        assert starts_V.dtype == order_L.dtype == np.int32
+        assert rows_U.tolist() == expected_U.tolist()
+        assert starts_V.tolist() == [*first_U.tolist(), size]
+        assert order_L.tolist() == order_of(ids_L).tolist()
+        assert ids_L.tolist() == given_L.tolist()
+
+        ranks_L = loops.ranks(starts_V, order_L)
+        assert rows_U[ranks_L].tolist() == ids_L.tolist()
+
+    @given(seed=seeds, lengths=st.lists(st.integers(0, 4), max_size=20))
+    @examples
+    def test_each_sorted_id_has_its_bag(self, seed: int, lengths: list[int]) -> None:
+        random = np.random.default_rng(seed)
+        order_L = order_of(random.integers(0, 7, sum(lengths)))
+        bag_L = np.repeat(np.arange(len(lengths)), lengths)
+        for dtype in (np.int32, np.int64):
+            offsets: Ints = np.array([0, *itertools.accumulate(lengths)], dtype)
+            assert loops.bags_in_order(offsets, order_L).tolist() == bag_L[order_L].tolist()
+
+
+@given(
+    features=st.lists(
+        st.tuples(st.integers(1, 5), st.lists(st.integers(-1, 5), max_size=6)), min_size=1, max_size=4
+    )
+)
+@examples
+def test_the_first_id_that_is_no_row_is_found(features: list[tuple[int, list[int]]]) -> None:
+    ids = [i for _, of_feature in features for i in of_feature]
+    limits = [num_rows for num_rows, of_feature in features for _ in of_feature]
+    wrong = [p for p, (i, limit) in enumerate(zip(ids, limits, strict=True)) if not 0 <= i < limit]
+    ends_K = np.array([*itertools.accumulate(len(of_feature) for _, of_feature in features)])
+    num_rows_K = np.array([num_rows for num_rows, _ in features])
+    found = loops.first_outside(np.array(ids, np.int64), ends_K, num_rows_K)
+    assert found == (wrong[0] if wrong else -1)
+
+
+@given(seed=seeds, counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), size=st.integers(0, 6))
+@id_types
+@examples
+def test_an_address_is_that_of_the_row_in_its_shard(
+    seed: int, id_dtype: type[np.signedinteger[Any]], counts: list[int], size: int
+) -> None:
+    random = np.random.default_rng(seed)
+    base = 2**40 if id_dtype is np.int64 else 2**20
+    ids_KB = random.integers(0, 1000, (len(counts), size))
+    bases_KS = random.integers(0, base, (len(counts), max(counts)))
+    out_BK = np.empty((size, len(counts)), id_dtype)
+    loops.addresses(ids_KB, bases_KS, np.array(counts), out_BK)
+    expected = [
+        [int(bases_KS[k, ids_KB[k, b] % n]) + int(ids_KB[k, b]) // n for k, n in enumerate(counts)]
+        for b in range(size)
+    ]
+    assert out_BK.tolist() == expected
+
+
+@st.composite
+def bags_and_shards(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[tuple[int, int, int, int]]]:
+    """Bags by feature and sample, and a shard of some features' tables, in any order of these."""
+    size = draw(st.integers(0, 4))
+    bag = st.lists(st.integers(0, 30), max_size=4)
+    bags = draw(st.lists(st.lists(bag, min_size=size, max_size=size), min_size=1, max_size=4))
+    features = draw(st.permutations(range(len(bags))))[: draw(st.integers(1, len(bags)))]
+    counts = [draw(st.integers(1, 3)) for _ in features]
+    return bags, [
+        (feature, draw(st.integers(0, count - 1)), count, draw(st.integers(0, 1000)))
+        for feature, count in zip(features, counts, strict=True)
+    ]
+
+
+@given(case=bags_and_shards(), with_positions=st.booleans())
+@id_types
+@examples
+def test_gathered_bags_are_the_ids_of_the_shards_sample_by_sample(
+    case: tuple[list[list[list[int]]], list[tuple[int, int, int, int]]],
+    with_positions: bool,
+    id_dtype: type[np.signedinteger[Any]],
+) -> None:
+    bags, shards = case
+    size, flat = len(bags[0]), [bag for feature in bags for bag in feature]
+    ids_L = np.array([i for bag in flat for i in bag], np.int64)
+    offsets = np.array([0, *itertools.accumulate(map(len, flat))])
+    rows, ends, positions = [], [0], []
+    for b in range(size):
+        for feature, index, count, start in shards:
+            bag = feature * size + b
+            mine = [p for p in range(offsets[bag], offsets[bag + 1]) if ids_L[p] % count == index]
+            rows += [start + int(ids_L[p]) // count for p in mine]
+            positions += mine
+            ends.append(len(rows))
+    out_ids, out_positions = np.empty(len(ids_L), id_dtype), np.empty(len(ids_L) * with_positions, np.int64)
+    out_offsets = np.empty(size * len(shards) + 1, id_dtype)
+    found = loops.gather_bags(ids_L, offsets, size, np.array(shards), out_ids, out_offsets, out_positions)
+    assert out_ids[:found].tolist() == rows
+    assert out_offsets.tolist() == ends
+    if with_positions:
+        assert out_positions[:found].tolist() == positions
+
+
+class Sorted:
+    """Ids of random bags as a worker has them, sorted, with a gradient for each bag."""
+
+    def __init__(self, seed: int, size: int, dim: int, dtype: type[np.floating[Any]]) -> None:
+        random = np.random.default_rng(seed)
+        num_bags = max(1, size // 3)
+        bag_L = np.sort(random.integers(0, num_bags, size))
+        ids_L = random.integers(0, 6, size).astype(np.int32)  # some twice in a bag
+        self.rows_U, self.starts_V, order_L = loops.group_ids(ids_L, 6)
+        self.sources_L = bag_L[order_L].astype(np.int32)
+        # Of so many sizes that another order of summation has other bits.
+        self.grad_BD = (random.normal(size=(num_bags, dim)) * 10.0 ** random.integers(-3, 4)).astype(dtype)
+        self.weights_L = random.normal(size=size).astype(dtype)
+        self.winners_BD = random.integers(0, 6, (num_bags, dim)).astype(np.int32)
+
+    def runs(self) -> Iterator[tuple[int, range]]:
+        for u, (first, end) in enumerate(itertools.pairwise(self.starts_V.tolist())):
+            yield u, range(first, end)
+
+
+cases = given(seed=seeds, size=st.integers(0, 60), dim=st.sampled_from([1, 3, 8, 17]))
+
+
+def assert_total(total: float, out_UD: Floats) -> None:
+    """A total of all values, added up in any order."""
+    tolerance = 1e-4 if out_UD.dtype == np.float32 else 1e-12
+    assert total == pytest.approx(
+        out_UD.sum(dtype=np.float64), abs=tolerance * max(1.0, float(np.abs(out_UD).sum()))
+    )
+
+
+class TestSums:
+    @float_types
+    @cases
+    @examples
+    def test_equal_ids_add_up_in_their_order_bit_for_bit(
+        self, dtype: type[np.floating[Any]], seed: int, size: int, dim: int
+    ) -> None:
+        case = Sorted(seed, size, dim, dtype)
+        expected_UD = np.zeros((len(case.rows_U), dim), dtype)
+        for u, run in case.runs():
+            for i in run:
+                expected_UD[u] = expected_UD[u] + case.grad_BD[case.sources_L[i]]
+        out_UD = np.full_like(expected_UD, np.nan)
+        assert_total(loops.sum_rows(case.starts_V, case.sources_L, case.grad_BD, out_UD), expected_UD)
+        assert out_UD.tolist() == expected_UD.tolist()
+
+    @cases
+    @examples
+    def test_a_block_of_the_rows_has_the_bits_of_the_whole(self, seed: int, size: int, dim: int) -> None:
+        case = Sorted(seed, size, dim, np.float32)
+        whole_UD = np.empty((len(case.rows_U), dim), np.float32)
+        loops.sum_rows(case.starts_V, case.sources_L, case.grad_BD, whole_UD)
+        middle = len(whole_UD) // 2
+        rest_UD = np.empty_like(whole_UD[middle:])
+        loops.sum_rows(case.starts_V[middle:], case.sources_L, case.grad_BD, rest_UD)
+        assert rest_UD.tolist() == whole_UD[middle:].tolist()
+
+    @float_types
+    @cases
+    @examples
+    def test_weighted_gradients_add_up_in_their_order(
+        self, dtype: type[np.floating[Any]], seed: int, size: int, dim: int
+    ) -> None:
+        """Each product rounds once together with its sum, or once more before it."""
+        case = Sorted(seed, size, dim, dtype)
+        wide: type[np.floating[Any]] = np.float64 if dtype is np.float32 else np.longdouble
+        fused_UD = np.zeros((len(case.rows_U), dim), dtype)
+        apart_UD = fused_UD.copy()
+        for u, run in case.runs():
+            for i in run:
+                weight, grad_D = case.weights_L[i], case.grad_BD[case.sources_L[i]]
+                exact_D = fused_UD[u].astype(wide) + weight.astype(wide) * grad_D.astype(wide)
+                fused_UD[u] = exact_D.astype(dtype)
+                apart_UD[u] = apart_UD[u] + weight * grad_D
+        out_UD = np.full_like(fused_UD, np.nan)
+        total = loops.sum_weighted_rows(case.starts_V, case.sources_L, case.weights_L, case.grad_BD, out_UD)
+        assert_total(total, fused_UD)
+        if dtype is np.float32:  # long doubles round twice, now and then
+            assert out_UD.tolist() in (fused_UD.tolist(), apart_UD.tolist())
+        np.testing.assert_allclose(out_UD, fused_UD, rtol=0, atol=1e-5 * np.abs(case.grad_BD).max(initial=1))
+
+    @float_types
+    @id_types
+    @cases
+    @examples
+    def test_the_largest_rows_get_their_columns_once_a_bag_bit_for_bit(
+        self,
+        dtype: type[np.floating[Any]],
+        id_dtype: type[np.signedinteger[Any]],
+        seed: int,
+        size: int,
+        dim: int,
+    ) -> None:
+        case = Sorted(seed, size, dim, dtype)
+        expected_UD = np.zeros((len(case.rows_U), dim), dtype)
+        for u, run in case.runs():
+            for source in sorted({int(case.sources_L[i]) for i in run}):
+                won_D = case.winners_BD[source] == case.rows_U[u]
+                expected_UD[u] = expected_UD[u] + np.where(won_D, case.grad_BD[source], dtype(0))
+        out_UD = np.full_like(expected_UD, np.nan)
+        total = loops.sum_largest_rows(
+            case.starts_V,
+            case.sources_L,
+            case.rows_U.astype(id_dtype),
+            case.winners_BD.astype(id_dtype),
+            case.grad_BD,
+            out_UD,
+        )
+        assert_total(total, expected_UD)
+        assert out_UD.tolist() == expected_UD.tolist()
+
+    @float_types
+    @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+    def test_the_total_tells_of_every_value_that_is_not_finite(
+        self, dtype: type[np.floating[Any]], bad: float
+    ) -> None:
+        for u, d in itertools.product(range(4), range(5)):
+            grad_BD = np.ones((4, 5), dtype)
+            grad_BD[u, d] = bad
+            each_L = np.arange(4, dtype=np.int32)
+            out_UD = np.empty_like(grad_BD)
+            starts_V, weights_L = np.arange(5, dtype=np.int32), np.ones(4, dtype)
+            totals = [
+                loops.sum_rows(starts_V, each_L, grad_BD, out_UD),
+                loops.sum_weighted_rows(starts_V, each_L, weights_L, grad_BD, out_UD),
+                loops.sum_largest_rows(
+                    starts_V, each_L, each_L, np.repeat(each_L, 5).reshape(4, 5), grad_BD, out_UD
+                ),
+            ]
+            assert not np.isfinite(totals).any()
+
+
+@float_types
+@id_types
+@pytest.mark.parametrize("size", [0, 1, 7])
+@pytest.mark.parametrize("dim", [1, 3, 16])
+def test_rows_are_taken_put_and_added(
+    dtype: type[np.floating[Any]], id_dtype: type[np.signedinteger[Any]], size: int, dim: int
+) -> None:
+    random = np.random.default_rng(0)
+    whole_RD = random.normal(size=(9, dim)).astype(dtype)
+    rows_U = random.permutation(9)[:size].astype(id_dtype)
+    part_UD = np.empty((size, dim), dtype)
+    loops.take_rows(whole_RD, rows_U, part_UD)
+    assert part_UD.tolist() == whole_RD[rows_U].tolist()
+
+    part_UD = random.normal(size=(size, dim)).astype(dtype)
+    expected_RD = whole_RD.copy()
+    expected_RD[rows_U] = part_UD
+    loops.put_rows(whole_RD, rows_U, part_UD)
+    assert whole_RD.tolist() == expected_RD.tolist()
+
+    expected_RD[rows_U] += dtype(0.5) * part_UD  # exact, so that one rounding is as good as two
+    loops.add_rows(whole_RD, rows_U, part_UD, 0.5)
+    assert whole_RD.tolist() == expected_RD.tolist()
+
+
+@float_types
+@given(size=st.integers(0, 4), widths=st.lists(st.integers(1, 5), min_size=1, max_size=5), seed=seeds)
+@examples
+def test_columns_are_placed_and_picked(
+    dtype: type[np.floating[Any]], size: int, widths: list[int], seed: int
+) -> None:
+    """Of features of one width after the other, in any order, until every column is written once."""
+    random = np.random.default_rng(seed)
+    firsts = np.array([0, *itertools.accumulate(widths)])
+    whole_BE = np.full((size, sum(widths)), np.nan, dtype)
+    for dim in set(widths):
+        features = random.permutation([k for k, width in enumerate(widths) if width == dim])
+        vectors_BFD = random.normal(size=(size, len(features), dim)).astype(dtype)
+        loops.place_columns(vectors_BFD, firsts[features], whole_BE)
+        for f, k in enumerate(features):
+            assert whole_BE[:, firsts[k] : firsts[k + 1]].tolist() == vectors_BFD[:, f].tolist()
+        picked_BFD = np.empty_like(vectors_BFD)
+        loops.pick_columns(picked_BFD, firsts[features], whole_BE)
+        assert picked_BFD.tolist() == vectors_BFD.tolist()
+    assert not np.isnan(whole_BE).any()
+
+
+INT32_1 = np.zeros(1, np.int32)
+INT64_1 = np.zeros(1, np.int64)
+FLOAT_11 = np.zeros((1, 1), np.float32)
+DOUBLE_11 = np.zeros((1, 1), np.float64)
+STRIDED_2 = np.zeros(4, np.int64)[::2]
+
+WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
+    "unsigned ids": (loops.group_ids, (INT32_1.astype(np.uint32), 1)),
+    "ids of floats": (loops.group_ids, (FLOAT_11[0], 1)),
+    "ids with gaps": (loops.group_ids, (STRIDED_2, 1)),
+    "ids checked as int32": (loops.first_outside, (INT32_1, INT64_1, INT64_1)),
+    "addresses of int32": (loops.addresses, (INT32_1[None], INT64_1[None], INT64_1, INT32_1[None])),
+    "ranks of int64": (loops.ranks, (np.zeros(2, np.int64), INT64_1)),
+    "offsets of floats": (loops.bags_in_order, (np.zeros(2), INT32_1)),
+    "ids and offsets that differ": (
+        loops.gather_bags,
+        (
+            INT64_1,
+            np.zeros(2, np.int64),
+            1,
+            np.array([[0, 0, 1, 0]]),
+            INT32_1,
+            np.zeros(2, np.int64),
+            INT64_1,
+        ),
+    ),
+    "sums of another type": (loops.sum_rows, (np.array([0, 1], np.int32), INT32_1, FLOAT_11, DOUBLE_11)),
+    "sums of halves": (
+        loops.sum_rows,
+        (np.array([0, 1], np.int32), INT32_1, FLOAT_11.astype(np.float16), FLOAT_11.astype(np.float16)),
+    ),
+    "weights of another type": (
+        loops.sum_weighted_rows,
+        (np.array([0, 1], np.int32), INT32_1, np.ones(1), FLOAT_11, FLOAT_11.copy()),
+    ),
+    "winners of another type": (
+        loops.sum_largest_rows,
+        (np.array([0, 1], np.int32), INT32_1, INT32_1, INT64_1[None], FLOAT_11, FLOAT_11.copy()),
+    ),
+    "rows into another type": (loops.take_rows, (FLOAT_11, INT32_1, DOUBLE_11)),
+    "rows of columns": (
+        loops.put_rows,
+        (np.zeros((2, 2), np.float32).T, INT32_1, np.zeros((1, 2), np.float32)),
+    ),
+    "rows of one dimension": (loops.add_rows, (FLOAT_11[0], INT32_1, FLOAT_11, np.float32(1))),
+    "columns of int32": (loops.place_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
+    "columns into another type": (loops.pick_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_arrays_of_other_types_are_refused(what: str) -> None:
+    function, arguments = WRONG[what]
+    with pytest.raises(TypeError, match="No matching definition"):
+        function(*arguments)
+
+
+def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_now, asked = numba.njit, []
+
+    def njit(signatures: list[str], *, cache: bool = False, **options: Any) -> Any:
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("cannot cache function 'twice': no locator available for file 'loops.py'")
+        return compile_now(signatures, **options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+
+    @loops._compiled("int64(int64)")
+    def twice(number: int) -> int:
+        return 2 * number
+
+    assert twice(21) == 42
+    assert asked == [True, False]
+    assert not twice._can_compile  # type: ignore[attr-defined]  # for these types and no others
+
+
+def test_what_cannot_be_compiled_is_an_error() -> None:
+    with pytest.raises(numba.TypingError):
+
+        @loops._compiled("int64(int64)")
+        def wrong(number: int) -> object:
+            return number.no_such_thing  # type: ignore[attr-defined]
