@@ -4,8 +4,8 @@ from __future__ import annotations
 
 ROUNDS = 3
 WARM_UP_STEPS = 10
-# Timed steps by workload: five seconds at least for the fastest system on two cores.
-TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 700}
+# Timed steps by workload: some seconds for the fastest system on two cores.
+TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 400}
 # One round of these is a first impression: all systems and workloads within three minutes.
 QUICK_WARM_UP_STEPS = 4
 QUICK_STEPS = {"W1": 8, "W2": 12, "W3": 40}

@@ -56,6 +56,13 @@ _ALL = (
         ("-m", "benchmark.one_process", "--kernels", "fbgemm"),
     ),
     System("tutorial", "tutorial", OWN_PYTHON, ("-m", "benchmark.tutorial"), is_synchronous=False),
+    System(
+        "tutorial-tcp",
+        "tutorial, TCP alone",
+        OWN_PYTHON,
+        ("-m", "benchmark.tutorial", "--tcp"),
+        is_synchronous=False,
+    ),
     System("torchrec", "TorchRec", BENCH_PYTHON, ("-m", "benchmark.torchrec_job")),
     System(
         "torchrec-pipelined",

@@ -4,8 +4,8 @@ As there: a master creates the tables on other processes, as ``RemoteModule``s o
 calls the trainers; a trainer's net is under DDP, its backward pass a distributed one, and
 ``DistributedOptimizer`` steps dense net and tables. There it is one table on one server; here each table is a
 ``RemoteModule``, they lie on the workers in turn, and a trainer calls one after another. Their gradients are
-sparse, since those of the tutorial would have the size of the tables. Transport is TCP alone, which is faster
-where there are more processes than cores.
+sparse, since those of the tutorial would have the size of the tables. Transport is what torch chooses, as
+there; ``--tcp`` takes TCP alone, which is faster where there are more processes than cores.
 
 The losses are not those of synchronous SGD. Each trainer's gradient is an update of its own: a row moves by
 the sum of the trainers' gradients, each of the mean over that trainer's batch, where the mean over the global
@@ -15,6 +15,7 @@ DDP. And no lookup waits for the other trainers' updates, so that losses vary fr
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
@@ -87,7 +88,7 @@ class Trainer:
         return loss.item()
 
 
-def main(rank: int, meeting_point: Path) -> None:
+def main(rank: int, meeting_point: Path, transports: list[str] | None) -> None:
     """What each process does: the master is first, then come the trainers, then the workers."""
     workload = sgd_job().workload
     trainers = [_trainer(t) for t in range(workload.trainers)]
@@ -96,7 +97,9 @@ def main(rank: int, meeting_point: Path) -> None:
         init_method = (meeting_point / "trainers").as_uri()
         dist.init_process_group("gloo", init_method, rank=rank - 1, world_size=len(trainers))
     options = rpc.TensorPipeRpcBackendOptions(
-        init_method=(meeting_point / "rpc").as_uri(), rpc_timeout=ranks.LIMIT_SECONDS, _transports=["uv"]
+        init_method=(meeting_point / "rpc").as_uri(),
+        rpc_timeout=ranks.LIMIT_SECONDS,
+        _transports=transports,
     )
     rpc.init_rpc(names[rank], rank=rank, world_size=len(names), rpc_backend_options=options)
     if names[rank] == MASTER:
@@ -147,5 +150,8 @@ def _worker(index: int) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tcp", action="store_true", help="over TCP alone")
+    chosen = ["uv"] if parser.parse_args().tcp else None
     shape = sgd_job().workload
-    ranks.run(main, 1 + shape.trainers + shape.workers, (), preload=["torch._dynamo"])
+    ranks.run(main, 1 + shape.trainers + shape.workers, (chosen,), preload=["torch._dynamo"])

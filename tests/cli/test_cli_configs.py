@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import ROOT, Ended, run, settings
@@ -18,7 +19,7 @@ def needs(files: dict[str, Path]) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"real data not here: {', '.join(missing)}")
 
 
-def launch(name: str, tmp_path: Path, **sections: dict[str, object]) -> tuple[Ended, dict[str, float]]:
+def launch(name: str, tmp_path: Path, **sections: dict[str, Any]) -> tuple[Ended, dict[str, float]]:
     """Run ``configs/NAME.toml`` with some keys replaced; how it ended, and its result."""
     overrides = settings(run={"folder": tmp_path / "run"}, **sections)
     ended = run(["launch", "--config", ROOT / "configs" / f"{name}.toml", *overrides], tmp_path)
