@@ -54,6 +54,23 @@ def test_a_wrong_setting(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "train.update=async",
+            "train.update = 'async': must be sync or pipelined: what async comes to depends on who is quick",
+        ),
+        (
+            "embedding.wire_dtype=bfloat16",
+            "embedding.wire_dtype = 'bfloat16': must be rows: one process sends nothing, and rounds nothing",
+        ),
+    ],
+)
+def test_comparing_what_one_process_cannot_do(override: str, message: str) -> None:
+    assert refused("compare", "--set", override) == f"hybrid compare: {message}"
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[train]\nepoch = 3", "train.epoch: no such key; did you mean train.epochs?"),
