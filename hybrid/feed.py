@@ -105,6 +105,16 @@ class Feed:
             self._has_ended = False
             _await_all([host.send_rejoin(self._trainer, self._step) for host in self._hosts])
 
+    def settle(self) -> None:
+        """Return once the workers have the gradients of all steps that were taken.
+
+        They leave by messages that nobody waits for, but for the lookups that leave with them.
+        """
+        for step in self._ahead:
+            for lookup in step.lookups:
+                lookup.settle()
+        self._embeddings.settle()
+
     def __iter__(self) -> Iterator[StepInput]:
         return self
 

@@ -138,6 +138,7 @@ class Session:
         Raises:
             ConfigError: there is no such step.
         """
+        self._settle()
         parts = self._everything_called
         spans: dict[Role, list[Span]] = defaultdict(list)
         for part, taken in zip(parts, gather([part.call("take_spans") for part in parts]), strict=True):
@@ -154,12 +155,13 @@ class Session:
             gather([part.call("record", self.recorded) for part in self._everything_called])
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
-        """Write a checkpoint: every worker its rows, trainer 0 the dense net, all at once.
+        """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
 
         Args:
             step, epoch: how many of each are done.
             metrics: of the last evaluation, if there was one.
         """
+        self._settle()
         partial = checkpoint.begin(folder)
         try:
             self._write_parts(partial)
@@ -169,6 +171,10 @@ class Session:
         except BaseException:
             checkpoint.discard(partial)
             raise
+
+    def _settle(self) -> None:
+        """Return once the gradients of all steps are with the workers; updates may be under way."""
+        gather([trainer.call("settle") for trainer in self.trainers])
 
     def _write_parts(self, partial: Path) -> None:
         writers: list[wire.Remote[Any]] = [*self._everything_hosted, self.trainers[0]]

@@ -181,6 +181,10 @@ class Trainer:
                 report.add(predict_step(module, self._embeddings, batch, ticket, clock), batch.labels)
         return report.build(clock)
 
+    def settle(self) -> None:
+        """See :meth:`Feed.settle`."""
+        self._feed.settle()
+
     def save(self, folder: Path | None) -> None:
         """Write the dense net and its optimizer into a checkpoint folder.
 

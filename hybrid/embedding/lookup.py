@@ -90,6 +90,10 @@ class Embeddings:
         """What :meth:`lookup` would give for no samples, without asking anybody."""
         return Nothing(sum(self.widths))
 
+    def settle(self) -> None:
+        """Return once all gradients that were sent by messages of their own have arrived."""
+        self._outbox.settle()
+
     def _routes_for(self, sparse: SparseFeatures) -> list[tuple[Route, Tensor | None]]:
         every = range(len(self._features))
         weighted = sparse.weights_L is not None

@@ -90,6 +90,12 @@ class Outbox:
         for each in arrived:
             each.wait()
 
+    def settle(self) -> None:
+        """Return once all have arrived; raise what they have come to."""
+        sent, self._sent = self._sent, []
+        for each in sent:
+            each.wait()
+
 
 class Lookup:
     """A lookup of all features of a batch.
@@ -135,6 +141,11 @@ class Lookup:
     def start_with_gradients_of(self, earlier: Lookup) -> None:
         """Ask the workers when the gradients of ``earlier`` leave for them."""
         earlier._next = self
+
+    def settle(self) -> None:
+        """Return once the workers have answered, and so the gradients have arrived that this left with."""
+        for answer in self._answers.values():
+            answer.wait()
 
     def wait(self) -> Tensor:
         """``pooled_BE``, the features' vectors side by side, once every worker has answered.

@@ -57,6 +57,9 @@ class Log:
         self.events.append(f"look up {ticket.step}{with_gradients}")
         return lookup
 
+    def settle(self) -> None:
+        self.events.append("all sent has arrived")
+
     def nothing(self) -> Lookup:
         self.events.append("look up nothing")
         return Nothing(0)
@@ -205,6 +208,21 @@ class TestTickets:
         feed = log.feed(UpdateMode.SYNC, parts=3)
         feed.begin(log.reading(batch(0, size=5)), 0)
         assert [len(micro.batch.labels) for micro in log.compute(feed).micro_batches] == [2, 2, 1]
+
+
+@AHEAD
+def test_settling_waits_for_the_lookups_that_left_with_gradients(
+    monkeypatch: pytest.MonkeyPatch, log: Log, mode: UpdateMode
+) -> None:
+    settled: list[Lookup] = []
+    monkeypatch.setattr(Nothing, "settle", lambda lookup: settled.append(lookup))
+    feed = log.feed(mode, parts=2)
+    feed.begin(log.reading(*map(batch, range(4))), 0)
+    log.compute(feed)
+    log.take()
+    feed.settle()
+    assert settled == [log.lookups[step, part] for step in (1, 2) for part in (0, 1)]
+    assert log.take() == ["all sent has arrived"]
 
 
 class TestEnds:

@@ -349,6 +349,21 @@ class TestMessages:
             self.train(embeddings, 3)
         self.train(embeddings, 4)  # it is told once
 
+    def test_settling_waits_for_all_gradients_that_were_sent(
+        self, host: FakeHost, embeddings: Embeddings
+    ) -> None:
+        """A checkpoint would lack the last steps else."""
+        embeddings.settle()  # none were
+        for step in range(2):
+            self.train(embeddings, step)
+        first, second = (message for *_, message in host.sent)
+        first.has_arrived = True
+        with pytest.raises(AssertionError, match="nothing waits"):
+            embeddings.settle()
+        self.train(embeddings, 2)
+        host.sent[-1][2].has_arrived = second.has_arrived = True
+        embeddings.settle()
+
     def test_nothing_is_looked_up_without_asking_anybody(
         self, host: FakeHost, embeddings: Embeddings
     ) -> None:
