@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
 _POLL_SECONDS = 0.02
+_PORTS_NOT_HANDED_OUT = (20_000, 32_000)  # by Linux, as it comes
 _MARK = "HYBRID_TEST_MARK"
 
 
@@ -35,10 +37,15 @@ def settings(**sections: dict[str, object]) -> list[str]:
 
 
 def free_port() -> int:
-    """A port that is free now; roles started by hand must all be told one beforehand."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now; roles started by hand must all be told one beforehand.
+
+    It is none of those that the system hands out, which another process could have by the time it is used.
+    """
+    while True:
+        port = random.randrange(*_PORTS_NOT_HANDED_OUT)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def eventually(condition: Callable[[], object], seconds: float) -> bool:
