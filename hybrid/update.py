@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from hybrid.clock import Flow
 from hybrid.config import RunConfig
 from hybrid.schedule import Schedule
 
@@ -45,6 +46,10 @@ class Ticket(NamedTuple):
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
     followed: bool = False
+
+    def flow(self, worker: int) -> Flow:
+        """What the spans of this ticket's call to ``worker`` have in common, on both sides."""
+        return self.trainer, self.step, self.part, worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,8 +208,7 @@ class Lookup:
         with self._clock.span("serialise") as span:
             _count(span, grads, self._items[worker])
             self._answers[worker] = answer = send()
-        flow = (self._ticket.trainer, self._ticket.step, self._ticket.part, worker)
-        if (call := self._clock.begin("call", flow=flow)) is not None:
+        if (call := self._clock.begin("call", flow=self._ticket.flow(worker))) is not None:
             answer.add_done_callback(lambda _: call.close())
 
 

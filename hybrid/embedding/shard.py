@@ -14,7 +14,6 @@ from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
 from hybrid.checkpoint import Checkpoint, shard_file, write_tensors
-from hybrid.clock import Flow
 from hybrid.embedding.initial import initialise_rows
 from hybrid.embedding.kernels import Bags, RowGradients, concatenate, pool, pool_recorded
 from hybrid.embedding.optimizer import OPTIMIZERS
@@ -181,16 +180,13 @@ class TableShards(Host):
         values, and :meth:`receive` takes their gradients.
         """
         items = [(group, Bags(*bags)) for group, bags in items]
-        return self.barrier.when(ticket, lambda: self.forward(ticket, items), self._flow(ticket))
-
-    def _flow(self, ticket: Ticket) -> Flow:
-        return ticket.trainer, ticket.step, ticket.part, self._worker
+        return self.barrier.when(ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker))
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
         """As :meth:`lookup`, against the rows as they are now."""
         if ticket.purpose is Purpose.PREDICT:
             return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
-        with self.clock.span("pool", ticket.step, flow=self._flow(ticket)):
+        with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
             version = self.version

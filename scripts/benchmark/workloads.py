@@ -72,10 +72,10 @@ class Workload:
         features = (FeatureSpec(f"c{k}", rows, self.hotness > 1) for k, rows in enumerate(self.table_rows))
         return InputSpec(tuple(f"x{f}" for f in range(NUM_DENSE)), tuple(features))
 
-    def config(self, **cluster: Any) -> RunConfig:
-        """The run that trains it; ``cluster`` are more keys of ``[cluster]``."""
+    def config(self) -> RunConfig:
+        """The run that trains it."""
         return RunConfig(
-            cluster=ClusterSection(trainers=self.trainers, workers=self.workers, **cluster),
+            cluster=ClusterSection(trainers=self.trainers, workers=self.workers),
             embedding=EmbeddingSection(dim=self.dim, optimizer=self.optimizer, learning_rate=LEARNING_RATE),
             dense=DenseSection(optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", **self.dense),
         )
