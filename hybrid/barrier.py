@@ -71,8 +71,8 @@ class UpdateBarrier(Generic[Contribution]):
 
     Args:
         rules: who contributes, and when a step is complete.
-        merge: called with a step and its contributions, in order of trainers and parts, in the updater
-            thread; what it returns is applied there too, or dropped where the trainers decide so.
+        merge: called with a step and its contributions, in order of trainers and parts; what it returns is
+            applied in the same thread, or dropped where the trainers decide so.
         clock: records lookups that wait, and updates, where it records.
     """
 
@@ -99,6 +99,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition()
+        self._readers = ThreadPoolExecutor(min(rules.num_trainers, _MAX_LOOKUP_THREADS), "lookup")
         self._updater = threading.Thread(target=self._run, name="updater", daemon=True)
         self._updater.start()
 
@@ -126,11 +127,15 @@ class UpdateBarrier(Generic[Contribution]):
         self._answer(waiting)
         return waiting.future
 
-    def contribute(self, ticket: Ticket, contribution: Contribution, read_at: int) -> None:
-        """Hand in a trainer's gradients of a step. Returns at once; the update follows in the background.
+    def contribute(
+        self, ticket: Ticket, contribution: Contribution, read_at: int, *, helps: bool = False
+    ) -> None:
+        """Hand in a trainer's gradients of a step. The update follows in the background.
 
         Args:
             read_at: how many updates the rows had seen that the gradients were computed with.
+            helps: where these gradients complete an update, make it before this returns. To wake another
+                thread for that costs more than a small update, and the caller has to wait for it anyway.
 
         Raises:
             ClusterError: the barrier has failed, or the trainer has sent this part of the step, or its
@@ -151,7 +156,11 @@ class UpdateBarrier(Generic[Contribution]):
                 self._shares[step, trainer] = share
             share.parts[ticket.part] = contribution
             share.read_at = min(share.read_at, read_at)
-            self._changed.notify_all()
+            taken = self._take() if helps and not self._rules.decided else None
+            if taken is None:
+                self._changed.notify_all()
+        if taken is not None:
+            self._make(*taken)
 
     def norm(self, step: int) -> Future[float]:
         """The squared norm of a step's merged gradients, once all of them are in."""
@@ -232,16 +241,22 @@ class UpdateBarrier(Generic[Contribution]):
         self._updater.join(self._rules.timeout_seconds)
 
     def _run(self) -> None:
-        readers_needed = min(self._rules.num_trainers, _MAX_LOOKUP_THREADS)
-        # The updater owns the readers: each lookup that it releases is answered before they end.
-        with ThreadPoolExecutor(readers_needed, "lookup") as readers:
+        # The updater ends the readers: each lookup that an update releases is answered before they end.
+        with self._readers:
             try:
                 while (taken := self._next()) is not None:
-                    self._update(*taken)
-                    self._release(readers)
+                    self._make(*taken)
                 self._fail(ClusterError("the worker is stopping"))
             except Exception as error:  # handed on to every caller, now and later
                 self._fail(error)
+
+    def _make(self, step: int, shares: list[_Share[Contribution]]) -> None:
+        try:
+            self._update(step, shares)
+        except Exception as error:  # handed on to every caller, now and later
+            self._fail(error)
+            return
+        self._release()
 
     def _update(self, step: int, shares: list[_Share[Contribution]]) -> None:
         contributions = [share.parts[part] for share in shares for part in sorted(share.parts)]
@@ -280,11 +295,19 @@ class UpdateBarrier(Generic[Contribution]):
             while not self._closed:
                 if self._failure is not None:
                     raise self._failure
-                if keys := self._complete():
-                    self._applying = keys
-                    return keys[0][0], [self._shares.pop(key) for key in keys]
+                if taken := self._take():
+                    return taken
                 self._changed.wait(self._seconds_left())
+            # An update that another thread makes still needs the readers.
+            self._changed.wait_for(lambda: self._failure or not self._applying, self._rules.timeout_seconds)
         return None
+
+    def _take(self) -> tuple[int, list[_Share[Contribution]]] | None:
+        """Step and contributions of the next update, now to be made, if it lacks none and is the only one."""
+        if self._applying or not (keys := self._complete()):
+            return None
+        self._applying = keys
+        return keys[0][0], [self._shares.pop(key) for key in keys]
 
     def _complete(self) -> list[tuple[int, int]]:
         """Step and trainer of every share of the next update; none where it lacks something."""
@@ -330,7 +353,7 @@ class UpdateBarrier(Generic[Contribution]):
             )
         return left
 
-    def _release(self, readers: ThreadPoolExecutor) -> None:
+    def _release(self) -> None:
         with self._changed:
             for key in self._applying:
                 self._served.pop(key, None)
@@ -342,7 +365,7 @@ class UpdateBarrier(Generic[Contribution]):
         for waiting in ready:
             if waiting.span is not None:
                 waiting.span.close()
-            readers.submit(self._answer, waiting)
+            self._readers.submit(self._answer, waiting)
 
     def _answer(self, waiting: _Waiting[Result]) -> None:
         try:

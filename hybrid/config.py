@@ -196,6 +196,12 @@ class DenseSection:
         "MiB of gradients that trainers reduce at once; smaller parts start sooner, fewer cost less",
         above=0,
     )
+    all_reduce: str = option(
+        "auto",
+        "auto sums gradients in shared memory where all trainers of a net are on one host, with CPUs, and "
+        "8 at most; group leaves it to the process group everywhere",
+        choices=("auto", "group"),
+    )
     device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
     parallel: str = option(
         "none",

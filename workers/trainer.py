@@ -23,6 +23,7 @@ from hybrid.dense.device import choose_devices
 from hybrid.dense.nets import build_dense_net
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
 from hybrid.dense.parallel import arrange
+from hybrid.dense.shared_sum import SharedSum
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import InputSpec, TableSpec
@@ -104,7 +105,9 @@ class Trainer:
         self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
-        self._model = DdpModel(model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb)
+        self._model = DdpModel(
+            model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
+        )
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
@@ -223,6 +226,14 @@ class Trainer:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    def _share_memory(self) -> SharedSum | None:
+        """How the trainers of a net sum its gradients where they need no process group for that."""
+        config = self._job.config
+        if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
+            return None
+        timeout_seconds = config.cluster.rpc_timeout_seconds
+        return SharedSum.join(self._arrangement.group, self._device, timeout_seconds)
 
     @property
     def _reducing_device(self) -> torch.device:

@@ -27,6 +27,7 @@ CHOICES = {
     "schedule": SCHEDULES,
     "weight_decay": (0.0, 0.01),
     "dense_optimizer": ("SGD", "AdamW"),
+    "all_reduce": ("auto", "group"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
 }

@@ -72,10 +72,17 @@ def ahead(
 
 
 def give(
-    each: Barrier, trainer: int, step: int, contribution: str = "", *, part: int = 0, followed: bool = False
+    each: Barrier,
+    trainer: int,
+    step: int,
+    contribution: str = "",
+    *,
+    part: int = 0,
+    followed: bool = False,
+    helps: bool = False,
 ) -> None:
     ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH, followed)
-    each.contribute(ticket, contribution or f"t{trainer}s{step}", step)
+    each.contribute(ticket, contribution or f"t{trainer}s{step}", step, helps=helps)
 
 
 def nothing() -> None:

@@ -54,6 +54,7 @@ class Case:
     shared_table: bool = True
     net: str = "dcn_v2"
     top_mlp: tuple[int, ...] = (6,)
+    all_reduce: str = "auto"
     parallel: str = "none"
     compile: str = "none"
     tensor_size: int = 2
@@ -94,6 +95,7 @@ class Case:
                 "devices": ("cpu", "cpu") if self.parallel == "replicas" else (),
                 "tensor_size": self.tensor_size,
                 "tensor_plan": self.tensor_plan,
+                "all_reduce": self.all_reduce,
                 "compile": self.compile,
                 "cross_layers": 1,
                 "ddp": self.ddp,
