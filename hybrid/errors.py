@@ -28,7 +28,7 @@ class ConfigError(HybridError):
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
         found = "" if value is None else f" = {value!r}"
-        super().__init__(f"{key}{found}: {rule}")
+        super().__init__(f"{' '.join(key.split())}{found}: {rule}")
         self.key = key
         self.value = value
         self.rule = rule

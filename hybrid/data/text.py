@@ -29,6 +29,7 @@ MAX_BLOCK_BYTES = 1 << 30
 PEEK_BYTES = 1 << 20
 PEEK_LINES = 100
 _GZIP_MAGIC = b"\x1f\x8b"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class TableBlock(NamedTuple):
@@ -172,6 +173,8 @@ class _Parser:
 
         if not block:
             return {name: pa.array([], pa.string()) for name in self._wanted}, bad
+        if block.startswith(_BYTE_ORDER_MARK):  # not that of the file, and pyarrow would drop it
+            block = _BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
             delimiter=self._layout.delimiter,
             quote_char='"' if self._layout.quotes else False,
@@ -238,7 +241,7 @@ def _line_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         rest = b""
         start = True
         while chunk := file.read(block_bytes):
-            chunk = chunk.removeprefix(b"\xef\xbb\xbf") if start else chunk
+            chunk = chunk.removeprefix(_BYTE_ORDER_MARK) if start else chunk
             start = False
             cut = chunk.rfind(b"\n") + 1
             if cut:

@@ -1,0 +1,74 @@
+"""Input files as nobody would write them, and what a reader must make of them: rows, or one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from hybrid.config import DataSection
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.sources import Source
+from hybrid.errors import HybridError
+
+_HEADED = DataSection(
+    format="csv",
+    label="label",
+    dense=("x",),
+    sparse=("city", "tags"),
+    multi_hot_separator="|",
+    max_bad_fraction=1.0,
+)
+LAYOUTS = (
+    _HEADED,
+    dataclasses.replace(_HEADED, columns=("label", "x", "city", "tags")),
+    DataSection(format="criteo", max_bad_fraction=1.0),
+)
+# What a reader may trip over, each beside what is in its place in a good file.
+TOKENS = (
+    *(b"label", b"x", b"city", b"tags", b"label,x,city,tags\n", b'0,.5,"a,b",c\n', b"1,2,a,b|c\n"),
+    *(b",", b"\t", b"\n", b"\r\n", b"\r", b"|", b'"', b'""', b"'", b" ", b"?", b"-", b"0", b"1"),
+    *(b"1e999", b"nan", b"inf", b"0x1p3", b"1_000", b"9" * 400, "\u0661".encode(), "é".encode()),
+    *(
+        b"\x00",
+        b"\xff",
+        b"\xef\xbb\xbf",
+        b"\xed\xa0\x80",
+        b"\x0b",
+        b"\x0c",
+        b"\x1c",
+        b"\xc2\x85",
+        b"\x1f\x8b",
+    ),
+    b"\t".join([b"1", *[b"3"] * 13, *[b"68fd1e64"] * 26]) + b"\n",
+)
+
+
+def check_line(error: HybridError) -> None:
+    """What a user is told is one line."""
+    assert len(str(error).splitlines()) == 1, f"several lines, or none: {error!r}"
+
+
+def read_hostile(
+    path: Path, data: DataSection, with_labels: bool, block_bytes: int
+) -> tuple[BadRowReport, list[int]] | None:
+    """The report of a file's bad rows and the numbers of its good ones; None where it is refused.
+
+    Raises:
+        AssertionError: the refusal is no clear error, or blocks do not hold together.
+        Exception: whatever a reader should not raise.
+    """
+    source = Source((path,), data, with_labels, block_bytes)
+    log = source.new_log()
+    rows: list[int] = []
+    try:
+        for block in source.blocks(log):
+            size = len(block.source_rows_B)
+            assert {len(block.dense_BF), *map(len, block.sparse)} == {size}
+            assert block.labels_B is None or set(block.labels_B.tolist()) <= {0, 1}
+            rows += block.source_rows_B.tolist()
+        report = log.finish()
+    except HybridError as error:
+        check_line(error)
+        return None
+    assert rows == sorted(set(rows)), "rows come once, in order"
+    return report, rows

@@ -1,0 +1,60 @@
+"""Readers before thousands of hostile files: rows or one clear error, whatever the size of blocks."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support.hostile import LAYOUTS, TOKENS, read_hostile
+
+from hybrid.config import DataSection
+
+FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
+MANY = settings(
+    max_examples=500,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@MANY
+@given(raw=FILES, data=st.sampled_from(LAYOUTS), with_labels=st.booleans())
+@example(raw=b'\n\xef\xbb\xbf"\nc\n', data=LAYOUTS[1], with_labels=True)
+def test_a_hostile_file_is_read_or_refused_in_one_line(
+    raw: bytes, data: DataSection, with_labels: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(raw)
+    whole = read_hostile(path, data, with_labels, 1 << 20)
+    in_pieces = read_hostile(path, data, with_labels, 7)
+    if raw[:2] != b"\x1f\x8b":
+        assert whole == in_pieces
+
+
+@MANY
+@given(raw=FILES, cut=st.integers(0, 200), flipped=st.integers(0, 200))
+def test_a_broken_archive_is_read_or_refused_in_one_line(
+    raw: bytes, cut: int, flipped: int, tmp_path: Path
+) -> None:
+    packed = bytearray(gzip.compress(raw)[: cut or None])
+    if flipped < len(packed):
+        packed[flipped] ^= 0x40
+    path = tmp_path / "file.gz"
+    path.write_bytes(packed)
+    read_hostile(path, LAYOUTS[0], True, 1 << 20)
+
+
+@pytest.mark.parametrize("data", LAYOUTS, ids=["header", "columns", "criteo"])
+def test_a_mark_of_byte_order_within_a_file_is_part_of_its_line(data: DataSection, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    mark, good = b"\xef\xbb\xbf", {"csv": b"1,2,a,b\n", "criteo": TOKENS[-1]}[data.format]
+    header = b"" if data.columns or data.format == "criteo" else b"label,x,city,tags\n"
+    path.write_bytes(mark + header + good + b"\n" + mark + good + good)
+    read = read_hostile(path, data, True, len(mark + header + good) + 1)
+    assert read is not None
+    report, rows = read
+    assert (rows, report.total) == ([0, 2], 1)  # the label of the second is none

@@ -1,0 +1,94 @@
+"""The configuration before thousands of hostile files and overrides: a RunConfig, or one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.hostile import check_line
+
+from hybrid.config import RunConfig
+from hybrid.config_file import load_config, to_toml
+from hybrid.errors import ConfigError
+
+MANY = settings(
+    max_examples=800,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+SECTIONS = {
+    field.name: [key.name for key in dataclasses.fields(getattr(RunConfig(), field.name))]
+    for field in dataclasses.fields(RunConfig)
+    if field.name != "tables"
+}
+KEYS = [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys]
+VALUES = st.one_of(
+    st.sampled_from(
+        (
+            *("", "0", "-1", "1e999", "nan", "-inf", "true", "[]", "[1, 'a']", "{a = 1}", "''", '"', "2**3"),
+            *("9" * 400, "0x1p3", "1979-05-27", "a.b:c", "../../etc/passwd", "\x00", "[[1]]", "é", "async"),
+        )
+    ),
+    st.text(max_size=8),
+    st.integers().map(str),
+    st.floats().map(str),
+)
+OVERRIDES = st.lists(
+    st.one_of(
+        st.builds(
+            "{}={}".format, st.sampled_from([*KEYS, "tables.C1.dim", "tables..dim", "run", ""]), VALUES
+        ),
+        st.text(max_size=20),
+    ),
+    max_size=4,
+)
+LINES = st.one_of(
+    st.sampled_from([f"[{section}]" for section in [*SECTIONS, "tables.C1", "nothing", "tables"]]),
+    st.builds("{} = {}".format, st.sampled_from([key.partition(".")[2] for key in KEYS]), VALUES),
+    st.text(max_size=20),
+)
+
+
+def loaded(path: Path | None, overrides: list[str]) -> RunConfig | None:
+    """The configuration, or None where it is refused in one line."""
+    try:
+        config = load_config(path, overrides)
+    except ConfigError as error:
+        check_line(error)
+        return None
+    return config
+
+
+@MANY
+@given(overrides=OVERRIDES)
+def test_hostile_overrides_are_taken_or_refused_in_one_line(overrides: list[str]) -> None:
+    loaded(None, overrides)
+
+
+@MANY
+@given(lines=st.lists(LINES, max_size=8))
+def test_a_hostile_file_is_taken_or_refused_in_one_line(lines: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("\n".join(lines), encoding="utf-8", errors="surrogatepass")
+    config = loaded(path, [])
+    if config is not None:
+        path.write_text(to_toml(config), encoding="utf-8")
+        assert loaded(path, []) == config, "what is printed is read as the same"
+
+
+@MANY
+@given(raw=st.binary(max_size=40))
+def test_bytes_are_refused_in_one_line(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(raw)
+    loaded(path, [])
+
+
+@given(key=st.sampled_from(KEYS), value=VALUES)
+@MANY
+def test_one_key_at_a_time(key: str, value: Any) -> None:
+    loaded(None, [f"{key}={value}"])
