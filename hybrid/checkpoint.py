@@ -1,145 +1,36 @@
-"""A checkpoint: a folder of safetensors and a manifest, there whole or not at all.
+"""Reading a checkpoint, and what of a net and its optimizer is written into one.
 
-::
-
-    step-00000293/
-        manifest.json                     what is in here, with sizes; written last
-        config.toml                       the effective configuration
-        features.json                     how raw values become numbers (see hybrid/data/encode.py)
-        dense.safetensors                 trainer 0's net, and its optimizer's state
-        remote.safetensors                the remote dense net, where there is one
-        tables/C1.0-of-2.safetensors      rows 0, 2, 4, ... of table C1, and their optimizer state
-
-Every role writes its own part into ``step-N.partial``; the manifest and one rename make it a checkpoint.
-Rows are keyed by table and row, not by worker: any number of workers loads it.
+Its folder is described in ``hybrid/manifest.py``. Rows are keyed by table and row, not by worker: any number
+of workers loads it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
+from hybrid.manifest import MANIFEST_FILE, Manifest, check_sizes, shard_file, stored
 
-FORMAT = 1
 CONFIG_FILE = "config.toml"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
-_PARTIAL = ".partial"
+PROGRESS_FILE = "progress.safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a checkpoint holds.
-
-    Attributes:
-        step: optimizer steps taken.
-        epoch: epochs finished.
-        tables: table name to [number of rows, dim, number of shards].
-        files: every other file of the folder, by relative path, with its size in bytes.
-        metrics: the last evaluation's; empty where there was none.
-    """
-
-    step: int
-    epoch: int
-    tables: dict[str, tuple[int, int, int]]
-    files: dict[str, int]
-    metrics: dict[str, float]
-    format: int = FORMAT
-
-
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write named tensors as one file of ``folder`` and see them safely on the disk."""
-    path = folder / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, path)
-        _sync(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {path}: {error}") from error
-
-
-def write_text(folder: Path, name: str, text: str) -> None:
-    """Write a text file of ``folder``."""
-    try:
-        (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder / name}: {error.strerror}") from error
-
-
-def shard_file(table: str, index: int, count: int) -> str:
-    """Relative path of the file with one shard of a table."""
-    return f"tables/{quote(table, safe='')}.{index}-of-{count}.safetensors"
-
-
-def begin(folder: Path) -> Path:
-    """Make the empty folder into which every role writes its part of checkpoint ``folder``."""
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; it is not overwritten")
-    partial = folder.with_name(folder.name + _PARTIAL)
-    try:
-        if partial.exists():  # left by a run that was killed while writing
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {partial}: {error.strerror}") from error
-    return partial
-
-
-def discard(partial: Path) -> None:
-    """Remove what was written of a checkpoint that will not be one."""
-    shutil.rmtree(partial, ignore_errors=True)
-
-
-def commit(partial: Path, manifest: Manifest) -> Path:
-    """Seal a folder that every role has written to; its final path.
-
-    Raises:
-        CheckpointError: a shard of a table is not there, or the folder cannot be written.
-    """
-    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-    for table, (_, _, count) in manifest.tables.items():
-        for index in range(count):
-            if shard_file(table, index, count) not in files:
-                raise CheckpointError(
-                    f"{partial}: a worker wrote shard {index} of {count} of table {table} elsewhere; "
-                    "run.folder must be storage that all hosts share"
-                )
-    manifest = dataclasses.replace(manifest, files=files)
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
-    try:
-        (partial / "manifest.json").write_text(json.dumps(dataclasses.asdict(manifest), indent=1))
-        for path in (*partial.rglob("*"), partial):
-            _sync(path)
-        os.rename(partial, final)
-        _sync(final.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {final}: {error.strerror}") from error
-    return final
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def dense_file(trainer: int) -> str:
+    """The file with a trainer's dense net; others than the first have one only where nets are their own."""
+    return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
 class Checkpoint:
-    """A checkpoint on disk, checked when opened and read piece by piece."""
+    """A checkpoint on disk, read piece by piece."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
@@ -147,22 +38,42 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Open a checkpoint folder, or the newest checkpoint of a run folder.
+        """Open one checkpoint, which may have been altered without a change of size.
 
         Raises:
             CheckpointError: there is none, or a file is missing or has another size than it had.
         """
-        if not (folder / "manifest.json").exists():
-            found = sorted(folder.glob("checkpoints/step-*[0-9]/manifest.json"))  # none that is partial
-            if not found:
-                raise CheckpointError(f"{folder}: there is no checkpoint here")
-            folder = found[-1].parent
-        manifest = _read_manifest(folder / "manifest.json")
-        for name, size in manifest.files.items():
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != size:
-                raise CheckpointError(f"{path}: missing or altered since the checkpoint was written")
+        if not (folder / MANIFEST_FILE).exists():
+            raise CheckpointError(f"{folder}: there is no checkpoint here")
+        manifest = Manifest.read(folder / MANIFEST_FILE)
+        check_sizes(folder, manifest.files)
         return cls(folder, manifest)
+
+    @classmethod
+    def newest_good(cls, folder: Path, say: Callable[[str], object]) -> Checkpoint:
+        """The newest checkpoint of a run of which every file is as it was written.
+
+        Args:
+            folder: a run folder; or one of its checkpoints, which then must be good itself.
+            say: told, in one line, of newer ones that are not.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        damage: list[CheckpointError] = []
+        for candidate in [folder] if (folder / MANIFEST_FILE).exists() else stored(folder):
+            try:
+                found = cls.open(candidate)
+                found.manifest.verify(candidate)
+            except CheckpointError as error:
+                damage.append(error)
+                continue
+            if damage:
+                say(f"{'; '.join(map(str, damage))}; {candidate.name} is taken instead")
+            return found
+        if damage:
+            raise CheckpointError("; ".join(map(str, damage)))
+        raise CheckpointError(f"{folder}: there is no checkpoint here")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The named tensors of one file."""
@@ -190,35 +101,28 @@ class Checkpoint:
             if not mine_R.any():
                 continue
             source = rows_R[mine_R] // num_shards
-            stored = self.tensors(shard_file(table, shard, num_shards))
-            widths = {name: tensor.shape[1:] for name, tensor in stored.items()}
+            on_disk = self.tensors(shard_file(table, shard, num_shards))
+            widths = {name: tensor.shape[1:] for name, tensor in on_disk.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
-            if int(source[-1]) >= len(stored["weight"]):
+            if int(source[-1]) >= len(on_disk["weight"]):
                 raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
             for name, tensor in into.items():
-                tensor[mine_R] = stored[name][source]
-
-
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        fields = json.loads(path.read_text())
-        if fields.get("format") != FORMAT:
-            raise CheckpointError(f"{path}: written by another version (format {fields.get('format')})")
-        return Manifest(**fields)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: is not a manifest: {error}") from error
+                tensor[mine_R] = on_disk[name][source]
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A net's state dict and its optimizer's ``state`` as one flat dict of tensors."""
-    # Clones, since a file holds no two tensors that share memory, as tied weights do.
-    packed = {f"net.{name}": tensor.clone() for name, tensor in net.items()}
+    """A net's state dict and its optimizer's ``state`` as one flat dict of copies, on the CPU."""
+    packed = {f"net.{name}": _copy(tensor) for name, tensor in net.items()}
     for index, values in state.items():
         for key, value in values.items():
             if value is not None:
-                packed[f"optimizer.{index}.{key}"] = torch.as_tensor(value)
+                packed[f"optimizer.{index}.{key}"] = _copy(torch.as_tensor(value))
     return packed
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:

@@ -71,6 +71,17 @@ class ClusterSection:
         60.0, "how long a worker waits for the gradients of all trainers", above=0
     )
     stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
+    heartbeat_timeout_seconds: float = option(
+        10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
+    )
+    max_restarts: int = option(
+        3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0
+    )
+    secret_file: str = option(
+        "",
+        "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
+        "variable HYBRID_SECRET, and launch then makes its own where there is none",
+    )
 
     @property
     def topology(self) -> Topology:
@@ -262,6 +273,20 @@ class TrainSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When checkpoints are written, besides at the end of a run, and which are kept."""
+
+    every_steps: int = option(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
+    every_minutes: float = option(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
+    keep_last: int = option(2, "how many of the newest checkpoints are kept", minimum=1)
+    keep_best: str = option(
+        "auc",
+        "metric of the evaluations by which the best checkpoint is kept as well",
+        choices=("auc", "log_loss", "none"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
     """How learning rates change over the steps of a run, for tables and dense nets alike."""
 
@@ -307,6 +332,7 @@ class RunConfig:
     embedding: EmbeddingSection = EmbeddingSection()
     dense: DenseSection = DenseSection()
     train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     schedule: ScheduleSection = ScheduleSection()
     profile: ProfileSection = ProfileSection()
     tables: Mapping[str, TableSection] = field(default_factory=dict)

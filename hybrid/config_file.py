@@ -24,6 +24,13 @@ _NOT_PART_OF_THE_RESULT = (
     "run.name",
     "cluster.master_port",
     "cluster.interface",
+    "cluster.secret_file",
+    "cluster.heartbeat_timeout_seconds",
+    "cluster.max_restarts",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_last",
+    "checkpoint.keep_best",
     "profile.steps",
     "profile.first_step",
 )

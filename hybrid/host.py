@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
 from hybrid.clock import Span, StepClock
+from hybrid.manifest import Files
+from hybrid.tensor_file import write_tensors
 from hybrid.update import Staleness
 
 
@@ -24,6 +28,7 @@ class Host(nn.Module):
         super().__init__()
         self.barrier: UpdateBarrier[Any]
         self.clock = StepClock()
+        self._held: Mapping[str, Mapping[str, Tensor]] = {}
 
     @property
     def version(self) -> int:
@@ -62,6 +67,27 @@ class Host(nn.Module):
         """See :meth:`StepClock.take_spans`; with those of updates that are under way."""
         self.barrier.drain()
         return self.clock.take_spans()
+
+    def begin_save(self, is_copied: bool) -> None:
+        """Hold what a checkpoint is to have of it, with all updates that are under way, for :meth:`write`.
+
+        Args:
+            is_copied: hold a copy, so that training may go on at once; else it must wait.
+        """
+        self.barrier.drain()
+        self._held = self._files(is_copied)
+
+    def write(self, folder: Path) -> Files:
+        """Write what it holds into a checkpoint folder, and let go of it."""
+        held, self._held = self._held, {}
+        files: Files = {}
+        for name, tensors in held.items():
+            files |= write_tensors(folder, name, tensors)
+        return files
+
+    def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
+        """What is written into which file of a checkpoint."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End the background thread."""

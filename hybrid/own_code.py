@@ -1,12 +1,30 @@
-"""Code of the user's own, named in a configuration or on the command line as ``module:function``."""
+"""Code of the user's own, named in a configuration or on the command line as ``module:function``.
+
+Between processes such code travels by name, with plain values beside it, and is looked up where it runs. What
+may be looked up is what the user's own modules define: not the standard library, not what is installed.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib
-from collections.abc import Callable
+import importlib.util
+import inspect
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
+
+# Their functions and classes are called by lists of their own.
+_PROJECT = ("hybrid", "workers")
+_LIBRARIES = tuple(
+    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
@@ -25,3 +43,105 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         reason = f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(key, reason, name) from error
     return function
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFunction:
+    """A function of the user's own by its name, and the first of its arguments."""
+
+    name: str
+    args: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnValue:
+    """A dataclass of the user's own by its name, and its fields."""
+
+    name: str
+    fields: Mapping[str, Any]
+
+
+def name_of(function: Any) -> str:
+    """The name, "module:function", of a function or class."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def described(value: Any) -> Any:
+    """``value`` as it travels: functions, methods, ``functools.partial``, and the user's dataclasses by name.
+
+    Raises:
+        ConfigError: it is a function without a name that others could find.
+    """
+    if isinstance(value, functools.partial):
+        inner = described(value.func)
+        args = (*inner.args, *map(described, value.args))
+        keywords = {name: described(each) for name, each in value.keywords.items()}
+        return OwnFunction(inner.name, args, {**inner.keywords, **keywords})
+    if inspect.ismethod(value):
+        return OwnFunction(_findable(value), (described(value.__self__),))
+    if inspect.isfunction(value):
+        return OwnFunction(_findable(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_own(type(value).__module__):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        return OwnValue(_findable(type(value)), {name: described(each) for name, each in fields.items()})
+    return value
+
+
+def resolved(value: Any) -> Any:
+    """What :func:`described` has described.
+
+    Raises:
+        ConfigError: it is not of the user's own code.
+    """
+    if isinstance(value, OwnFunction):
+        keywords = {name: resolved(each) for name, each in value.keywords.items()}
+        return functools.partial(load_own(value.name), *map(resolved, value.args), **keywords)
+    if isinstance(value, OwnValue):
+        return load_own(value.name)(**{name: resolved(each) for name, each in value.fields.items()})
+    return value
+
+
+def load_own(name: str) -> Any:
+    """The function or class that ``name``, "module:function" or "module:Class.method", is.
+
+    Raises:
+        ConfigError: the user's own modules define no such thing.
+    """
+    module, _, qualified = name.partition(":")
+    if not _is_own(module):
+        raise ConfigError("FUNCTION", "is not in a module of your own", name)
+    found = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")
+    for part in qualified.split(".")[1:]:
+        found = getattr(found, part, None)  # type: ignore[assignment]
+    where = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    if not callable(found) or where != (module, qualified):
+        raise ConfigError("FUNCTION", f"is nothing that {module} defines", name)
+    return found
+
+
+def _findable(function: Any) -> str:
+    name = name_of(function)
+    if "<" in name or not _is_own(function.__module__):
+        raise ConfigError("FUNCTION", "must be defined in a module of your own, under a name", name)
+    return name
+
+
+@functools.cache
+def _is_own(module: str) -> bool:
+    """Whether a module is neither this project's, nor the standard library's, nor installed.
+
+    Nothing is imported to know that.
+    """
+    top = module.partition(".")[0]
+    if not top or top in _PROJECT or top == "__main__" or top in sys.stdlib_module_names:
+        return False
+    loaded = sys.modules.get(top)
+    spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
+    if spec is None:
+        return False
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+    resolved_places = [Path(place).resolve() for place in places if place]
+    return bool(resolved_places) and not any(
+        place.is_relative_to(library) for place in resolved_places for library in _LIBRARIES
+    )

@@ -4,6 +4,8 @@ No other file touches ``torch.distributed.rpc``. A call runs a method of an obje
 owns it; what it returns or raises comes back as a value (:class:`Failure`), because RPC keeps the type
 of three kinds of exception only. Lookups are the exception: they take part in distributed autograd, so
 their answer must be bare tensors.
+
+Calls and answers are signed, and only the functions of ``_CALLS`` can be called (``hybrid/trust``).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import socket
 import threading
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -33,7 +35,14 @@ from hybrid.embedding.shard import TableShards
 from hybrid.errors import ClusterError, HybridError, first_line
 from hybrid.host import Host
 from hybrid.memory import available_memory_bytes
+from hybrid.own_code import described, name_of, resolved
+from hybrid.secret import Secret
 from hybrid.topology import Role, Topology
+from hybrid.trust.allowed import hosted
+from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
+from hybrid.trust.refusals import Refusals
+from hybrid.trust.signature import Signatures
+from hybrid.trust.sockets import sealed_after
 from hybrid.update import Ticket
 
 Owned = TypeVar("Owned")
@@ -53,6 +62,8 @@ def start(
     topology: Topology,
     store: dist.Store,
     *,
+    secret: Secret,
+    run_id: bytes,
     interface: str,
     transport: str,
     timeout_seconds: float,
@@ -61,6 +72,8 @@ def start(
 
     Args:
         store: the cluster's key-value store, connected.
+        secret: the cluster's; who does not have it can call nothing.
+        run_id: the same for all roles, and drawn anew at each start of the cluster.
         interface: network interface that this process listens on.
         transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
         timeout_seconds: of every call, unless it names its own.
@@ -80,10 +93,20 @@ def start(
         init_method=f"{scheme}://",
         _transports=["uv"] if transport == "uv" else ["shm", "uv"],
     )
-    with warnings.catch_warnings():
+    name = str(role.rpc_name)  # not an enum: torch pickles it
+    install(SignedPickler(Signatures(secret, run_id, name), _CALLS, Refusals()))
+    with warnings.catch_warnings(), plain_collectives(), sealed_after():
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
-        rpc.init_rpc(role.rpc_name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        _connect_to_all(topology, timeout_seconds)
+
+
+def _connect_to_all(topology: Topology, timeout_seconds: float) -> None:
+    """Return when every role is connected to every other, and to itself: nobody needs to be let in later."""
+    for greeting in [_send(role, _greet, torch.zeros(1)) for role in topology.roles]:
+        greeting.wait()
+    rpc.api._all_gather(None, timeout=timeout_seconds)
 
 
 def stop(timeout_seconds: float, graceful: bool = True) -> None:
@@ -93,7 +116,10 @@ def stop(timeout_seconds: float, graceful: bool = True) -> None:
         timeout_seconds: how long to wait for the other roles.
         graceful: wait until every role leaves; False where one may be gone.
     """
-    rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+    try:
+        rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+    finally:
+        install(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +127,7 @@ class Failure:
     """An exception that a call raised on the process where it ran."""
 
     message: str
+    kind: str  # name of its class
     is_users: bool
     host: str
     stack: str
@@ -124,6 +151,15 @@ class LostError(ClusterError):
         self.role = role
 
 
+class RefusedError(ClusterError):
+    """A call or its answer was refused: it was not signed for its receiver, or holds what may not travel."""
+
+    def __init__(self, role: Role, error: Exception) -> None:
+        reason = str(error).partition(REFUSED)[2].splitlines()[0]
+        super().__init__(f"a call to {role} failed: {REFUSED}{reason}")
+        self.role = role
+
+
 class Pending:
     """A call under way."""
 
@@ -136,7 +172,8 @@ class Pending:
 
     def done(self, wait_seconds: float = 0.0) -> bool:
         """Whether the answer has come; waits up to ``wait_seconds`` for it, open to signals."""
-        return self._done.wait(wait_seconds)
+        # Where memory has run out, the callback may have failed.
+        return self._done.wait(wait_seconds) or self._future.done()
 
     def wait(self) -> Any:
         """The answer.
@@ -144,17 +181,34 @@ class Pending:
         Raises:
             RemoteError: the call raised an exception.
             RuntimeError: what the answer waited for has failed; :func:`_failure` makes it readable.
+            RefusedError: the role refused the call, or this process its answer.
             LostError: no answer came within the call's timeout, or the connection broke.
         """
+        self._done.wait()  # open to signals; every call has a timeout
         try:
             value = self._future.wait()
         except RuntimeError as error:
             if _IN_CALLBACK in str(error):  # it did answer, with an exception
                 raise
+            if REFUSED in str(error):
+                raise RefusedError(self.role, error) from error
             raise LostError(self.role, first_line(error)) from error
         if isinstance(value, Failure):
             raise RemoteError(self.role, value)
         return value
+
+
+def _send(
+    role: Role,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
+) -> torch.futures.Future[Any]:
+    with addressed_to(role.rpc_name):
+        future: torch.futures.Future[Any] = rpc.rpc_async(
+            role.rpc_name, function, args=args, timeout=timeout_seconds
+        )
+    return future
 
 
 class Remote(Generic[Owned]):
@@ -165,10 +219,13 @@ class Remote(Generic[Owned]):
         self._rref = rref
 
     def call(self, method: str, *args: Any, timeout_seconds: float | None = None) -> Pending:
-        """Start ``method(*args)`` on the object, where it lives."""
+        """Start ``method(*args)`` on the object, where it lives.
+
+        Functions among ``args`` travel by name, as :func:`hybrid.own_code.described` says.
+        """
         timeout = rpc.constants.UNSET_RPC_TIMEOUT if timeout_seconds is None else timeout_seconds
-        future = rpc.rpc_async(self.role.rpc_name, _invoke, args=(self._rref, method, args), timeout=timeout)
-        return Pending(self.role, future)
+        call = (self._rref, method, tuple(map(described, args)))
+        return Pending(self.role, _send(self.role, _invoke, *call, timeout_seconds=timeout))
 
     def local_value(self) -> Owned:
         """The object itself, on the process that owns it."""
@@ -195,7 +252,7 @@ class RemoteHost(Remote[Hosted]):
 
     def ask_norm(self, step: int) -> Pending:
         """See :meth:`UpdateBarrier.norm`."""
-        return Pending(self.role, rpc.rpc_async(self.role.rpc_name, _norm, args=(self._number, step)))
+        return Pending(self.role, _send(self.role, _norm, self._number, step))
 
     def send_decision(self, step: int, scale: float | None) -> Pending:
         """See :meth:`UpdateBarrier.decide`."""
@@ -215,21 +272,14 @@ class RemoteTables(RemoteHost[TableShards]):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> torch.futures.Future[list[Tensor]]:
         """See :meth:`TableShards.lookup`; within a context, part of its graph."""
-        answer: torch.futures.Future[list[Tensor]] = rpc.rpc_async(
-            self.role.rpc_name, _lookup, args=(self._number, tuple(ticket), _plain(items))
-        )
-        return answer
+        return _send(self.role, _lookup, self._number, tuple(ticket), _plain(items))
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> torch.futures.Future[list[Tensor]]:
         """See :meth:`TableShards.exchange`."""
-        answer: torch.futures.Future[list[Tensor]] = rpc.rpc_async(
-            self.role.rpc_name,
-            _exchange,
-            args=(self._number, tuple(ticket), list(grads), tuple(next_ticket), _plain(items)),
-        )
-        return answer
+        sent = (self._number, tuple(ticket), list(grads), tuple(next_ticket), _plain(items))
+        return _send(self.role, _exchange, *sent)
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Pending:
         """See :meth:`TableShards.receive`."""
@@ -245,35 +295,42 @@ class RemoteNet(RemoteHost[NetHost]):
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """The remote net's output for ``hidden_BH``; see :meth:`NetHost.call`."""
-        output: Tensor = rpc.rpc_sync(
-            self.role.rpc_name, _call_net, args=(self._number, tuple(ticket), hidden_BH)
-        )
+        output: Tensor = _send(self.role, _call_net, self._number, tuple(ticket), hidden_BH).wait()
         return output
 
 
 def create(role: Role, cls: type[Owned], *args: Any, timeout_seconds: float) -> Pending:
-    """Start constructing ``cls(*args)`` on ``role``; the answer is its :class:`Remote`."""
-    future = rpc.rpc_async(role.rpc_name, _construct, args=(role, cls, args), timeout=timeout_seconds)
-    return Pending(role, future)
+    """Start constructing ``cls(*args)`` on ``role``; the answer is its :class:`Remote`.
+
+    Args:
+        cls: one that :func:`hybrid.trust.allowed.hosted` finds by its name.
+    """
+    sent = tuple(map(described, args))
+    return Pending(role, _send(role, _construct, role, name_of(cls), sent, timeout_seconds=timeout_seconds))
 
 
 def create_module(role: Role, cls: type[nn.Module], *args: Any) -> ModuleRef:
     """Construct a module on ``role`` as a ``RemoteModule``; returns once it is there.
+
+    Args:
+        cls: one that :func:`hybrid.trust.allowed.hosted` finds by its name.
 
     Raises:
         RemoteError: its constructor raised an exception.
         LostError: the role did not answer.
     """
     # It calls what it is given, and returns at once: what is raised there would show at the first use.
-    remote = RemoteModule(f"{role.rpc_name}/cpu", _construct_module, (cls, args))  # type: ignore[arg-type]
+    sent = (name_of(cls), tuple(map(described, args)))
+    with addressed_to(role.rpc_name):
+        remote = RemoteModule(f"{role.rpc_name}/cpu", _construct_module, sent)  # type: ignore[arg-type]
     rref = remote.get_module_rref()
-    number: int = Pending(role, rpc.rpc_async(role.rpc_name, _await_module, args=(rref,))).wait()
+    number: int = Pending(role, _send(role, _await_module, rref)).wait()
     return ModuleRef(rref, number)
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending:
     """Ask ``role`` for a sign of life; the answer is its :class:`Vitals`."""
-    return Pending(role, rpc.rpc_async(role.rpc_name, _vitals, timeout=timeout_seconds))
+    return Pending(role, _send(role, _vitals, timeout_seconds=timeout_seconds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +342,10 @@ class Vitals:
     available_bytes: int
 
 
+def _greet(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _vitals() -> Vitals:
     return Vitals(socket.gethostname(), os.getpid(), available_memory_bytes())
 
@@ -294,7 +355,7 @@ def _lookup(
     number: int, ticket: tuple[Any, ...], items: list[tuple[int, Any]]
 ) -> torch.futures.Future[list[Tensor]]:
     tables: TableShards = _modules[number]
-    return tables.lookup(Ticket(*ticket), items).then(_value)
+    return tables.lookup(Ticket(*ticket), items)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -311,29 +372,24 @@ def _exchange(
     except Exception as error:  # comes back like an error of the answer
         answer = torch.futures.Future()
         answer.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
-    return answer.then(_value)
+    return answer
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
     host: NetHost = _modules[number]
-    return host.call(Ticket(*ticket), hidden_BH).then(_value)
+    return host.call(Ticket(*ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _norm(number: int, step: int) -> torch.futures.Future[float]:
     host: Host = _modules[number]
-    return host.norm(step).then(_value)
+    return host.norm(step)
 
 
-def _value(answer: torch.futures.Future[Any]) -> Any:
-    # RPC would send an exception set on the future as a value; one raised in a callback it sends as such.
-    return answer.value()
-
-
-def _construct(role: Role, cls: type[Any], args: tuple[Any, ...]) -> Any:
+def _construct(role: Role, cls: str, args: tuple[Any, ...]) -> Any:
     try:
-        return Remote(role, rpc.RRef(cls(*args)))
+        return Remote(role, rpc.RRef(hosted(cls)(*map(resolved, args))))
     except Exception as error:  # comes back as a value
         return _failure(error)
 
@@ -346,9 +402,10 @@ class _Unbuilt(nn.Module):
         self.failure = failure
 
 
-def _construct_module(cls: type[nn.Module], args: tuple[Any, ...]) -> nn.Module:
+def _construct_module(cls: str, args: tuple[Any, ...]) -> nn.Module:
     try:
-        return cls(*args)
+        module: nn.Module = hosted(cls)(*map(resolved, args))
+        return module
     except Exception as error:  # comes back as a value
         return _Unbuilt(_failure(error))
 
@@ -364,13 +421,13 @@ def _await_module(rref: rpc.RRef[nn.Module]) -> Failure | int:
 
 def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
     try:
-        return getattr(rref.local_value(), method)(*args)
+        return getattr(rref.local_value(), method)(*map(resolved, args))
     except Exception as error:  # comes back as a value
         return _failure(error)
 
 
 def _failure(error: Exception) -> Failure:
-    users = isinstance(error, HybridError)
+    kind, users = type(error).__name__, isinstance(error, HybridError)
     message = str(error) if users else f"{type(error).__name__}: {first_line(error)}"
     if _IN_CALLBACK in message:
         # What went wrong while a worker prepared an answer says so itself, after the name of its class.
@@ -378,4 +435,17 @@ def _failure(error: Exception) -> Failure:
         kind, _, told = message.partition(": ")
         if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
             message, users = told, True
-    return Failure(message, users, socket.gethostname(), traceback.format_exc())
+    return Failure(message, kind, users, socket.gethostname(), traceback.format_exc())
+
+
+_CALLS = (
+    _greet,
+    _vitals,
+    _lookup,
+    _exchange,
+    _call_net,
+    _norm,
+    _construct,
+    _await_module,
+    _invoke,
+)

@@ -7,24 +7,26 @@
     listens on the rendezvous port           connects, claims its role (once only)
     waits for every role, names those        writes: host, pid, configuration
       that are missing after a stated time
-    compares configurations, says "go"  ───► waits for the master's word; says that it has heard a "no"
+    compares configurations, says "go"  ───► waits for the master's word
                      all: join the RPC group
 
-The rendezvous is a torch ``TCPStore``. The master hands it a socket bound to the configured address;
-left to itself the store would listen on every interface.
+Every connection begins with a proof of the cluster's secret (:mod:`workers.channel`); from its claim on, each
+role gives signs of life (:mod:`workers.heartbeat`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,17 +35,22 @@ from hybrid.config import ClusterSection, RunConfig
 from hybrid.config_file import decisive_values
 from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.errors import ClusterError, ConfigError, first_line
+from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.trust.sockets import sealed_after
+from workers.alarm import Alarm, StoppedError, last_words
+from workers.channel import Channel
+from workers.heartbeat import Pulse, Rhythm
+from workers.rendezvous import STOP, VERDICT, Rendezvous
+from workers.store import Store
 
 _POLL_SECONDS = 0.05
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
 _FAREWELL_SECONDS = 1.0
+_LONGEST_WAIT = timedelta(minutes=1)
+_RUN_ID_BYTES = 16
 _GO = "go"
 _DONE = "done"
-
-
-class StoppedError(ClusterError):
-    """The run failed elsewhere; this role is only told so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,87 +67,112 @@ class Cluster:
 
     Attributes:
         store: the cluster's key-value store.
-        members: every role with its host and pid; only the master knows them.
+        members: every other role with its host and pid; only the master knows them.
+        rendezvous: where all others meet; only the master has it.
     """
 
     role: Role
     topology: Topology
     store: dist.Store
     members: dict[Role, Member]
+    rendezvous: Rendezvous | None = None
 
 
 @contextmanager
-def join(role: Role, config: RunConfig, listener: socket.socket | None = None) -> Iterator[Cluster]:
-    """Join the cluster as ``role``, and leave it at the end: in order, or at once on an error.
+def join(
+    role: Role, config: RunConfig, secret: Secret, listener: socket.socket | None = None
+) -> Iterator[Cluster]:
+    """Join the cluster as ``role``, and leave it at the end.
+
+    After an error the process is to end at once, and not as Python ends one: threads of torch may wait for a
+    role that is gone, and Python for them.
 
     Args:
-        listener: the master's listening socket, which becomes the store's; None for other roles.
+        secret: the cluster's.
+        listener: the master's listening socket, which becomes the rendezvous; None for other roles.
 
     Raises:
-        ClusterError: a role is missing or taken, or runs another configuration.
-        ConfigError: this host has no such interface.
+        ClusterError: a role is missing or taken, runs another configuration, or was lost.
+        ConfigError: this host has no such interface, or the master has another secret.
     """
     section = config.cluster
+    _choose_interface(section.interface)
+    alarm = Alarm(f"hybrid {role}", section.stop_timeout_seconds)
+    with alarm.armed():
+        if role == MASTER:
+            assert listener is not None, "the master brings its socket"
+            membership = _host(config, secret, listener, alarm)
+        else:
+            membership = _enter(role, config, secret, alarm)
+        with membership as cluster:
+            if role.kind is RoleKind.TRAINER:
+                _join_trainers(cluster.store, role, config)
+            wire.start(
+                role,
+                cluster.topology,
+                cluster.store,
+                secret=secret,
+                run_id=cluster.store.get("run"),
+                interface=section.interface,
+                transport=section.transport,
+                timeout_seconds=section.rpc_timeout_seconds,
+            )
+            yield cluster
+            wire.stop(section.rpc_timeout_seconds)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _choose_interface(interface: str) -> None:
     interfaces = [name for _, name in socket.if_nameindex()]
-    if section.interface not in interfaces:
-        raise ConfigError("cluster.interface", f"this host has {', '.join(interfaces)}", section.interface)
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = section.interface
-    topology = section.topology
-    members: dict[Role, Member] = {}
-    if role == MASTER:
-        assert listener is not None, "the master brings its socket"
-        store = _serve(listener, section)
-        members = _gather(store, topology, decisive_values(config), section.start_timeout_seconds)
-    else:
-        store = _connect(section)
-        _present(store, role, decisive_values(config))
-        _await_go(store, role, section.start_timeout_seconds)
-    if role.kind is RoleKind.TRAINER:
-        _join_trainers(store, role, config)
-    wire.start(
-        role,
-        topology,
-        store,
-        interface=section.interface,
-        transport=section.transport,
-        timeout_seconds=section.rpc_timeout_seconds,
-    )
-    graceful = False
-    try:
-        yield Cluster(role, topology, store, members)
-        graceful = True
-    finally:
-        wire.stop(section.rpc_timeout_seconds, graceful)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # To leave the RPC group in peace takes the store, until the last role has left.
-        if graceful and role != MASTER:
-            _leave(store, role)
-        elif graceful:
-            _await_left(store, members, section.rpc_timeout_seconds)
+    if interface not in interfaces:
+        raise ConfigError("cluster.interface", f"this host has {', '.join(interfaces)}", interface)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
 
 
-def _serve(listener: socket.socket, section: ClusterSection) -> dist.Store:
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        section.master_address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=section.start_timeout_seconds),
-        master_listen_fd=listener.detach(),
-    )
+@contextmanager
+def _host(config: RunConfig, secret: Secret, listener: socket.socket, alarm: Alarm) -> Iterator[Cluster]:
+    """The master's place in the cluster, once every role is there."""
+    section = config.cluster
+    section = dataclasses.replace(section, master_port=listener.getsockname()[1])
+    rhythm = Rhythm(section.heartbeat_timeout_seconds)
+    with Rendezvous(listener, secret, rhythm, alarm.ring) as rendezvous:
+        with _connected(section, secret) as store:
+            try:
+                members = _gather(
+                    store, section.topology, decisive_values(config), section.start_timeout_seconds
+                )
+                yield Cluster(MASTER, section.topology, store, members, rendezvous)
+            except BaseException as error:
+                rendezvous.stop(last_words(error), _FAREWELL_SECONDS)
+                raise
+            # To leave the RPC group in peace takes the store, until the last role has left.
+            rendezvous.await_left(section.rpc_timeout_seconds)
 
 
-def _connect(section: ClusterSection) -> dist.Store:
-    """Connect to the master's store, which may not be there yet."""
+@contextmanager
+def _enter(role: Role, config: RunConfig, secret: Secret, alarm: Alarm) -> Iterator[Cluster]:
+    """Another role's place in the cluster, once the master says go."""
+    section = config.cluster
+    rhythm = Rhythm(section.heartbeat_timeout_seconds)
+    with _connected(section, secret) as store:
+        if store.add(f"claim/{role}", 1) > 1:
+            raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
+        with Pulse(_connect(section, secret), role, rhythm, alarm.ring):
+            store.set(
+                f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), decisive_values(config)])
+            )
+            _await_go(store, section.start_timeout_seconds)
+            yield Cluster(role, section.topology, store, {})
+
+
+def _connect(section: ClusterSection, secret: Secret) -> Channel:
+    """Connect to the master, which may not be there yet."""
     address, port = section.master_address, section.master_port
     deadline = time.monotonic() + section.start_timeout_seconds
     while True:
-        # A plain connection first: the store's own attempts log a stack for every refusal.
         try:
-            socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
-            break
+            return Channel(address, port, secret, _CONNECT_SECONDS)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -148,38 +180,35 @@ def _connect(section: ClusterSection) -> dist.Store:
                     "start it, or check cluster.master_address and cluster.master_port"
                 ) from error
             time.sleep(_POLL_SECONDS)
-    timeout = timedelta(seconds=section.start_timeout_seconds)
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
 
 
-def _present(store: dist.Store, role: Role, values: dict[str, Any]) -> None:
-    if store.add(f"claim/{role}", 1) > 1:
-        raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
-    store.set(f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), values]))
+@contextmanager
+def _connected(section: ClusterSection, secret: Secret) -> Iterator[Store]:
+    store = Store(lambda: _connect(section, secret), section.start_timeout_seconds)
+    try:
+        yield store
+    except dist.DistNetworkError as error:  # of whatever has asked the store, torch too
+        raise StoppedError(f"the master went away: {first_line(error)}") from error
+    finally:
+        store.close()
 
 
-def _await_go(store: dist.Store, role: Role, timeout_seconds: float) -> None:
+def _await_go(store: dist.Store, timeout_seconds: float) -> None:
     # The master names the missing after its own timeout; its word may come that much later.
-    deadline = time.monotonic() + 2 * timeout_seconds
-    while not _has(store, "verdict"):
-        if time.monotonic() > deadline:
-            raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
-    verdict = store.get("verdict").decode()
+    if not _appears(store, VERDICT, timedelta(seconds=2 * timeout_seconds)):
+        raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
+    verdict = store.get(VERDICT).decode()
     if verdict != _GO:
-        _leave(store, role)
         raise StoppedError(f"stopped by the master: {verdict}")
 
 
-def _has(store: dist.Store, key: str) -> bool:
-    """Whether ``key`` is there; pauses a little where it is not, so that it can be called in a loop."""
+def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
+    """Whether ``key`` is there within that time."""
     try:
-        # Not store.wait: it cannot be interrupted, and logs a warning whenever its time runs out.
-        if store.check([key]):
-            return True
-    except dist.DistError as error:
-        raise StoppedError(f"the master went away: {first_line(error)}") from error
-    time.sleep(_POLL_SECONDS)
-    return False
+        store.wait([key], timeout)
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
@@ -188,20 +217,22 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
     device = choose_devices(config.dense, role.index)[0]
     store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
     devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
-    dist.init_process_group(
-        choose_backend(devices),
-        store=dist.PrefixStore("trainers", store),
-        rank=role.index,
-        world_size=section.trainers,
-        timeout=timedelta(seconds=section.rpc_timeout_seconds),
-    )
+    with sealed_after():
+        dist.init_process_group(
+            choose_backend(devices),
+            store=dist.PrefixStore("trainers", store),
+            rank=role.index,
+            world_size=section.trainers,
+            timeout=timedelta(seconds=section.rpc_timeout_seconds),
+        )
 
 
 def announce_stop(cluster: Cluster, reason: str = _DONE) -> None:
     """Tell every role to stop; called by the master, with a reason where the run failed."""
-    cluster.store.set("stop", reason)
-    if reason != _DONE:
-        _await_left(cluster.store, cluster.members, _FAREWELL_SECONDS)
+    if reason == _DONE:
+        cluster.store.set(STOP, _DONE)
+    elif cluster.rendezvous is not None:
+        cluster.rendezvous.stop(reason, _FAREWELL_SECONDS)
 
 
 def await_stop(cluster: Cluster) -> None:
@@ -210,45 +241,32 @@ def await_stop(cluster: Cluster) -> None:
     Raises:
         ClusterError: the run failed, or the master went away.
     """
-    while not _has(cluster.store, "stop"):
+    while not _appears(cluster.store, STOP, _LONGEST_WAIT):
         pass
-    reason = cluster.store.get("stop").decode()
+    reason = cluster.store.get(STOP).decode()
     if reason != _DONE:
-        _leave(cluster.store, cluster.role)
         raise StoppedError(f"stopped by the master: {reason}")
-
-
-def _leave(store: dist.Store, role: Role) -> None:
-    """Say that this role is done with the store."""
-    store.set(f"left/{role}", "")
-
-
-def _await_left(store: dist.Store, roles: Iterable[Role], timeout_seconds: float) -> None:
-    """Stay until ``roles`` are done with the store, which ends with this process."""
-    deadline = time.monotonic() + timeout_seconds
-    for role in roles:
-        while not _has(store, f"left/{role}") and time.monotonic() < deadline:
-            pass
 
 
 def _gather(
     store: dist.Store, topology: Topology, values: dict[str, Any], timeout_seconds: float
 ) -> dict[Role, Member]:
-    """Wait for every role; ClusterError, told to those that are there, where one is missing or differs."""
+    """Wait for every role; ClusterError where one is missing or differs."""
     roles = [*topology.trainers, *topology.workers]
     deadline = time.monotonic() + timeout_seconds
     for role in roles:
-        while not _has(store, f"member/{role}"):
-            if time.monotonic() > deadline:
-                _refuse(store, roles, _who_is_missing(store, roles, timeout_seconds))
+        left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
+        if not _appears(store, f"member/{role}", left):
+            raise ClusterError(_who_is_missing(store, roles, timeout_seconds))
     members = {}
     for role in roles:
         host, pid, theirs = json.loads(store.get(f"member/{role}"))
         members[role] = Member(host, pid)
         for key in [key for key in values | theirs if values.get(key) != theirs.get(key)][:1]:
             there, here = theirs.get(key), values.get(key)
-            _refuse(store, roles, f"{role} on {host} has {key} = {there!r}, the master {here!r}")
-    store.set("verdict", _GO)
+            raise ClusterError(f"{role} on {host} has {key} = {there!r}, the master {here!r}")
+    store.set("run", secrets.token_hex(_RUN_ID_BYTES))
+    store.set(VERDICT, _GO)
     return members
 
 
@@ -257,10 +275,3 @@ def _who_is_missing(store: dist.Store, roles: list[Role], timeout_seconds: float
     twice = ", ".join(str(role) for role in roles if store.add(f"claim/{role}", 0) > 1)
     hint = f"; started twice: {twice}" if twice else ""
     return f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {missing}{hint}"
-
-
-def _refuse(store: dist.Store, roles: list[Role], reason: str) -> NoReturn:
-    store.set("verdict", reason)
-    present = [role for role in roles if store.check([f"member/{role}"])]
-    _await_left(store, present, _FAREWELL_SECONDS)
-    raise ClusterError(reason)

@@ -10,19 +10,22 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from hybrid import __version__
 from hybrid.config import DTYPES, OWN_FUNCTION, RunConfig
 from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
+from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
-from workers.resume import resumed_config
+from workers.resume import check_same_model, resumed_config, unfinished_run
+from workers.run_lock import run_lock
 from workers.task import CompareTask, OwnTask, TrainTask
 
 INTERRUPTED = 130
+_AUTO = "auto"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -125,6 +128,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(config)
     config.add_argument("--describe", action="store_true", help="print every key: default, rule and meaning")
     config.set_defaults(run=_config)
+    secret = commands.add_parser(
+        "secret",
+        help="make the secret that roles started by hand share",
+        description="Make a file with a new secret, which only you can read. Roles started by hand let "
+        "nobody into their cluster who does not have the same one; launch makes its own for each start.",
+    )
+    secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
+    secret.set_defaults(run=_secret)
     return parser
 
 
@@ -141,7 +152,10 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--resume", type=Path, metavar="RUN", help="run folder to go on from, with its own config"
+        "--resume",
+        metavar="RUN",
+        help="run folder to go on in, with its own config; auto: the newest run of this config's name that "
+        "has not come to its end, or a new one",
     )
 
 
@@ -156,28 +170,36 @@ def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
-    resume = getattr(options, "resume", None)
-    if resume is None:
-        return load_config(options.config, options.set)
-    if options.config is not None:
-        raise ConfigError("--resume", "goes on with the configuration of its run; use --set to change keys")
-    return resumed_config(resume, options.set)
+    return load_config(options.config, options.set)
 
 
-def _folder(options: argparse.Namespace, config: RunConfig) -> Path:
-    if options.resume is not None:
-        return Path(options.resume)
+def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
+    """The configuration and the folder of the run that is to be, and whether it goes on."""
+    if options.resume not in (None, _AUTO):
+        if options.config is not None:
+            raise ConfigError(
+                "--resume", "goes on with the configuration of its run; use --set to change keys"
+            )
+        run = Path(options.resume)
+        return resumed_config(run, options.set), run, True
+    config = _read_config(options)
+    unfinished = unfinished_run(config) if options.resume else None
+    if unfinished is not None:
+        check_same_model(unfinished, config)
+        print(f"going on with {unfinished}")
+        return config, unfinished, True
     folder = run_path(config)
     refuse_existing(folder)
-    return folder
+    if options.resume:
+        print(f"no unfinished run of {config.run.name}; starting {folder}")
+    return config, folder, False
 
 
 def _launch(options: argparse.Namespace, started_at: float) -> None:
     from workers.launch import launch
 
-    config = _read_config(options)
-    folder = _folder(options, config)
-    launch(config, folder, TrainTask(folder, options.resume, started_at))
+    config, folder, is_resumed = _wanted_run(options)
+    launch(config, folder, TrainTask(folder, is_resumed, started_at))
 
 
 def _compare(options: argparse.Namespace, started_at: float) -> None:
@@ -208,17 +230,25 @@ def _run(options: argparse.Namespace, started_at: float) -> None:
 
 
 def _role(options: argparse.Namespace, started_at: float) -> None:
-    config = _read_config(options)
+    kind = RoleKind(options.command)
+    if kind is RoleKind.MASTER:
+        config, folder, is_resumed = _wanted_run(options)
+    else:
+        config = _read_config(options)
+        folder, is_resumed = run_path(config), False
     if not config.cluster.master_port:
         raise ConfigError("cluster.master_port", "must be set, the same for every role started by hand")
-    kind = RoleKind(options.command)
     role = MASTER if kind is RoleKind.MASTER else Role(kind, options.index)
     if role not in config.cluster.topology.roles:
         raise ConfigError("--index", f"there is no {role} in a cluster of {config.cluster.topology}")
-    folder = _folder(options, config) if role == MASTER else run_path(config)
+    secret = Secret.find(config.cluster.secret_file)
+    if secret is None:
+        rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
+        raise ConfigError("cluster.secret_file", rule)
     from workers.roles import run_role
 
-    run_role(role, config, TrainTask(folder, getattr(options, "resume", None), started_at))
+    with run_lock(folder) if role == MASTER else nullcontext():
+        run_role(role, config, TrainTask(folder, is_resumed, started_at), secret)
 
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:
@@ -238,6 +268,17 @@ def _predict(options: argparse.Namespace, started_at: float) -> None:
     from workers.offline import predict
 
     predict(options.run_folder, options.input, options.output)
+
+
+def _secret(options: argparse.Namespace, started_at: float) -> None:
+    Secret.fresh().write(options.file)
+    print(
+        f"{options.file} holds a new secret. Start every role of the cluster with\n"
+        f"    --set cluster.secret_file={options.file}\n"
+        "or, where it cannot see the file, after\n"
+        f'    export {VARIABLE}="$(cat {options.file})"\n'
+        "Keep it as you keep a password: whoever has it can run programs as you."
+    )
 
 
 def _config(options: argparse.Namespace, started_at: float) -> None:

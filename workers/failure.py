@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hybrid import wire
-from hybrid.errors import ClusterError
+from hybrid import errors, wire
+from hybrid.errors import ClusterError, HybridError
 from hybrid.topology import Role
+from workers.alarm import LostRoleError, StoppedError
 from workers.bootstrap import Cluster
+from workers.outcome import Cause, Outcome
 
 _POLL_SECONDS = 0.02
 _PING_SECONDS = 2.0
+
+
+class UnexpectedError(ClusterError):
+    """A role answered a call with an exception that nobody has thought of."""
 
 
 def gather(calls: Sequence[wire.Pending]) -> list[Any]:
@@ -35,13 +41,20 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
     Args:
         when: what the run was doing, such as "at step 12".
     """
-    lost = list(_lost_roles(cluster))
+    try:
+        lost = [] if isinstance(error, LostRoleError) else list(_lost_roles(cluster))
+    except LostRoleError as found:  # its signs of life have ended, too
+        error, lost = found, []
+    if isinstance(error, LostRoleError):
+        return LostRoleError(f"{error} {when}; its log says why, if it could")
+    if len(lost) == len(cluster.members) > 1:
+        return ClusterError(f"no role answers the master any more: {error} ({when})")
     if lost:
         names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
         return ClusterError(f"lost {names} {when}; its log says why, if it could")
-    if isinstance(error, wire.RemoteError) and error.failure.is_users:
-        return error
-    return ClusterError(f"{error} ({when})")
+    if not isinstance(error, wire.RemoteError):
+        return ClusterError(f"{error} ({when})")
+    return error if error.failure.is_users else UnexpectedError(f"{error} ({when})")
 
 
 def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Any]]:
@@ -51,3 +64,20 @@ def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Any]]:
             call.wait()
         except wire.LostError:
             yield role, cluster.members[role]
+
+
+def describe(role: Role, error: Exception) -> Outcome:
+    """What ``role`` tells the launcher of the error that ends it."""
+    message = str(error) if isinstance(error, HybridError) else f"{role}: {type(error).__name__}: {error}"
+    return Outcome(" ".join(message.split()), _cause(error))
+
+
+def _cause(error: Exception) -> Cause:
+    if isinstance(error, StoppedError):
+        return Cause.ECHO
+    kind = type(error)
+    if isinstance(error, wire.RemoteError):
+        kind = getattr(errors, error.failure.kind, Exception)
+    if not issubclass(kind, HybridError) or issubclass(kind, UnexpectedError):
+        return Cause.EXCEPTION
+    return Cause.LOST if issubclass(kind, ClusterError) else Cause.REFUSED

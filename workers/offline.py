@@ -47,7 +47,7 @@ class TrainedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        stored = Checkpoint.open(folder)
+        stored = Checkpoint.newest_good(folder, Console(stderr=True, soft_wrap=True).print)
         self.step = stored.manifest.step
         self.config = load_config(stored.folder / CONFIG_FILE)
         self.encoder = FeatureEncoder.load(stored.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,10 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role
 
 RUNS = Path("runs")
-_RUN_FILES = ("config.toml", "metrics.jsonl", "result.json")
+CONFIG_FILE = "config.toml"
+METRICS_FILE = "metrics.jsonl"
+RESULT_FILE = "result.json"  # there only if the run came to its end
+_RUN_FILES = (CONFIG_FILE, METRICS_FILE, RESULT_FILE)
 
 
 def run_path(config: RunConfig) -> Path:
@@ -29,6 +33,16 @@ def run_path(config: RunConfig) -> Path:
         path = first.with_name(f"{first.name}.{number}")
         number += 1
     return path
+
+
+def runs_named(name: str) -> list[Path]:
+    """The folders of the runs of a name, as :func:`run_path` names them, the newest first."""
+    found = {
+        path: re.fullmatch(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?", path.name)
+        for path in RUNS.glob("*")
+    }
+    started = {path: (match[1], int(match[2] or 1)) for path, match in found.items() if match}
+    return sorted(started, key=lambda path: started[path], reverse=True)
 
 
 def refuse_existing(path: Path) -> None:

@@ -3,10 +3,11 @@
 =================== ===============================================================
 config.toml         the effective configuration
 versions.json       software, machine and start time
-metrics.jsonl       one JSON line for every log step and every evaluation
+metrics.jsonl       one JSON line for every log step, every evaluation, and every checkpoint
 events.out.tfevents the same for TensorBoard
 curves.png          loss, AUC, throughput, and where the time of a step goes
 profile             what every role does in a step, where asked for: see workers/profile.py
+checkpoints         see hybrid/manifest.py and workers/checkpoints.py
 result.json         the outcome; it is there only if the run came to its end
 =================== ===============================================================
 """
@@ -20,49 +21,42 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
-from hybrid.errors import ConfigError, HybridError
+from hybrid.errors import HybridError
 from hybrid.metrics import Metrics, matplotlib_leaving_no_files
+from workers.appended_file import AppendedFile
+from workers.curves import Record, draw_curves
 from workers.paths import refuse_existing
 from workers.profile import Profile
 from workers.terminal import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-Record = dict[str, Any]
-
-_PHASE_COLOURS = {
-    "data": "#e9c46a",
-    "lookup": "#5fb0b7",
-    "dense": "#7fb069",
-    "backward": "#4a7bb7",
-    "update": "#b56576",
-}
 
 
 class RunFolder:
     """Owns the files of one run; ``create`` or ``reopen`` it, and leave it by ``close`` or ``with``.
 
     Every method raises HybridError, naming the file, where one cannot be written.
+
+    Attributes:
+        make_room: called where the disk is full as something is logged; whether to try again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metrics_path = path / "metrics.jsonl"
         with _writing(self._metrics_path):
-            self._metrics = self._metrics_path.open("ab")
-        self._events = _EventFile(path)
+            self._metrics = AppendedFile(self._metrics_path, self._make_room)
+        self._events = _EventFile(path, self._make_room)
+        self.make_room: Callable[[], bool] = _nothing_to_remove
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
@@ -76,14 +70,19 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, config: RunConfig, step: int) -> RunFolder:
-        """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped."""
-        if not (path / "metrics.jsonl").exists():
-            raise ConfigError("run.folder", "holds no run to resume", str(path))
-        kept = [record for record in _read_records(path / "metrics.jsonl") if record["step"] <= step]
-        _write_text(path / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in kept))
-        with _writing(path / "result.json"):
-            _write_text(path / "config.toml", to_toml(config))
-        (path / "result.json").unlink(missing_ok=True)
+        """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped.
+
+        A run that was killed early may have left nothing in it yet.
+        """
+        with _writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "result.json").unlink(missing_ok=True)
+        if (path / "metrics.jsonl").exists():
+            kept = [record for record in _read_records(path / "metrics.jsonl") if record["step"] <= step]
+            _write_text(path / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in kept))
+        _write_text(path / "config.toml", to_toml(config))
+        if not (path / "versions.json").exists():
+            _write_text(path / "versions.json", _json(_versions()))
         folder = cls(path)
         folder._events.restart(step + 1)
         return folder
@@ -122,6 +121,24 @@ class RunFolder:
         self._append("test", step, numbers)
         self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
 
+    def log_checkpoint(
+        self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
+    ) -> None:
+        """Add the checkpoint of ``step``, which has been written since.
+
+        Args:
+            seconds_stopped: how long training stood still for it.
+            seconds_writing: how long it took to write, as the master saw it between calls to trainers.
+            num_bytes: its size.
+        """
+        numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
+        self._append("checkpoint", step, numbers)
+
+    def sync(self) -> None:
+        """See what has been logged safely on the disk."""
+        with _writing(self._metrics_path):
+            self._metrics.sync()
+
     def write_profile(self, profile: Profile) -> Path:
         """Write the profile; the folder that holds it."""
         folder = self.path / "profile"
@@ -137,7 +154,7 @@ class RunFolder:
     def draw_curves(self) -> None:
         """Write curves.png from what has been logged so far."""
         with _writing(self.curves), matplotlib_leaving_no_files():
-            _draw_curves(_read_records(self._metrics_path), self.curves)
+            draw_curves(_read_records(self._metrics_path), self.curves)
 
     def close(self) -> None:
         """Close the files; what has been logged is on disk before that."""
@@ -151,13 +168,15 @@ class RunFolder:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         with _writing(self._metrics_path):
             self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
-            self._metrics.flush()
+
+    def _make_room(self) -> bool:
+        return self.make_room()
 
 
 class _EventFile:
     """A TensorBoard event file, written as it is told, with no thread behind."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, make_room: Callable[[], bool]) -> None:
         # Imported here, since they take 0.1 s.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
@@ -166,7 +185,7 @@ class _EventFile:
         self._event, self._session_log, self._summary = Event, SessionLog, Summary
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         with _writing(self._path):
-            self._file: BinaryIO = self._path.open("wb")
+            self._file = AppendedFile(self._path, make_room)
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
 
@@ -187,7 +206,10 @@ class _EventFile:
     def _add(self, **fields: Any) -> None:
         with _writing(self._path):
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-            self._file.flush()
+
+
+def _nothing_to_remove() -> bool:
+    return False
 
 
 @contextmanager
@@ -246,74 +268,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
-
-
-def _draw_curves(records: list[Record], path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    train = [record for record in records if record["kind"] == "train"]
-    test = [record for record in records if record["kind"] == "test"]
-    figure = Figure(figsize=(11, 7), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
-    FigureCanvasAgg(figure)
-    (loss, auc), (throughput, shares) = figure.subplots(2, 2)
-    for axes, title, train_key, test_key in (
-        (loss, "Log loss", "loss", "log_loss"),
-        (auc, "AUC", "auc", "auc"),
-        (throughput, "Throughput (thousand samples a second)", "samples_per_second", None),
-    ):
-        _style(axes, title)
-        scale = 1e-3 if test_key is None else 1.0
-        _line(axes, train, train_key, scale, color="#7a9cc6", linewidth=1.4, label="train")
-        if test and test_key is not None:
-            _line(axes, test, test_key, scale, color="#c8553d", linewidth=1.8, marker="o", label="test")
-            axes.legend(frameon=False)
-    throughput.set_ylim(bottom=0, top=throughput.get_ylim()[1] * 1.1)
-    _style(shares, "Where the time of a step goes (%)")
-    _stack_phases(shares, train)
-    last_step = max((record["step"] for record in records), default=1)
-    for axes in figure.axes:
-        axes.set_xlim(0, last_step * 1.02)
-    figure.savefig(path)
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel("step", color="#666666")
-    axes.grid(axis="y", color="#e4e4e4", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.locator_params(axis="x", integer=True)
-    axes.tick_params(colors="#666666", length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#bbbbbb")
-
-
-def _line(axes: Axes, records: list[Record], key: str, scale: float, **style: Any) -> None:
-    """Draw ``key`` over steps, with a gap where it is unknown; few points get markers."""
-    values = [math.nan if record[key] is None else record[key] * scale for record in records]
-    style.setdefault("marker", "." if len(records) < 30 else "")
-    axes.plot([record["step"] for record in records], values, **style)
-
-
-def _stack_phases(axes: Axes, records: list[Record]) -> None:
-    if not records:
-        return
-    steps = [record["step"] for record in records]
-    totals = [sum(record["phase_seconds"].values()) or 1.0 for record in records]
-    phases = list(records[0]["phase_seconds"])
-    rows = [
-        [100 * record["phase_seconds"][phase] / total for record, total in zip(records, totals, strict=True)]
-        for phase in phases
-    ]
-    axes.stackplot(steps, rows, labels=phases, colors=[_PHASE_COLOURS[phase] for phase in phases])
-    axes.set_ylim(0, 100)
-    axes.legend(
-        frameon=False,
-        ncols=len(phases),
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.12),
-        fontsize=9,
-        handlelength=1.2,
-        columnspacing=1.5,
-    )

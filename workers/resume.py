@@ -1,4 +1,4 @@
-"""What a resumed run may change. Free of torch, so that a wrong key is refused at once."""
+"""Which run goes on, and what it may change. Free of torch, so that a wrong key is refused at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.config_file import decisive_values, load_config
 from hybrid.errors import ConfigError
+from workers.paths import CONFIG_FILE, RESULT_FILE, runs_named
 
 # What the tensors of a checkpoint depend on, and where in the data its step is.
 _KEPT = {
@@ -30,14 +31,28 @@ def resumed_config(run: Path, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: ``run`` holds no run, or an override is not of the same model and data.
     """
-    if not (run / "metrics.jsonl").is_file():
+    if not (run / CONFIG_FILE).is_file():
         raise ConfigError("--resume", "holds no run", str(run))
-    config = load_config(run / "config.toml", overrides)
-    before, now = decisive_values(load_config(run / "config.toml")), decisive_values(config)
+    config = load_config(run / CONFIG_FILE, overrides)
+    check_same_model(run, config)
+    return config
+
+
+def check_same_model(run: Path, config: RunConfig) -> None:
+    """ConfigError where ``run`` cannot go on with ``config``, since it has another model or other data."""
+    before, now = decisive_values(load_config(run / CONFIG_FILE)), decisive_values(config)
     for dotted in (*before, *(key for key in now if key not in before)):
         section, _, name = dotted.rpartition(".")
         is_kept = name in _KEPT.get(section.partition(".")[0], ())
         if is_kept and before.get(dotted) != now.get(dotted):
             rule = f"the run to resume has {before.get(dotted)!r}; keep that, or start a new run"
             raise ConfigError(dotted, rule, now.get(dotted))
-    return config
+
+
+def unfinished_run(config: RunConfig) -> Path | None:
+    """The newest run of this name, or that in run.folder, unless it has come to its end; None for none."""
+    runs = [Path(config.run.folder)] if config.run.folder else runs_named(config.run.name)
+    for run in runs:
+        if (run / CONFIG_FILE).is_file() and not (run / RESULT_FILE).exists():
+            return run
+    return None

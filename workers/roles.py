@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 
 from hybrid.config import RunConfig
+from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
 from workers import master, trainer, worker
 from workers.task import Task
@@ -14,17 +15,19 @@ def run_role(
     role: Role,
     config: RunConfig,
     task: Task,
+    secret: Secret,
     listener: socket.socket | None = None,
 ) -> None:
     """Run ``role`` from start to end.
 
     Args:
         task: what the master does; the other roles do as it says.
+        secret: the cluster's.
         listener: see :func:`workers.master.run`.
     """
     if role.kind is RoleKind.TRAINER:
-        trainer.run(config, role.index)
+        trainer.run(config, role.index, secret)
     elif role.kind is RoleKind.WORKER:
-        worker.run(config, role.index)
+        worker.run(config, role.index, secret)
     else:
-        master.run(config, task, listener)
+        master.run(config, task, secret, listener)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from hybrid import checkpoint, wire
+from hybrid import wire
 from hybrid.batch import Batch
-from hybrid.checkpoint import Checkpoint, Manifest
+from hybrid.checkpoint import CONFIG_FILE, Checkpoint, dense_file
 from hybrid.clock import Span
 from hybrid.config import RunConfig
-from hybrid.config_file import to_toml
+from hybrid.config_file import load_config, to_toml
 from hybrid.config_rules import recorded_steps
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
@@ -25,21 +25,23 @@ from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import build_remote_net, interaction_width
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.placement import Placement
 from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import InputSpec
 from hybrid.embedding.tables import plan_tables
 from hybrid.errors import CheckpointError, ClusterError, ConfigError
-from hybrid.metrics import Metrics, binary_metrics
+from hybrid.manifest import Manifest
+from hybrid.metrics import Metrics
 from hybrid.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.update import Staleness, UpdateRules
+from workers.capacity import check_memory, has_memory_for_copies
 from workers.failure import gather
 from workers.profile import Profile
+from workers.saving import NO_PROGRESS, Progress, Saving
+from workers.tally import metrics_of
 from workers.trainer import Job, Report, Trainer
 
 EVAL_STEPS_PER_CALL = 20
-PING_TIMEOUT_SECONDS = 10.0
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 
@@ -97,6 +99,7 @@ class Session:
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         holders = [w for w in topology.workers if self.placement.of_worker(w.index)]
         check_memory(self.placement, holders)
+        self._holders = holders
         self._hosts = {role.index: self._create_tables(role) for role in holders}
         self._on_workers("initialise", config.run.seed)
         self._remote_net = self._create_remote_net(input_spec)
@@ -161,28 +164,63 @@ class Session:
             step, epoch: how many of each are done.
             metrics: of the last evaluation, if there was one.
         """
+        self.begin_save(folder, step, epoch, metrics, in_background=False).write()
+        return folder
+
+    def begin_save(
+        self,
+        folder: Path,
+        step: int,
+        epoch: int,
+        metrics: Metrics | None = None,
+        progress: Progress = NO_PROGRESS,
+        in_background: bool = True,
+    ) -> Saving:
+        """Begin what :meth:`save` does: let every role hold what it is to write, as of the steps taken.
+
+        It is to be written before another one begins. Training may go on meanwhile where roles hold copies
+        in memory: if it is to be ``in_background``, and workers have memory for those.
+
+        Args:
+            progress: what the run has counted so far.
+        """
+        shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
+        values = {} if metrics is None else metrics.as_dict()
+        is_copied = in_background and has_memory_for_copies(self.placement, self._holders)
+        self._hold(is_copied)
+        writers: list[wire.Remote[Any]] = [*self._everything_hosted]
+        writers += [trainer for trainer, name in zip(self.trainers, self._dense_files, strict=True) if name]
+        return Saving(
+            folder,
+            Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
+            self._texts(),
+            progress.reports,
+            lambda partial: [w.call("write", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers],
+            is_copied,
+        )
+
+    def _hold(self, is_copied: bool) -> None:
         self._settle()
-        partial = checkpoint.begin(folder)
-        try:
-            self._write_parts(partial)
-            shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-            values = {} if metrics is None else metrics.as_dict()
-            return checkpoint.commit(partial, Manifest(step, epoch, shapes, {}, values))
-        except BaseException:
-            checkpoint.discard(partial)
-            raise
+        bulk = {"timeout_seconds": BULK_TIMEOUT_SECONDS}
+        calls = [host.call("begin_save", is_copied, **bulk) for host in self._everything_hosted]
+        for trainer, name in zip(self.trainers, self._dense_files, strict=True):
+            calls.append(trainer.call("begin_save", name, **bulk))
+        gather(calls)
+
+    @property
+    def _dense_files(self) -> list[str | None]:
+        """The file in which each trainer saves its net; None where another one saves the same net."""
+        is_shared, size = self._config.dense.ddp == "outside", self._config.dense.trainers_per_net
+        saving = range(0, 1 if is_shared else len(self.trainers), size)
+        return [dense_file(index) if index in saving else None for index in range(len(self.trainers))]
 
     def _settle(self) -> None:
         """Return once the gradients of all steps are with the workers; updates may be under way."""
         gather([trainer.call("settle") for trainer in self.trainers])
 
-    def _write_parts(self, partial: Path) -> None:
-        writers: list[wire.Remote[Any]] = [*self._everything_hosted, self.trainers[0]]
-        calls = [w.call("save", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers]
-        # Those that hold the net together with trainer 0 hand it their parts.
-        others = self.trainers[1 : self._config.dense.trainers_per_net]
-        gather([*calls, *(t.call("save", None, timeout_seconds=BULK_TIMEOUT_SECONDS) for t in others)])
-        checkpoint.write_text(partial, checkpoint.CONFIG_FILE, to_toml(self._config))
+    def _texts(self) -> dict[str, str]:
+        """What a checkpoint holds besides tensors, by file."""
+        return {CONFIG_FILE: to_toml(self._config)}
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""
@@ -190,8 +228,17 @@ class Session:
         step = stored.manifest.step
         self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
         calls = [host.call("load", stored.folder, step, **bulk) for host in self._everything_hosted]
-        gather([*calls, *(t.call("load", stored.folder, **bulk) for t in self.trainers)])
+        for index, trainer in enumerate(self.trainers):
+            calls.append(trainer.call("load", stored.folder, self._dense_file_of(index, stored), **bulk))
+        gather(calls)
         self._start_recording()
+
+    def _dense_file_of(self, index: int, stored: Checkpoint) -> str:
+        """From which file a trainer takes its net: its own, where trainers had and have their own."""
+        own = dense_file(index - index % self._config.dense.trainers_per_net)
+        mode_then = load_config(stored.folder / CONFIG_FILE).dense.ddp
+        is_own = own in stored.manifest.files and mode_then == self._config.dense.ddp
+        return own if is_own else dense_file(0)
 
     @property
     def _everything_hosted(self) -> list[wire.Remote[Any]]:
@@ -296,44 +343,10 @@ class DatasetSession(Session):
             )
         super().load(stored)
 
-    def _write_parts(self, partial: Path) -> None:
-        super()._write_parts(partial)
-        features = self._data_folder / encode.FILE_NAME
-        checkpoint.write_text(partial, encode.FILE_NAME, features.read_text(encoding="utf-8"))
+    def _texts(self) -> dict[str, str]:
+        features = (self._data_folder / encode.FILE_NAME).read_text(encoding="utf-8")
+        return {**super()._texts(), encode.FILE_NAME: features}
 
     def _timeout_seconds(self, num_steps: int) -> float:
         cluster = self._config.cluster
         return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds
-
-
-def metrics_of(reports: Sequence[Report]) -> Metrics:
-    """Metrics over all samples of some reports."""
-    return binary_metrics(torch.cat([r.logits for r in reports]), torch.cat([r.labels for r in reports]))
-
-
-def check_memory(placement: Placement, holders: Sequence[Role]) -> None:
-    """Refuse tables that the workers' hosts have no memory for, before anything is allocated.
-
-    Raises:
-        ClusterError: naming the host, its workers and the largest table on them.
-    """
-    vitals = dict(zip(holders, gather([wire.ping(r, PING_TIMEOUT_SECONDS) for r in holders]), strict=True))
-    by_host: dict[str, list[Role]] = defaultdict(list)
-    for role, vital in vitals.items():
-        by_host[vital.host].append(role)
-    for host, roles in by_host.items():
-        shards = [s for role in roles for s in placement.of_worker(role.index)]
-        needed = sum(s.num_bytes for s in shards)
-        available = min(vitals[role].available_bytes for role in roles)
-        if needed > available:
-            largest = max(shards, key=lambda s: s.num_bytes)
-            names = ", ".join(str(role) for role in roles)
-            raise ClusterError(
-                f"{names} on {host}: tables need {_gib(needed)}, {_gib(available)} of memory are free; the "
-                f"largest is {largest.table.name} with {_gib(largest.num_bytes)}: use fewer rows, a smaller "
-                "embedding.dim, or more hosts"
-            )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB"

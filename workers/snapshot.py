@@ -11,8 +11,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, shard_file, unpack_dense
+from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, unpack_dense
 from hybrid.errors import HybridError
+from hybrid.manifest import shard_file
 from hybrid.reference import Reference
 from workers.failure import gather
 from workers.session import Session
@@ -76,7 +77,8 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         found = _tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
-            gather([t.call("save", folder) for t, folder in zip(session.trainers, folders, strict=True)])
+            gather([trainer.call("begin_save", DENSE_FILE) for trainer in session.trainers])
+            gather([t.call("write", folder) for t, folder in zip(session.trainers, folders, strict=True)])
             for index, folder in enumerate(folders):
                 packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
                 found |= _net(f"trainer {index}", packed, names)

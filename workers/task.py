@@ -13,12 +13,12 @@ class TrainTask:
 
     Attributes:
         folder: of the run.
-        resume: run folder to go on from, or None.
+        resume: whether to go on in it: from its newest checkpoint, or from the start where it has none.
         started_at: ``time.time()`` of the user's command.
     """
 
     folder: Path
-    resume: Path | None
+    resume: bool
     started_at: float
 
 

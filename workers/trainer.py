@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.batch import Batch
-from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
+from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
 from hybrid.clock import Span, StepClock
 from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream
@@ -28,9 +28,13 @@ from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import InputSpec, TableSpec
 from hybrid.feed import Feed, StepInput, evened
+from hybrid.generators import seed_step
 from hybrid.guard import Guard
+from hybrid.manifest import Files
 from hybrid.model import HybridModel
+from hybrid.secret import Secret
 from hybrid.step import predict_step, train_step
+from hybrid.tensor_file import write_tensors
 from hybrid.topology import Role, RoleKind
 from hybrid.update import Purpose, Ticket, UpdateRules
 from hybrid.wire import RemoteHost, RemoteNet, RemoteTables
@@ -91,7 +95,7 @@ class Trainer:
         train, dense = config.train, config.dense
         self._index = index
         self._job = job
-        devices = choose_devices(dense, index)
+        self._devices = devices = choose_devices(dense, index)
         self._device = devices[0]
         self._clock = StepClock()
         self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts, self._clock)
@@ -115,6 +119,7 @@ class Trainer:
         self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
+        self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
         if job.data_folder is not None:
             self._train_loader = self._loader(job.data_folder, "train", shuffle=config.data.shuffle)
             self._test_loader = self._loader(job.data_folder, "test", shuffle=False)
@@ -168,6 +173,7 @@ class Trainer:
         self._model.module.train()
         report = _ReportBuilder()
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
+            seed_step(self._job.config.run.seed, self._index, step, self._devices)
             result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
             report.add(result.logits, batch.labels, result.loss, result.is_skipped)
             self._clock.end_step()
@@ -188,24 +194,30 @@ class Trainer:
         """See :meth:`Feed.settle`."""
         self._feed.settle()
 
-    def save(self, folder: Path | None) -> None:
-        """Write the dense net and its optimizer into a checkpoint folder.
+    def begin_save(self, name: str | None) -> None:
+        """Hold a copy of the dense net and its optimizer for :meth:`write`.
+
+        Trainers that hold a net together are called at once.
 
         Args:
-            folder: None only gives others the part of the net that they do not have: trainers that
-                hold a net together are called at once.
+            name: of the file to write; None only gives others the part of the net that they do not have.
         """
         whole = self._arrangement.whole_state(self._model.net, self._optimizer.optimizer)
-        if folder is not None:
-            write_tensors(folder, DENSE_FILE, pack_dense(*whole))
+        if name is not None:
+            self._held = name, pack_dense(*whole)
 
-    def load(self, folder: Path) -> None:
-        """Take the dense net and its optimizer from a checkpoint.
+    def write(self, folder: Path) -> Files:
+        """Write what it holds into a checkpoint folder, and let go of it."""
+        (name, held), self._held = self._held, (DENSE_FILE, {})
+        return write_tensors(folder, name, held)
+
+    def load(self, folder: Path, name: str) -> None:
+        """Take the dense net and its optimizer from a file of a checkpoint.
 
         Raises:
             CheckpointError: it is of another net.
         """
-        stored = unpack_dense(Checkpoint.open(folder).tensors(DENSE_FILE))
+        stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._arrangement.own_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
         self._optimizer.load(state)
@@ -274,8 +286,8 @@ class _ReportBuilder:
         return Report(self._losses, logits_N, labels_N, clock.take(), self._skipped_steps)
 
 
-def run(config: RunConfig, index: int) -> None:
+def run(config: RunConfig, index: int, secret: Secret) -> None:
     """The trainer process: join the cluster, then do as the master says until it says stop."""
     torch.set_num_threads(config.cluster.threads)
-    with join(Role(RoleKind.TRAINER, index), config) as cluster:
+    with join(Role(RoleKind.TRAINER, index), config, secret) as cluster:
         await_stop(cluster)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from hybrid.config import RunConfig
+from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
 from workers.bootstrap import await_stop, join
 
 
-def run(config: RunConfig, index: int) -> None:
+def run(config: RunConfig, index: int, secret: Secret) -> None:
     """The worker process: join the cluster, then serve lookups and updates until the master says stop."""
     torch.set_num_threads(config.cluster.threads)
-    with join(Role(RoleKind.WORKER, index), config) as cluster:
+    with join(Role(RoleKind.WORKER, index), config, secret) as cluster:
         await_stop(cluster)

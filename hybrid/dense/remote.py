@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
-from hybrid.checkpoint import REMOTE_FILE, Checkpoint, load_state, pack_dense, unpack_dense, write_tensors
+from hybrid.checkpoint import REMOTE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.dense.shadow import shadow
 from hybrid.errors import NonFiniteError
@@ -87,21 +87,17 @@ class NetHost(Host):
         """Whether another trainer's update may fall between a forward pass and its backward pass."""
         return self._rules.mode is UpdateMode.ASYNC
 
-    def save(self, folder: Path) -> None:
-        """Write the net and its optimizer, with all updates that are under way, into a checkpoint folder."""
-        self.barrier.drain()
-        write_tensors(
-            folder,
-            REMOTE_FILE,
-            pack_dense(self.net.state_dict(), self.optimizer.optimizer.state_dict()["state"]),
-        )
-
     def load(self, folder: Path, step: int) -> None:
         """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)
         self.optimizer.load(state)
         self.barrier.restart(step)
+
+    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+        # Always copies: a dense net is small.
+        state = self.optimizer.optimizer.state_dict()["state"]
+        return {REMOTE_FILE: pack_dense(self.net.state_dict(), state)}
 
     def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:
         merged = [gradient.clone() for gradient in contributions[0]]

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from hybrid.dense.thread_state import keep_thread_state
+from hybrid.trust.sockets import sealed_after
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
@@ -51,7 +52,8 @@ def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
 def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: str) -> DeviceMesh:
     # DTensor takes meshes of the same shape for the same: what it has found out for one it does on the
     # groups of that one, and two ranks that remember different ones would wait for each other for ever.
-    return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
+    with sealed_after():
+        return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 
 def sync_gradient(grad: Tensor, stream: torch.Stream | None = None) -> Tensor:

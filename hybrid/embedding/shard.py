@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.barrier import UpdateBarrier
-from hybrid.checkpoint import Checkpoint, shard_file, write_tensors
+from hybrid.checkpoint import Checkpoint
 from hybrid.embedding.initial import initialise_rows
 from hybrid.embedding.kernels import Bags, RowGradients, concatenate, pool, pool_recorded
 from hybrid.embedding.optimizer import OPTIMIZERS
@@ -21,6 +21,7 @@ from hybrid.embedding.placement import Group, Placement, Shard
 from hybrid.embedding.routes import Item
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.host import Host
+from hybrid.manifest import shard_file
 from hybrid.memory import zeros_in_large_pages
 from hybrid.update import Purpose, Ticket, UpdateRules
 
@@ -47,9 +48,25 @@ class TableGroup:
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows of one shard ("weight") and their optimizer state, as views into the group."""
+        return self._of_shard(shard, self._tensors)
+
+    def files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint has of each shard, by file: views into the group, or into a copy of it."""
+        tensors = self._tensors
+        if is_copied:
+            tensors = {n: zeros_in_large_pages(t.shape, t.dtype).copy_(t) for n, t in tensors.items()}
+        return {
+            shard_file(shard.table.name, shard.index, shard.count): self._of_shard(shard, tensors)
+            for shard in self.group.shards
+        }
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"weight": self.weight_RD, **self.optimizer.state}
+
+    def _of_shard(self, shard: Shard, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         start = self.group.starts[self.group.shards.index(shard)]
-        named = {"weight": self.weight_RD, **self.optimizer.state}
-        return {name: tensor[start : start + shard.num_rows] for name, tensor in named.items()}
+        return {name: tensor[start : start + shard.num_rows] for name, tensor in tensors.items()}
 
     def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
         """The gradients of the distinct rows that ``parts`` touch, summed in the order of ``parts``."""
@@ -256,23 +273,16 @@ class TableShards(Host):
         group = next(g for g in self.groups if shard in g.group.shards)
         return group.shard_tensors(shard)
 
-    def save(self, folder: Path) -> None:
-        """Write each shard, with all updates that are under way, as a file of ``folder``."""
-        self.barrier.drain()
-        for shard in self._shards():
-            name = shard_file(shard.table.name, shard.index, shard.count)
-            write_tensors(folder, name, self.shard_tensors(shard))
-
     def load(self, folder: Path, step: int) -> None:
         """Read every shard from a checkpoint and go on as after ``step`` steps."""
         checkpoint = Checkpoint.open(folder)
-        for shard in self._shards():
+        for shard in (shard for group in self.groups for shard in group.group.shards):
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
         self._prefetched.clear()
         self.barrier.restart(step)
 
-    def _shards(self) -> list[Shard]:
-        return [shard for group in self.groups for shard in group.group.shards]
+    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+        return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         parts: dict[int, list[tuple[Bags, Tensor]]] = {}

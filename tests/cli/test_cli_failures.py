@@ -7,9 +7,12 @@ import re
 import signal
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pexpect
+import psutil
 import pytest
 from support.commands import (
     HYBRID,
@@ -19,6 +22,7 @@ from support.commands import (
     by_hand,
     eventually,
     free_port,
+    fresh_secret,
     marked,
     marked_environment,
     run,
@@ -27,6 +31,7 @@ from support.commands import (
 )
 from support.tables import write_csv
 
+from workers.cli import main
 from workers.listener import listen
 
 START_SECONDS = 60.0
@@ -41,22 +46,60 @@ def await_step(command: Command, step: int = 5) -> None:
     assert eventually(lambda: text in command.stdout, START_SECONDS), command.stdout + command.stderr
 
 
+def listening(connections: Iterable[Any]) -> set[int]:
+    """The ports on which somebody listens."""
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
 def last_line(ended: Ended) -> str:
     """What a role said last; torch may have complained of broken connections before."""
     return ended.stderr.rpartition("\n")[0].rpartition("\n")[2]
 
 
-@pytest.mark.parametrize("victim", ["master", "trainer 1", "worker 0"])
-def test_launch_names_the_role_that_was_killed(victim: str, endless: list[str], tmp_path: Path) -> None:
-    with started(["launch", *endless, *settings(run={"folder": "run"})], tmp_path) as command:
+def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path) -> None:
+    overrides = settings(run={"folder": "run"}, cluster={"max_restarts": 1})
+    with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
         await_step(command)
-        process = command.role(victim)
-        process.kill()
+        first = command.role("worker 0")
+        first.kill()
+        assert eventually(lambda: "starting from the beginning" in command.stderr, STOP_SECONDS)
+        starts = command.stdout.count("\nstep 1/")
+        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, START_SECONDS)
+        command.role("master").kill()
         ended = command.wait(STOP_SECONDS)
-    log = f"run/logs/{victim.replace(' ', '-')}.log"
     assert ended.code == 1
-    assert ended.stderr == (f"hybrid launch: {victim} (pid {process.pid}) was killed by SIGKILL; see {log}\n")
-    assert not (tmp_path / "run" / "result.json").exists()
+    cause = rf"worker 0 \(pid {first.pid}\) was killed by SIGKILL; see run/logs/worker-0.log"
+    assert re.fullmatch(
+        rf"hybrid launch: {cause}; steps 0 to \d+ are lost, starting from the beginning\n"
+        rf"hybrid launch: {cause}; given up after 1 restart\(s\) without a new checkpoint "
+        r"\(cluster.max_restarts\)\n",
+        ended.stderr,
+    )
+    assert not (tmp_path / "run/result.json").exists()
+
+
+def test_launch_goes_on_where_all_its_processes_are_gone(endless: list[str], tmp_path: Path) -> None:
+    overrides = settings(run={"folder": "run"})
+    with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
+        await_step(command)
+        command.role("master").parent().kill()
+        starts = command.stdout.count("\nstep 1/")
+        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, START_SECONDS), command.stderr
+        said = command.stderr
+    assert re.fullmatch(
+        r"hybrid launch: the process that starts the roles \(pid \d+\) has ended; steps 0 to \d+ are lost, "
+        r"starting from the beginning\n",
+        said,
+    )
+
+
+def test_an_exception_before_the_first_step_would_come_again(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def build(config, input_spec, widths):\n    raise KeyError('mine')\n")
+    ended = run(["launch", *tiny, *ONE_EACH, *settings(dense={"net": "own:build"})], tmp_path)
+    assert ended.code == 1
+    assert re.fullmatch(r"hybrid launch: trainer 0 on \S+: KeyError: 'mine' \(at start\)\n", ended.stderr), (
+        ended.stderr
+    )
 
 
 def test_roles_by_hand_hear_who_was_killed(endless: list[str], tmp_path: Path) -> None:
@@ -143,11 +186,26 @@ def test_ctrl_c_on_a_terminal(wait_for: str, endless: list[str], tmp_path: Path)
             process.kill()
 
 
-def test_roles_end_with_their_launcher(endless: list[str], tmp_path: Path) -> None:
-    with started(["launch", *endless, *ONE_EACH], tmp_path) as command:
+def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_path: Path) -> None:
+    run_folder = settings(run={"folder": "run"})
+    shared_memory = set(Path("/dev/shm").iterdir())
+    with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
         await_step(command)
+        with pytest.raises(SystemExit, match=r"^hybrid launch: run.folder = '.+': another launch is at work"):
+            main(["launch", "--resume", str(tmp_path / "run")])
+        assert (
+            "master_port = 0\n" in (tmp_path / "run/config.toml").read_text()
+        )  # the next start takes another
+        command.role("worker 0").suspend()
+        ports = {port for process in command.processes() for port in listening(process.net_connections())}
         command.process.kill()
-        assert command.wait(STOP_SECONDS, left_seconds=STOP_SECONDS).code == -signal.SIGKILL
+        assert command.wait(STOP_SECONDS, left_seconds=1.0).code == -signal.SIGKILL
+    assert ports
+    assert eventually(lambda: not ports & listening(psutil.net_connections()), 1.0)
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+    ended = run(["launch", "--resume", "auto", *endless, *run_folder, "--set", "train.epochs=1"], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("going on with run\n")
 
 
 def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp_path: Path) -> None:
@@ -181,7 +239,7 @@ def test_a_role_with_another_configuration(tiny: list[str], tmp_path: Path) -> N
 def test_a_role_without_a_master(tiny: list[str], tmp_path: Path) -> None:
     port = free_port()
     overrides = settings(cluster={"master_port": port, "start_timeout_seconds": 0.2})
-    ended = run(["worker", "--index", 0, *tiny, *overrides], tmp_path)
+    ended = run(["worker", "--index", 0, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
     assert ended.code == 1
     assert ended.stderr == (
         f"hybrid worker 0: no master at 127.0.0.1:{port} after 0.2 s ([Errno 111] Connection refused); start "
@@ -194,7 +252,7 @@ def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         overrides = settings(cluster={"master_port": port}, run={"folder": "run"})
-        ended = run([command, *tiny, *overrides], tmp_path)
+        ended = run([command, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
     assert ended.code == 1
     assert ended.stderr == (
         f"hybrid {command}: cluster.master_port = {port}: Address already in use; choose another\n"

@@ -26,6 +26,7 @@ COMMANDS = [
     "evaluate",
     "predict",
     "config",
+    "secret",
 ]
 # Runs a command, then says which slow modules it has imported.
 SPY = """

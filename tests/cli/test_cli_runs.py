@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import TrainedRun, by_hand, free_port, run, settings
+from support.checkpoints import flip_a_bit
+from support.commands import TrainedRun, by_hand, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
+from hybrid.manifest import step_folder, step_of, stored
 from workers.cli import main
 
 
@@ -36,7 +39,7 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
         *("config.toml", "versions.json", "metrics.jsonl", "result.json", "curves.png", "events.out"),
         *("checkpoints", "logs"),
     }
-    assert [path.name for path in (trained.folder / "checkpoints").iterdir()] == ["step-00000016"]
+    assert [step_of(folder) for folder in stored(trained.folder)] == [16, 15]
     assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
         *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
     }
@@ -68,17 +71,28 @@ def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path)
     assert [path.suffix for path in tmp_path.glob("*.csv*")] == [".csv"]
 
 
+def tensor_files(folder: Path, step: int) -> dict[str, bytes]:
+    """What a run has saved of its model after ``step`` steps."""
+    saved = step_folder(folder, step)
+    return {str(path.relative_to(saved)): path.read_bytes() for path in saved.rglob("*.safetensors")}
+
+
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """In the middle of an epoch, from the checkpoint before one that was altered on the disk."""
     two = settings(train={"epochs": 2})
     whole = run(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
     folder = trained.copy(tmp_path)
+    altered = step_folder(folder, 16) / "tables/C1.0-of-1.safetensors"
+    flip_a_bit(altered)
     resumed = run(["launch", "--resume", folder, *two], tmp_path)
     assert (whole.code, whole.stderr, resumed.code, resumed.stderr) == (0, "", 0, "")
+    assert f"{altered}: missing or altered since the checkpoint was written; step-00000015" in resumed.stdout
     assert len(records(folder, "train")) == 32
     for kind in ("train", "test"):
         assert records(folder, kind) == records(tmp_path / "whole", kind)
+    assert tensor_files(folder, 32) == tensor_files(tmp_path / "whole", 32) != {}
     main(["evaluate", str(folder)])
     assert f"auc                 {result(folder)['auc']:.4f}\n" in capsys.readouterr().out
 
@@ -92,18 +106,21 @@ def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> No
         assert (folder / name).read_bytes() == (trained.folder / name).read_bytes()
 
 
-@pytest.mark.parametrize("command", [["evaluate"], ["master", "--resume"]], ids=" ".join)
-def test_a_truncated_checkpoint(command: list[str], trained: TrainedRun, tmp_path: Path) -> None:
+def test_evaluate_takes_the_newest_checkpoint_that_is_whole(
+    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = trained.copy(tmp_path)
-    (path,) = folder.glob("checkpoints/*/dense.safetensors")
-    path.write_bytes(path.read_bytes()[:-1])
-    port = settings(cluster={"master_port": free_port()}) if command[0] == "master" else []
+    paths = [step_folder(folder, step) / "dense.safetensors" for step in (16, 15)]
+    damage = [f"{path}: missing or altered since the checkpoint was written" for path in paths]
+    os.truncate(paths[0], paths[0].stat().st_size - 1)
+    main(["evaluate", str(folder)])
+    said = capsys.readouterr()
+    assert said.err == f"{damage[0]}; step-00000015 is taken instead\n"
+    assert "num samples         500\n" in said.out
+    flip_a_bit(paths[1])
     with pytest.raises(SystemExit) as end:
-        main([*command, str(folder), *port])
-    assert end.value.code == (
-        f"hybrid {command[0]}: {path}: missing or altered since the checkpoint was written"
-    )
-    assert (folder / "result.json").exists()
+        main(["evaluate", str(folder)])
+    assert end.value.code == f"hybrid evaluate: {'; '.join(damage)}"
 
 
 TRAINER_SPANS = (

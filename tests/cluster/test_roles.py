@@ -16,6 +16,7 @@ from torch.distributed import rpc
 
 from hybrid import wire
 from hybrid.config import RunConfig
+from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers import trainer, worker
 from workers.bootstrap import Cluster, announce_stop, join
@@ -84,16 +85,20 @@ def test_a_call_does_not_wait_for_its_answer(clusters: Clusters) -> None:
 
 
 def live(
-    role: Role, config: RunConfig, told: SimpleQueue[tuple[str, Any]], listener: socket | None = None
+    role: Role,
+    config: RunConfig,
+    secret: Secret,
+    told: SimpleQueue[tuple[str, Any]],
+    listener: socket | None = None,
 ) -> None:
     """Be a role from start to end, and tell which process group is left; the master, who was in one."""
     if role == MASTER:
-        with join(role, config, listener) as cluster:
+        with join(role, config, secret, listener) as cluster:
             members = [place.call("membership") for place in places(cluster).values()]
             told.put(("during", gather(members)))
             announce_stop(cluster)
     else:
-        {RoleKind.TRAINER: trainer.run, RoleKind.WORKER: worker.run}[role.kind](config, role.index)
+        {RoleKind.TRAINER: trainer.run, RoleKind.WORKER: worker.run}[role.kind](config, role.index, secret)
     told.put((str(role), dist.is_initialized()))
 
 
@@ -107,11 +112,12 @@ def test_trainers_form_a_group_until_the_master_says_stop() -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
+    secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
         config = small_config(cluster={"trainers": 2, "workers": 1, "master_port": listener.getsockname()[1]})
         roles = config.cluster.topology.roles
         processes = [
-            context.Process(target=live, args=(r, config, told, *([listener] if r == MASTER else [])))
+            context.Process(target=live, args=(r, config, secret, told, *([listener] if r == MASTER else [])))
             for r in roles
         ]
         for process in processes:

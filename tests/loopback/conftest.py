@@ -6,9 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from support.stock_rpc import stock_rpc
 
 from hybrid import wire
+from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
+
+
+@pytest.fixture
+def unsigned(loopback: None) -> Iterator[None]:
+    """torch's own RPC beside the signed one."""
+    with stock_rpc(Topology(0, 0)):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +25,16 @@ def loopback() -> Iterator[None]:
     """An RPC group of one, and a process group of one for DDP."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
-    wire.start(MASTER, Topology(0, 0), store, interface="lo", transport="uv", timeout_seconds=5.0)
+    wire.start(
+        MASTER,
+        Topology(0, 0),
+        store,
+        secret=Secret.fresh(),
+        run_id=b"loopback",
+        interface="lo",
+        transport="uv",
+        timeout_seconds=5.0,
+    )
     yield
     wire.stop(10.0)
     dist.destroy_process_group()

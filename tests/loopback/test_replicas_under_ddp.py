@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from hybrid.dense.replica import DataParallel
 from hybrid.topology import MASTER
 
-pytestmark = pytest.mark.usefixtures("loopback")
+pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 
 
 class Embeddings(nn.Module):

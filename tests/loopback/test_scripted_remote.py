@@ -19,7 +19,7 @@ from hybrid.dense.remote import NetHost
 from hybrid.topology import MASTER
 from hybrid.update import Purpose, Ticket, UpdateRules
 
-pytestmark = pytest.mark.usefixtures("loopback")
+pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 
 WIDTH, STEPS, RATE = 3, 4, 0.5
 NAME = MASTER.rpc_name

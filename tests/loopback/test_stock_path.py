@@ -18,7 +18,7 @@ from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling
 from hybrid.topology import MASTER
 from hybrid.update import Purpose, Ticket, UpdateRules
 
-pytestmark = pytest.mark.usefixtures("loopback")
+pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 
 ROWS, DIM, RATE, STEPS = 9, 4, 0.5, 20
 

@@ -137,6 +137,7 @@ def test_nothing_listens_beyond_loopback() -> None:
     assert {c.laddr.ip for c in listening} <= {"127.0.0.1", "::1"}
 
 
+@pytest.mark.usefixtures("unsigned")
 def test_a_future_completed_by_another_thread_keeps_its_gradient() -> None:
     """What lookups rely on: an answer computed later, elsewhere, is still part of the graph."""
     rref = torch.distributed.rpc.RRef(Scale())

@@ -97,9 +97,9 @@ def arriving(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     arrived: list[Tensor] = []
     contribute = TableShards.contribute
 
-    def spy(tables: TableShards, ticket: Ticket, items: Any, grads: Any, read_at: int, **how: Any) -> None:
+    def spy(tables: TableShards, ticket: Ticket, items: Any, grads: Any, *more: Any, **keys: Any) -> None:
         arrived.extend(grads)
-        contribute(tables, ticket, items, grads, read_at, **how)
+        contribute(tables, ticket, items, grads, *more, **keys)
 
     monkeypatch.setattr(TableShards, "contribute", spy)
     return arrived

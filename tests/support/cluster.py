@@ -20,6 +20,7 @@ from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hybrid.config import RunConfig
+from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers import trainer, worker
 from workers.bootstrap import Cluster, announce_stop, join
@@ -67,16 +68,18 @@ class RunningCluster:
         return result  # type: ignore[no-any-return]
 
 
-def _serve(role: Role, config: RunConfig, listener: socket | None, cases: Connection | None) -> None:
+def _serve(
+    role: Role, config: RunConfig, secret: Secret, listener: socket | None, cases: Connection | None
+) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if role.kind is RoleKind.TRAINER:
-        trainer.run(config, role.index)
+        trainer.run(config, role.index, secret)
     elif role.kind is RoleKind.WORKER:
-        worker.run(config, role.index)
+        worker.run(config, role.index, secret)
     else:
         assert cases is not None
-        with join(MASTER, config, listener) as cluster:
+        with join(MASTER, config, secret, listener) as cluster:
             while (sent := cases.recv()) is not None:
                 cases.send(_run(cluster, *sent))
             announce_stop(cluster)
@@ -95,13 +98,16 @@ def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
+    secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
         processes = []
         for role in config.cluster.topology.roles:
             extra = (listener, theirs) if role == MASTER else (None, None)
-            processes.append(context.Process(target=_serve, args=(role, config, *extra), name=str(role)))
+            processes.append(
+                context.Process(target=_serve, args=(role, config, secret, *extra), name=str(role))
+            )
             processes[-1].start()
     try:
         yield RunningCluster(ours)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from hybrid.secret import Secret
+
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
@@ -136,12 +138,19 @@ def marked_environment(mark: str) -> dict[str, str]:
     return {**os.environ, _MARK: mark, "PYTHONPATH": str(ROOT)}
 
 
+def fresh_secret(folder: Path) -> list[str]:
+    """The setting that names a new secret in ``folder``, as roles by hand need it."""
+    file = folder / "secret"
+    Secret.fresh().write(file)
+    return settings(cluster={"secret_file": file})
+
+
 @contextmanager
 def by_hand(
     roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path
 ) -> Iterator[list[Command]]:
     """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port."""
-    port = settings(cluster={"master_port": free_port()})
+    port = [*settings(cluster={"master_port": free_port()}), *fresh_secret(folder)]
     with ExitStack() as stack:
         yield [stack.enter_context(started([*role, *arguments, *port], folder)) for role in roles]
 

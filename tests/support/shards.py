@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybrid import checkpoint
+from hybrid import manifest
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint import Manifest
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.shard import LocalTables, TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.manifest import Files, Manifest
 from hybrid.update import Purpose, Ticket, UpdateRules
 
 NUM_ROWS = {"a": 11, "b": 4, "c": 23}
@@ -86,11 +86,13 @@ class Cluster:
         return tensors
 
     def save(self, folder: Path, step: int) -> Path:
-        partial = checkpoint.begin(folder)
+        partial = manifest.begin(folder)
+        files: Files = {}
         for host in self.hosts.values():
-            host.save(partial)
+            host.begin_save(is_copied=True)
+            files |= host.write(partial)
         shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-        return checkpoint.commit(partial, Manifest(step, 0, shapes, {}, {}))
+        return manifest.commit(partial, Manifest(step, 0, shapes, files))
 
     def load(self, folder: Path, step: int) -> None:
         for host in self.hosts.values():

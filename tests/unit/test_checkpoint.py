@@ -1,167 +1,30 @@
-"""Checkpoints: whole or not at all, all damage seen, and optimizer states through files and back."""
+"""Reading checkpoints, the newest good one of a run, and optimizer states through files and back."""
 
 from __future__ import annotations
 
-import errno
-import json
-import os
-import resource
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.checkpoints import flip_a_bit, write_checkpoint, write_run
 from torch import Tensor, nn
 
-from hybrid import checkpoint
-from hybrid.checkpoint import (
-    DENSE_FILE,
-    FORMAT,
-    Checkpoint,
-    Manifest,
-    load_state,
-    pack_dense,
-    shard_file,
-    unpack_dense,
-    write_tensors,
-)
+from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.errors import CheckpointError
-
-SHAPES = {"C1": (5, 3, 2)}
-
-
-def write(folder: Path, step: int = 1) -> Path:
-    """A small whole checkpoint."""
-    partial = checkpoint.begin(folder)
-    for index in range(2):
-        write_tensors(
-            partial, shard_file("C1", index, 2), {"weight": torch.full((3 - index, 3), float(step))}
-        )
-    write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    return checkpoint.commit(partial, Manifest(step, 2, SHAPES, {}, {"auc": 0.75}))
+from hybrid.manifest import MANIFEST_FILE, step_folder
+from hybrid.tensor_file import write_tensors
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    folder = write(tmp_path / "deep" / "step-1")
-    assert folder == tmp_path / "deep" / "step-1"
-    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
-        "dense.safetensors",
-        "manifest.json",
-        "tables/C1.0-of-2.safetensors",
-        "tables/C1.1-of-2.safetensors",
-    ]
-    stored = Checkpoint.open(folder)
-    assert (stored.manifest.step, stored.manifest.epoch, stored.manifest.metrics) == (1, 2, {"auc": 0.75})
-    assert set(stored.manifest.files) == {DENSE_FILE, *(shard_file("C1", i, 2) for i in range(2))}
+def test_tensors_are_read_by_file(tmp_path: Path) -> None:
+    stored = Checkpoint.open(write_checkpoint(tmp_path / "step-1"))
     assert torch.equal(stored.tensors(DENSE_FILE)["net.w"], torch.arange(4.0))
 
 
-def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
-    whole = torch.randn(10_000, 4)
-    write_tensors(tmp_path, "view.safetensors", {"weight": whole[2:5], "columns": whole[:3].t()})
-    assert (tmp_path / "view.safetensors").stat().st_size < 1000
-    read = load_file(tmp_path / "view.safetensors")
-    assert torch.equal(read["weight"], whole[2:5])
-    assert torch.equal(read["columns"], whole[:3].t())
-
-
-def test_a_run_folder_opens_its_newest_checkpoint(tmp_path: Path) -> None:
-    for step in (2, 110, 30):
-        write(tmp_path / "checkpoints" / f"step-{step:08d}", step)
-    assert Checkpoint.open(tmp_path).manifest.step == 110
-
-
-def test_a_table_name_need_not_be_a_file_name(tmp_path: Path) -> None:
-    name = shard_file("../weird name/é", 0, 1)
-    write_tensors(tmp_path, name, {"weight": torch.ones(1, 1)})
-    (only,) = (tmp_path / "tables").iterdir()
-    assert only == tmp_path / name
-
-
-class Killed(BaseException):
-    """Stands for the death of the process."""
-
-
-def die(*_: object, **__: object) -> None:
-    raise Killed
-
-
-@pytest.mark.parametrize(
-    "last", ["hybrid.checkpoint.save_file", "hybrid.checkpoint.json.dumps", "hybrid.checkpoint.os.rename"]
-)
-def test_a_checkpoint_that_was_not_finished_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
-) -> None:
-    """Killed while writing tensors, before the manifest, or with the manifest but before the rename."""
-    checkpoints = tmp_path / "checkpoints"
-    write(checkpoints / "step-00000001")
-    with monkeypatch.context() as patch:
-        patch.setattr(last, die)
-        with pytest.raises(Killed):
-            write(checkpoints / "step-00000002", 2)
-    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step-00000001", "step-00000002.partial"]
-    assert Checkpoint.open(tmp_path).manifest.step == 1
-
-    (checkpoints / "step-00000002.partial" / "stray").write_text("left by the dead")
-    write(checkpoints / "step-00000002", 2)
-    assert [p.name for p in sorted(checkpoints.iterdir())] == ["step-00000001", "step-00000002"]
-    opened = Checkpoint.open(tmp_path)
-    assert opened.manifest.step == 2
-    assert "stray" not in opened.manifest.files
-
-
-def test_a_folder_with_only_an_unfinished_checkpoint_has_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("hybrid.checkpoint.os.rename", die)
-    with pytest.raises(Killed):
-        write(tmp_path / "checkpoints" / "step-00000001")
-    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_shard_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path) -> None:
-    """A worker on a host of its own, with a folder of the same name that nobody else sees."""
-    partial = checkpoint.begin(tmp_path / "step-1")
-    write_tensors(partial, shard_file("C1", 0, 2), {"weight": torch.ones(3, 3)})
-    with pytest.raises(
-        CheckpointError, match=r"shard 1 of 2 of table C1 elsewhere; run.folder must be storage"
-    ):
-        checkpoint.commit(partial, Manifest(1, 0, SHAPES, {}, {}))
-    assert not (tmp_path / "step-1").exists()
-
-
-def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    folder = write(tmp_path / "step-1")
-    with pytest.raises(CheckpointError, match=f"{folder}: exists already"):
-        write(folder, 5)
-    assert Checkpoint.open(folder).manifest.step == 1
-
-
-@pytest.mark.parametrize("name", [DENSE_FILE, shard_file("C1", 1, 2)])
-@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "a folder"])
-def test_damaged_files_are_seen_when_the_checkpoint_is_opened(tmp_path: Path, name: str, damage: str) -> None:
-    folder = write(tmp_path / "step-1")
-    path = folder / name
-    if damage == "truncated":
-        os.truncate(path, path.stat().st_size - 1)
-    elif damage == "longer":
-        path.write_bytes(path.read_bytes() + b"\0")
-    else:
-        path.unlink()
-        if damage == "a folder":
-            path.mkdir()
-    with pytest.raises(
-        CheckpointError, match=f"^{path}: missing or altered since the checkpoint was written$"
-    ):
-        Checkpoint.open(folder)
-
-
 def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(tmp_path: Path) -> None:
-    folder = write(tmp_path / "step-1")
+    folder = write_checkpoint(tmp_path / "step-1")
     size = (folder / DENSE_FILE).stat().st_size
     (folder / DENSE_FILE).write_bytes(b"x" * size)
     with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: .*$"):
@@ -170,55 +33,55 @@ def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(tmp_path: Path) -
         Checkpoint.open(folder).tensors("absent.safetensors")
 
 
-def test_without_a_manifest_there_is_no_checkpoint(tmp_path: Path) -> None:
-    folder = write(tmp_path / "step-1")
-    (folder / "manifest.json").unlink()
-    for place in (folder, tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match=f"^{place}: there is no checkpoint here$"):
-            Checkpoint.open(place)
+class TestNewestGood:
+    def test_it_is_the_newest_where_nothing_is_altered(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        write_run(tmp_path, 2, 110, 30)
+        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 110
+        assert not said
 
+    @pytest.mark.parametrize("name", [DENSE_FILE, MANIFEST_FILE])
+    def test_it_is_the_one_before_where_the_newest_is_altered(self, tmp_path: Path, name: str) -> None:
+        said: list[str] = []
+        path = step_folder(write_run(tmp_path, 2, 30, 110), 110) / name
+        flip_a_bit(path)
+        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 30
+        (line,) = said
+        assert line.startswith(f"{path}: ")
+        assert line.endswith("; step-00000030 is taken instead")
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (json.dumps({"format": FORMAT + 1}), rf"written by another version \(format {FORMAT + 1}\)"),
-        (json.dumps({}), r"written by another version \(format None\)"),
-        (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest"),
-        (json.dumps({"format": FORMAT, "colour": "red"}), "is not a manifest"),
-        ("[]", "is not a manifest"),
-        ("{", "is not a manifest"),
-    ],
-)
-def test_other_manifests_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    folder = write(tmp_path / "step-1")
-    (folder / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint.open(folder)
+    def test_every_altered_one_is_said(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        write_run(tmp_path, 2, 30, 110)
+        (step_folder(tmp_path, 110) / DENSE_FILE).write_bytes(b"")
+        flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
+        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 2
+        (line,) = said
+        assert "step-00000110/dense.safetensors: missing or altered" in line
+        assert "step-00000030/dense.safetensors: missing or altered" in line
 
+    def test_there_is_none_where_all_are_altered(self, tmp_path: Path) -> None:
+        write_run(tmp_path, 2, 30)
+        for step in (2, 30):
+            flip_a_bit(step_folder(tmp_path, step) / DENSE_FILE)
+        with pytest.raises(CheckpointError, match=r"step-00000030/dense.* altered.*; .*step-00000002/dense"):
+            Checkpoint.newest_good(tmp_path, pytest.fail)
 
-def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """The system itself refuses: no file of this process may pass 1 MiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path / DENSE_FILE}: .*File too large"):
-            write_tensors(tmp_path, DENSE_FILE, {"w": torch.zeros(1 << 20)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    def test_one_that_is_named_must_be_good_itself(self, tmp_path: Path) -> None:
+        write_run(tmp_path, 2, 30)
+        assert Checkpoint.newest_good(step_folder(tmp_path, 2), pytest.fail).manifest.step == 2
+        flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
+        with pytest.raises(CheckpointError, match="missing or altered"):
+            Checkpoint.newest_good(step_folder(tmp_path, 30), pytest.fail)
 
-
-@pytest.mark.parametrize("function", ["save_file", "os.fsync", "os.rename", "Path.mkdir", "shutil.rmtree"])
-def test_any_failure_to_write_is_a_checkpoint_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    (tmp_path / "step-1.partial").mkdir()
-    monkeypatch.setattr(f"hybrid.checkpoint.{function}", full)
-    with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/step-1.*No space left on device"):
-        write(tmp_path / "step-1")
-    assert not (tmp_path / "step-1").exists()
+    def test_without_a_manifest_there_is_none(self, tmp_path: Path) -> None:
+        folder = step_folder(write_run(tmp_path, 1), 1)
+        (folder / MANIFEST_FILE).unlink()
+        for place in (folder, tmp_path, tmp_path / "absent"):
+            with pytest.raises(CheckpointError, match=f"^{place}: there is no checkpoint here$"):
+                Checkpoint.newest_good(place, pytest.fail)
+        with pytest.raises(CheckpointError, match=f"^{folder}: there is no checkpoint here$"):
+            Checkpoint.open(folder)
 
 
 def net() -> nn.Sequential:
@@ -289,7 +152,12 @@ def test_a_state_of_another_net_is_an_error_of_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_may_be_moved(tmp_path: Path) -> None:
-    folder = write(tmp_path / "step-1")
-    shutil.move(folder, tmp_path / "kept")
-    assert Checkpoint.open(tmp_path / "kept").manifest.step == 1
+def test_what_is_packed_stays_as_it_was(tmp_path: Path) -> None:
+    """Training goes on while it is written."""
+    module = net()
+    optimizer = momentum(module)
+    train(module, optimizer, 0, 2)
+    packed = pack_dense(module.state_dict(), optimizer.state_dict()["state"])
+    before = {name: tensor.clone() for name, tensor in packed.items()}
+    train(module, optimizer, 2, 1)
+    assert_same(packed, before)

@@ -14,13 +14,13 @@ import torch
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
-from hybrid import checkpoint
-from hybrid.checkpoint import Manifest
+from hybrid import manifest
 from hybrid.config import ScheduleSection
 from hybrid.dense.compiled import compiled
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import NetHost
 from hybrid.errors import CheckpointError, NonFiniteError
+from hybrid.manifest import Manifest
 from hybrid.schedule import Schedule
 from hybrid.update import Ticket, UpdateMode, UpdateRules
 
@@ -298,9 +298,9 @@ class TestCheckpoints:
 
     @staticmethod
     def save(host: NetHost, folder: Path, step: int) -> Path:
-        partial = checkpoint.begin(folder)
-        host.save(partial)
-        return checkpoint.commit(partial, Manifest(step, 0, {}, {}, {}))
+        partial = manifest.begin(folder)
+        host.begin_save(is_copied=True)
+        return manifest.commit(partial, Manifest(step, 0, {}, host.write(partial)))
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
     def test_training_goes_on_from_one_bit_for_bit(self, tmp_path: Path, optimizer: str) -> None:
@@ -339,7 +339,7 @@ class TestCheckpoints:
             monkeypatch.setattr(host.optimizer, "step", slow_step)
             pass_through(host, train(0), hidden(0))
             assert under_way.wait(PATIENCE_SECONDS)
-            saving = pool.submit(host.save, tmp_path)
+            saving = pool.submit(host.begin_save, True)
             assert not wait([saving], timeout=0.02).done
             may_end.set()
             saving.result(PATIENCE_SECONDS)

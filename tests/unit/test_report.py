@@ -182,9 +182,30 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
     assert _scalars(path)["train/loss"] == expected
 
 
-def test_only_a_run_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run to resume"):
-        RunFolder.reopen(tmp_path, RunConfig(), step=0)
+@pytest.mark.parametrize("left", [[], ["config.toml"], ["config.toml", "versions.json"]], ids=len)
+def test_a_run_that_was_killed_before_its_first_line_begins_again(tmp_path: Path, left: list[str]) -> None:
+    path = tmp_path / "run"
+    if left:
+        path.mkdir()
+    for name in left:
+        (path / name).write_text("{}")
+    with RunFolder.reopen(path, CONFIG, step=0) as folder:
+        folder.log_progress(_progress(1))
+    assert [record["step"] for record in _records(path)] == [1]
+    assert load_config(path / "config.toml") == CONFIG
+    assert (path / "versions.json").exists()
+
+
+def test_checkpoints_are_logged_with_what_they_cost(folder: RunFolder) -> None:
+    folder.log_progress(_progress(20))
+    folder.log_checkpoint(10, 0.25, 2.0, 1 << 20)
+    folder.sync()
+    record = _records(folder.path)[1]
+    assert record.pop("time") > 0
+    assert record == {
+        "kind": "checkpoint", "step": 10, "seconds_stopped": 0.25, "seconds_writing": 2.0, "bytes": 1 << 20
+    }  # fmt: skip
+    folder.finish({})  # draws the curves past it
 
 
 def _fill_disk_under(path: Path) -> None:
@@ -212,8 +233,7 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
         folder.log_progress(_progress(10))
     what_to_do = "make room there, or set run.folder to another place"
     assert str(caught.value) == f"{path}: cannot be written: No space left on device; {what_to_do}"
-    with pytest.raises(HybridError, match="No space left on device"):
-        folder.close()
+    folder.close()
 
 
 @pytest.mark.parametrize("name", ["result.json", "curves.png"])

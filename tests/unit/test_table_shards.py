@@ -19,11 +19,11 @@ from support.shards import (
 )
 from torch import Tensor
 
-from hybrid import checkpoint
 from hybrid.config import TABLE_OPTIMIZERS
 from hybrid.embedding.kernels import Bags
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import CheckpointError
+from hybrid.manifest import shard_file
 
 
 def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -80,11 +80,12 @@ def test_saving_waits_for_the_update_under_way(
     host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [torch.ones(1, 3)], 0)
     assert under_way.wait(PATIENCE_SECONDS)
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(host.save, tmp_path)
+        saving = pool.submit(host.begin_save, False)
         wait([saving], timeout=0.02)  # an end to this would be too soon
         may_end.set()
         saving.result(PATIENCE_SECONDS)
-    saved = load_file(tmp_path / checkpoint.shard_file("a", 0, 1))["weight"]
+    host.write(tmp_path)
+    saved = load_file(tmp_path / shard_file("a", 0, 1))["weight"]
     torch.testing.assert_close(saved[1], before[1] - 0.1)
 
 

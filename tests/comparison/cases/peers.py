@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
+from support.stock_rpc import stock_rpc
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
@@ -53,7 +54,8 @@ def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
     creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
     peers: list[wire.Remote[_Peer]] = gather(creating)
-    return gather([peer.call("run", job, timeout_seconds=SECONDS) for peer in peers])
+    with stock_rpc(cluster.topology):
+        return gather([peer.call("run", job, timeout_seconds=SECONDS) for peer in peers])
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from comparison.cases.hybrid_trainer import Tables
+from support.stock_rpc import stock_rpc
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
@@ -53,9 +54,10 @@ def stock(cluster: Cluster, optimizer: str) -> float:
     """How far the row moves by one step of two trainers, one after the other."""
     role = cluster.topology.workers[0]
     rref = wire.create_module(role, StockTable).rref
-    for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
-        made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
-        made.wait().call("step", gradient).wait()
+    with stock_rpc(cluster.topology):
+        for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
+            made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
+            made.wait().call("step", gradient).wait()
     moved: float = wire.Remote[StockTable](role, rref).call("row").wait()
     return moved
 

@@ -1,0 +1,99 @@
+"""Writing a safetensors file straight from the tensors, with its checksum: no second copy of them in memory.
+
+The format (https://github.com/huggingface/safetensors#format)::
+
+    8 bytes       length of the header, little-endian
+    the header    JSON: name -> {"dtype", "shape", "data_offsets": [start, end]}
+    the rest      the tensors' bytes, one after another
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybrid.errors import CheckpointError
+from hybrid.manifest import Files, cannot_write
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_CHUNK_BYTES = 4 << 20  # hashed while it is in the cache
+_ALIGNMENT = 8
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Files:
+    """Write named tensors as one file of ``folder`` and see them safely on the disk.
+
+    Tensors that are not contiguous, or not on the CPU, are copied one at a time.
+
+    Raises:
+        CheckpointError: the file cannot be written, or a tensor is of a type that the format has not.
+    """
+    path = folder / name
+    # Wide types first, so that each tensor is aligned where the file is mapped into memory.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    header = _header(path, ordered)
+    size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
+    digest, written = hashlib.sha256(), 0
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            for chunk in _chunks(header, ordered):
+                file.write(chunk)
+                digest.update(chunk)
+                written += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise cannot_write(path, error, size - written) from error
+    return {name: (size, digest.hexdigest())}
+
+
+def _header(path: Path, tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, dict[str, object]] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"cannot write {path}: {name} is of {tensor.dtype}, which safetensors has not"
+            )
+        offsets = [start, start + tensor.nbytes]
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+        start += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().data
+        for start in range(0, len(content), _CHUNK_BYTES):
+            yield content[start : start + _CHUNK_BYTES]

@@ -1,0 +1,226 @@
+"""torch's way of RPC payloads, in and out, with signatures and a list of what may be loaded.
+
+torch pickles with one object, which it keeps in two places (:func:`install`). Built-in operators and
+TorchScript functions do not pass here, nor does what keeps references and distributed autograd together.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType, TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d, rpc
+from torch.distributed.nn.api import remote_module
+from torch.distributed.rpc import api, internal
+
+from hybrid.errors import ClusterError
+from hybrid.own_code import name_of
+from hybrid.trust.allowed import Unpickler, reference_to, tensor_at
+from hybrid.trust.refusals import Refusals, RefusedPayload
+from hybrid.trust.signature import Kind, Signatures, is_signable
+
+# How an error tells that a payload was refused.
+REFUSED = "a message was refused: "
+# What torch's processes tell each other when they start and stop: the same for all of them.
+_GATHER = (api._gather_to_leader, api._broadcast_to_followers)
+# Its result stays where it runs.
+_CREATE_MODULE = remote_module._create_module
+# The exceptions whose types torch keeps.
+_KEPT = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
+
+_TORCHS_OWN = internal._internal_rpc_pickler
+
+_target = threading.local()
+
+
+class addressed_to:  # as a generator it would cost twice as much
+    """While it is entered, calls of this thread are signed for the role of this RPC name."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, rpc_name: str) -> None:
+        self._name = rpc_name
+
+    def __enter__(self) -> None:
+        _target.name = self._name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _target.name = None
+
+
+class _Answer(NamedTuple):
+    """What a call has returned, and the sender number of its caller."""
+
+    to: bytes
+    value: Any
+
+
+class _Raised(internal.RemoteException):
+    """An exception that a call has raised, as torch knows it, for the caller of this sender number.
+
+    Also a call that raises it: torch does not tell whether it loads a call or an answer.
+    """
+
+    to: bytes | None = None  # nobody that is known
+    args = ()
+    kwargs: Mapping[str, Any] = MappingProxyType({})
+
+    def func(self) -> _Raised:
+        return self
+
+
+class _Served:
+    """A function that was called by RPC; what it returns is signed for the caller."""
+
+    __slots__ = ("_function", "_to")
+
+    def __init__(self, function: Callable[..., Any], to: bytes) -> None:
+        self._function = function
+        self._to = to
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        try:
+            result = self._function(*args, **keywords)
+        except Exception as error:  # the caller's to know
+            kind = next((kept for kept in _KEPT.values() if isinstance(error, kept)), RuntimeError)
+            return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._to)
+        if isinstance(result, torch.futures.Future):
+            return result.then(self._answer)
+        return _Answer(self._to, result)
+
+    def _answer(self, future: torch.futures.Future[Any]) -> _Answer:
+        # RPC would send an exception set on the future as a value; one raised in a callback it sends as such.
+        return _Answer(self._to, future.value())
+
+
+def _raised(message: str, kind: type[Exception], to: bytes | None) -> _Raised:
+    raised = _Raised(message, kind)
+    raised.to = to
+    return raised
+
+
+class SignedPickler(internal._InternalRPCPickler):
+    """Makes payloads that are signed, and loads only such.
+
+    Args:
+        calls: the functions that may be called.
+        refusals: counts what is refused; nothing of that is loaded, and the caller, if any, gets an error.
+    """
+
+    def __init__(
+        self, signatures: Signatures, calls: Iterable[Callable[..., Any]], refusals: Refusals
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._signatures = signatures
+        self._refusals = refusals
+        functions: tuple[Callable[..., Any], ...] = (*calls, _CREATE_MODULE, *_GATHER)
+        self._calls = {name_of(function): function for function in functions}
+
+    def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
+        """The payload of a call or of its answer, and the tensors beside it.
+
+        Raises:
+            ClusterError: it is neither.
+        """
+        if isinstance(obj, internal.PythonUDF):
+            return self._seal(*self._call(obj))
+        if isinstance(obj, _Answer):
+            return self._seal(Kind.ANSWER, obj.to, obj.value)
+        if isinstance(obj, internal.RemoteException):
+            if not isinstance(obj, _Raised) or obj.to is None:
+                return b"", []  # says that it was refused, to whoever it was
+            return self._seal(Kind.ERROR, obj.to, (obj.msg, obj.exception_type.__name__))
+        raise ClusterError(f"{type(obj).__name__} is no answer to a call of hybrid.wire")
+
+    def _call(self, udf: internal.PythonUDF) -> tuple[Kind, bytes, Any]:
+        name = name_of(udf.func)
+        if name not in self._calls:
+            raise ClusterError(f"{name} cannot be called by RPC; hybrid.wire has what can")
+        if udf.func in _GATHER:
+            return Kind.GATHER, b"", (name, udf.args, udf.kwargs)
+        target: str | None = getattr(_target, "name", None)
+        if target is None:
+            raise ClusterError(f"{name} is called by RPC without hybrid.wire: nobody is to receive it")
+        return Kind.CALL, target.encode(), (name, udf.args, udf.kwargs)
+
+    def _seal(self, kind: Kind, to: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
+        pickled, tensors = _dump(content)
+        return self._signatures.sign(kind, to, pickled, tensors) + pickled, tensors
+
+    def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
+        """What a payload holds: a function to call, a value, or, where it is refused, an error."""
+        to: bytes | None = None
+        try:
+            kind, to, pickled = self._signatures.open(binary_data, tensor_table)
+            return self._load(kind, to, Unpickler(pickled, tensor_table).load())
+        except RefusedPayload as refused:
+            self._refusals.add(str(refused))
+            return _raised(REFUSED + str(refused), RuntimeError, to)
+
+    def _load(self, kind: Kind, sender: bytes, content: Any) -> Any:
+        if kind is Kind.ANSWER:
+            return content
+        if kind is Kind.ERROR:
+            message, name = content
+            return internal.RemoteException(message, _KEPT[name])
+        name, args, keywords = content
+        function = self._calls[name]
+        if (function in _GATHER) != (kind is Kind.GATHER):
+            raise RefusedPayload(f"{name} is called in another way")
+        served = function if function is _CREATE_MODULE else _Served(function, sender)
+        return internal.PythonUDF(served, args, keywords)
+
+
+def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
+    """The pickle of ``content``, and the tensors in it, which are not part of the pickle."""
+    tensors: list[Tensor] = []
+
+    def reduce_tensor(tensor: Tensor) -> tuple[Any, tuple[int]]:
+        # In one piece, as it is signed; within a context this is part of the graph.
+        tensors.append(tensor if is_signable(tensor) else tensor.contiguous())
+        return tensor_at, (len(tensors) - 1,)
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    reducers: dict[type, Callable[[Any], Any]] = dict.fromkeys((rpc.PyRRef, rpc.RRef), _reduce_reference)
+    pickler.dispatch_table = {Tensor: reduce_tensor, **reducers}
+    pickler.dump(content)
+    return file.getvalue(), tensors
+
+
+def _reduce_reference(reference: Any) -> tuple[Any, tuple[Any]]:
+    return reference_to, (reference._serialize(),)
+
+
+def install(pickler: internal._InternalRPCPickler | None) -> None:
+    """Have torch pickle with ``pickler``, or with its own again."""
+    # The first for what comes in and for answers that go out, from C++; the second for calls that go out.
+    internal._internal_rpc_pickler = api._default_pickler = pickler or _TORCHS_OWN
+
+
+class _NothingNamed(pickle.Unpickler):
+    """Loads numbers, text, lists and the like."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ClusterError(f"a message at the start of RPC was refused: it names {module}:{name}")
+
+
+@contextmanager
+def plain_collectives() -> Iterator[None]:
+    """While torch joins an RPC group: it unpickles what it finds in a process group, which nobody signs."""
+    before = distributed_c10d._unpickler
+    distributed_c10d._unpickler = _NothingNamed
+    try:
+        yield
+    finally:
+        distributed_c10d._unpickler = before

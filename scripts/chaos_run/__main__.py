@@ -1,0 +1,119 @@
+"""The command line of ``scripts/chaos``."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from chaos_run.report import save, show
+from chaos_run.running import Kill, Plan, Run
+from chaos_run.sameness import differences
+from hybrid.errors import HybridError
+from workers.restarts import FILE_NAME
+
+FAILED = 1
+INTERRUPTED = 130
+_EARLY = 0.25
+_JOB = (
+    *("data.synthetic_rows=40000", "data.synthetic_test_rows=4000", "train.batch_size=128", "train.epochs=2"),
+    *(
+        "train.eval_every_steps=100",
+        "train.log_every_steps=1",
+        "checkpoint.every_steps=20",
+        "dense.device=cpu",
+    ),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; 0, 1 (a run failed, or came to another end), 2 (usage) or 130 (interrupted)."""
+    options = _parser().parse_args(arguments)
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.default_int_handler)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    try:
+        return _run(options, console)
+    except HybridError as error:
+        print(f"scripts/chaos: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("scripts/chaos: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos",
+        description="Trains twice, once undisturbed and once while roles are killed at random moments, and "
+        "compares the ends bit for bit. Where the second ends before all kills are done, there is a third.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, a small job")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for launch"
+    )
+    parser.add_argument("--kills", type=int, default=10, help="how many (default: 10)")
+    parser.add_argument(
+        "--freeze", type=float, default=0.0, metavar="SHARE", help="of the kills, frozen instead (default: 0)"
+    )
+    parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and launch again")
+    parser.add_argument(
+        "--pause", type=float, default=3.0, help="longest, before a kill, in seconds (default: 3)"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="of the choices; printed")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="for everything; default: a new one under runs/"
+    )
+    return parser
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    folder = (options.folder or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    folder.mkdir(parents=True)
+    console.print(f"seed {seed}, in {folder}", highlight=False, soft_wrap=True)
+    arguments = _launch_arguments(options)
+    with Run(folder / "whole", arguments) as whole:
+        whole.await_end()
+    plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
+    chance = random.Random(seed)
+    kills: list[Kill] = []
+    runs: dict[str, list[str]] = {}
+    restarts = 0
+    while len(kills) < options.kills:
+        with Run(folder / f"killed-{len(runs) + 1}", arguments) as killed:
+            kills += killed.harm(options.kills - len(kills), plan, chance)
+            killed.await_end()
+        runs[killed.folder.name] = differences(whole.folder, killed.folder)
+        log = killed.folder / FILE_NAME
+        restarts += len(log.read_text().splitlines()) if log.exists() else 0
+    show(console, kills)
+    save(folder / "chaos.json", seed, kills, restarts, runs)
+    return _judge(console, len(kills), restarts, runs)
+
+
+def _launch_arguments(options: argparse.Namespace) -> list[str]:
+    job = () if options.config else _JOB
+    config = ["--config", str(options.config)] if options.config else []
+    # Not one of the kills may be one too many.
+    overrides = (*job, *options.set, f"cluster.max_restarts={options.kills}")
+    return [*config, *(text for override in overrides for text in ("--set", override))]
+
+
+def _judge(console: Console, kills: int, restarts: int, runs: dict[str, list[str]]) -> int:
+    console.print(f"{kills} kills, {restarts} restarts in {len(runs)} run(s)", highlight=False)
+    for name, found in runs.items():
+        end = "the same end, bit for bit" if not found else f"NOT the same: {', '.join(found)}"
+        console.print(f"{name}: {end}", highlight=False, soft_wrap=True)
+    return FAILED if any(runs.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

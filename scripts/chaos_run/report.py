@@ -1,0 +1,54 @@
+"""What the kills came to, as tables and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from chaos_run.running import Kill
+from chaos_run.victims import PHASES
+
+
+def show(console: Console, kills: Sequence[Kill]) -> None:
+    """Print how often who was killed in which phase, and how long it took until the next step."""
+    counts = Counter((kill.role, kill.phase) for kill in kills)
+    table = Table(title="kills", title_justify="left")
+    for heading in ("role", *PHASES, "all", "of them frozen"):
+        table.add_column(heading, justify="left" if heading == "role" else "right")
+    for role in sorted({kill.role for kill in kills}):
+        of_role = [kill for kill in kills if kill.role == role]
+        frozen = sum(kill.signal == "SIGSTOP" for kill in of_role)
+        cells = [counts[role, phase] for phase in PHASES]
+        table.add_row(role, *map(str, [*cells, len(of_role), frozen]))
+    console.print(table)
+    for number, name in (("SIGKILL", "killed"), ("SIGSTOP", "frozen")):
+        seconds = [k.seconds for k in kills if k.signal == number and k.seconds is not None]
+        if seconds:
+            console.print(
+                f"{name}: back at a step after {statistics.median(seconds):.1f} s, the median of "
+                f"{len(seconds)}, and at most {max(seconds):.1f} s",
+                highlight=False,
+            )
+
+
+def save(path: Path, seed: int, kills: Sequence[Kill], restarts: int, runs: dict[str, list[str]]) -> None:
+    """Write everything to a JSON file.
+
+    Args:
+        restarts: by the launchers themselves.
+        runs: folder of each run that was harmed, and what was not the same there.
+    """
+    report = {
+        "seed": seed,
+        "restarts": restarts,
+        "differences": runs,
+        "kills": [dataclasses.asdict(kill) for kill in kills],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,161 @@
+"""A run that is launched, harmed, and launched again where its launcher was killed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from chaos_run.victims import LAUNCHER, phase_of, running_roles
+from hybrid.errors import HybridError
+
+_POLL_SECONDS = 0.02
+_SILENT_SECONDS = 120.0
+_STOP_SECONDS = 10.0
+# What a master prints once its data is there, at each start, and what of each line of progress.
+_START, _STEP = "\nprepared ", "\nstep "
+
+
+@dataclass(slots=True)
+class Kill:
+    """One role killed or frozen.
+
+    Attributes:
+        seconds: until the run had taken a step again; None where it was harmed again or over before.
+    """
+
+    role: str
+    signal: str
+    phase: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who is harmed, and when.
+
+    Attributes:
+        freeze: share of the roles that are frozen, not killed.
+        with_launcher: whether the launcher may be killed too.
+        early: share of those that do not wait for the next step after the kill before.
+        pause_seconds: the longest time between a step, or the kill before, and a kill.
+    """
+
+    freeze: float
+    with_launcher: bool
+    early: float
+    pause_seconds: float
+
+
+class Run:
+    """A run in a folder of its own; end it by ``with``.
+
+    Args:
+        arguments: of ``hybrid launch``.
+    """
+
+    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+        self.folder = folder
+        self._command = [*(sys.executable, "-m", "workers", "launch", "--resume", "auto"), *arguments]
+        self._command += ["--set", f"run.folder={folder}"]
+        self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
+        self._killed_at = 0.0
+        self._said_before_kill = 0
+        self._launch()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def await_end(self) -> None:
+        """Return when the run has come to its end; HybridError where it fails, or falls silent."""
+        while not self._has_ended():
+            time.sleep(_POLL_SECONDS)
+
+    def harm(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
+        """Kill some of its roles, one after the other; fewer where the run ends before."""
+        kills: list[Kill] = []
+        while len(kills) < count:
+            is_early = chance.random() < plan.early
+            if not is_early and not self._await_step(kills):
+                break
+            if not self._pass_time(chance.uniform(0.0, plan.pause_seconds), kills):
+                break
+            if (kill := self._kill(plan, chance)) is not None:
+                kills.append(kill)
+        self._await_step(kills)
+        return kills
+
+    def _await_step(self, kills: list[Kill]) -> bool:
+        """Wait until the last kill has been made good; False where the run has ended."""
+        is_running = not self._has_ended()
+        while is_running and kills and kills[-1].seconds is None:
+            is_running = self._pass_time(_POLL_SECONDS, kills)
+        return is_running
+
+    def _launch(self) -> None:
+        with self._out.open("ab") as out, self._err.open("ab") as err:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        self._heard_at, self._heard = time.monotonic(), 0
+
+    def _has_ended(self) -> bool:
+        code = self._process.poll()
+        if code:
+            raise HybridError(self._err.read_text().rstrip().rpartition("\n")[2])
+        if (said := len(self._said())) != self._heard:
+            self._heard_at, self._heard = time.monotonic(), said
+        if time.monotonic() - self._heard_at > _SILENT_SECONDS:
+            raise HybridError(f"{self.folder}: no word from the run for {_SILENT_SECONDS:g} s")
+        return code is not None
+
+    def _said(self) -> str:
+        return f"\n{self._out.read_text()}"
+
+    def _said_by_start(self) -> str:
+        """What the start after the last kill has said, from when its data was there."""
+        return self._said()[self._said_before_kill :].partition(_START)[2]
+
+    def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
+        """Wait, and note when the last kill has been made good; False where the run has ended."""
+        deadline = time.monotonic() + seconds
+        while not (has_ended := self._has_ended()) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            if kills and kills[-1].seconds is None and _STEP in self._said_by_start():
+                kills[-1].seconds = time.monotonic() - self._killed_at
+        return not has_ended
+
+    def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
+        """Kill or freeze somebody; None where nobody is there."""
+        roles = running_roles(psutil.Process(self._process.pid), self.folder)
+        if not roles:
+            return None
+        name = chance.choice([*sorted(roles), *([LAUNCHER] if plan.with_launcher else [])])
+        number = signal.SIGKILL
+        if name != LAUNCHER and chance.random() < plan.freeze:
+            number = signal.SIGSTOP
+        kill = Kill(name, number.name, phase_of(self.folder, self._said_by_start()))
+        self._killed_at = time.monotonic()
+        self._said_before_kill = len(self._said()) - 1  # with the end of its last line
+        if name == LAUNCHER:
+            self._process.kill()
+            self._process.wait()
+            self._launch()
+        else:
+            with suppress(psutil.NoSuchProcess):
+                roles[name].send_signal(number)
+        return kill

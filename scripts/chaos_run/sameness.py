@@ -1,0 +1,39 @@
+"""Whether two runs came to the same end, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hybrid.errors import HybridError
+from workers.run_state import newest_step
+
+_TIMES = ("time", "samples_per_second", "phase_seconds")
+
+
+def differences(whole: Path, killed: Path) -> list[str]:
+    """What is not the same in two runs: tensors of the last checkpoint by file, and lines of the log."""
+    found = []
+    ours, theirs = (_final_tensors(run) for run in (killed, whole))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            found.append(f"{name} of the last checkpoint")
+    for kind in ("train", "test"):
+        if _lines(whole, kind) != _lines(killed, kind):
+            found.append(f"{kind} lines of metrics.jsonl")
+    return found
+
+
+def _final_tensors(run: Path) -> dict[str, bytes]:
+    step = newest_step(run)
+    if step is None:
+        raise HybridError(f"{run}: has no checkpoint")
+    folder = run / f"checkpoints/step-{step:08d}"
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.safetensors")}
+    return {"the step": str(step).encode(), **files}
+
+
+def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if k not in _TIMES} for r in records if r["kind"] == kind]

@@ -1,0 +1,50 @@
+"""The processes of a launch that may be killed, and what the run is doing when they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+LAUNCHER = "launcher"
+PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
+
+
+def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Process]:
+    """The roles of a launch that are there and not frozen, by name: who writes to the logs of its run."""
+    logs = (run / "logs").resolve()
+    found = {}
+    for process in _descendants(launcher):
+        try:
+            log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
+            if log.parent == logs and process.status() != psutil.STATUS_STOPPED:
+                found[log.stem.replace("-", " ")] = process
+        except (OSError, psutil.NoSuchProcess):  # it has just ended
+            continue
+    return found
+
+
+def _descendants(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def phase_of(run: Path, said: str) -> str:
+    """What a run is doing.
+
+    Args:
+        said: what its master has printed since it started.
+    """
+    last = said.rstrip("\n").rpartition("\n")[2]
+    if (run / "result.json").exists():
+        return "shutdown"
+    if "step " not in said:
+        return "start"
+    if last == "evaluating":
+        return "evaluation"
+    if last == "writing the checkpoint" or any(run.glob("checkpoints/*.partial")):
+        return "checkpoint"
+    return "step"

@@ -1,0 +1,75 @@
+"""A run whose roles are killed at random comes to the same end; and another end would be noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chaos_run.sameness import differences
+from chaos_run.victims import PHASES, phase_of
+from support.commands import ROOT, TrainedRun, settings
+
+SECONDS = 100
+KILLS = 3
+
+
+def test_a_short_run(tiny: list[str], tmp_path: Path) -> None:
+    overrides = settings(train={"epochs": 4}, checkpoint={"every_steps": 5})
+    command = [*(sys.executable, "-m", "chaos_run", "--kills", str(KILLS), "--seed", "1", "--pause", "0.3")]
+    ended = subprocess.run(
+        [*command, "--launcher", "--folder", "chaos", *tiny, *overrides],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("seed 1, in ")
+    assert "the same end, bit for bit" in ended.stdout
+    report = json.loads((tmp_path / "chaos/chaos.json").read_text())
+    assert not any(report["differences"].values())
+    kills = report["kills"]
+    assert len(kills) == KILLS
+    assert all(kill["phase"] in PHASES and kill["signal"] == "SIGKILL" for kill in kills)
+    assert any(kill["seconds"] is not None for kill in kills)
+
+
+def test_other_ends_are_noticed(trained: TrainedRun, tmp_path: Path) -> None:
+    folder = trained.copy(tmp_path)
+    assert differences(trained.folder, folder) == []
+    last = max(folder.glob("checkpoints/step-*"))
+    dense = last / "dense.safetensors"
+    dense.write_bytes(dense.read_bytes()[:-1] + b"\1")
+    next(last.glob("tables/C1.*")).unlink()
+    log = folder / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"loss": 0', '"loss": 1', 1))
+    found = differences(trained.folder, folder)
+    assert [name.partition(" ")[0] for name in found] == [
+        *("dense.safetensors", "tables/C1.0-of-1.safetensors", "train")
+    ]
+    last.rename(last.with_name("step-00000017"))
+    assert "the step of the last checkpoint" in differences(trained.folder, folder)
+
+
+@pytest.mark.parametrize(
+    ("said", "files", "phase"),
+    [
+        ("2,000 rows\n", (), "start"),
+        ("2,000 rows\nstep 1/16\n", (), "step"),
+        ("2,000 rows\nstep 16/16\nevaluating\n", (), "evaluation"),
+        ("2,000 rows\nstep 4/16\n", ("checkpoints/step-00000004.partial",), "checkpoint"),
+        ("2,000 rows\nstep 16/16\nwriting the checkpoint\n", (), "checkpoint"),
+        ("2,000 rows\nstep 16/16\n", ("result.json",), "shutdown"),
+    ],
+)
+def test_the_phase_of_a_run_is_seen(said: str, files: tuple[str, ...], phase: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert phase_of(tmp_path, said) == phase

@@ -1,0 +1,120 @@
+"""The secret on the command line: who makes it, who needs it, who is kept out, and where it is never seen."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.commands import by_hand, eventually, free_port, fresh_secret, run, settings, started
+
+from hybrid.secret import VARIABLE
+from workers.cli import main
+
+START_SECONDS = 60.0
+HEARTBEAT_SECONDS = 2.0
+STOP_SECONDS = 5.0
+TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
+
+
+@pytest.fixture
+def one_each(endless: list[str]) -> list[str]:
+    """Settings of a cluster with one trainer and one worker, which trains until it is stopped."""
+    heartbeat = settings(cluster={"heartbeat_timeout_seconds": HEARTBEAT_SECONDS})
+    return [*endless, *settings(cluster={"trainers": 1, "workers": 1}), *heartbeat]
+
+
+def test_the_command_makes_a_file_that_roles_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "secret"
+    main(["secret", str(file)])
+    assert file.stat().st_mode & 0o777 == 0o600
+    told = capsys.readouterr().out
+    assert f"--set cluster.secret_file={file}\n" in told
+    assert f'export {VARIABLE}="$(cat {file})"\n' in told
+    assert file.read_text().strip() not in told
+    with pytest.raises(SystemExit, match="cannot be made: File exists"):
+        main(["secret", str(file)])
+
+
+def test_roles_by_hand_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
+    for role in (["master"], WORKER):
+        with pytest.raises(SystemExit) as end:
+            main([*role, *settings(cluster={"master_port": free_port()})])
+        assert str(end.value).endswith(f": cluster.secret_file: {rule}")
+
+
+def check_that_it_is_never_shown(process: psutil.Process, secret: str) -> None:
+    assert secret not in " ".join(process.cmdline())
+    assert secret not in " ".join(f"{key}={value}" for key, value in process.environ().items())
+
+
+def pester(port: int) -> None:
+    """Do at the rendezvous what a stranger can."""
+    for payload in (b"", os.urandom(64), bytes(64), b"\xff" * 100_000, os.urandom(31)):
+        with socket.create_connection(("127.0.0.1", port), timeout=STOP_SECONDS) as connection:
+            connection.sendall(payload)
+    # These stay as long as they are let.
+    for _ in range(3):
+        socket.create_connection(("127.0.0.1", port), timeout=STOP_SECONDS).detach()
+
+
+def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str], tmp_path: Path) -> None:
+    with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path) as (master, trainer, worker):
+        assert eventually(lambda: "\nstep 5/" in master.stdout, START_SECONDS), master.stderr
+        secret = (tmp_path / "secret").read_text().strip()
+        for command in (master, trainer, worker):
+            check_that_it_is_never_shown(psutil.Process(command.process.pid), secret)
+        (port,) = re.findall(r"master_port=(\d+)", " ".join(psutil.Process(master.process.pid).cmdline()))
+        pester(int(port))
+        other = ["trainer", "--index", "0", *one_each, *settings(cluster={"master_port": port})]
+        (tmp_path / "elsewhere").mkdir()
+        refused = run([*other, *fresh_secret(tmp_path / "elsewhere")], tmp_path)
+        assert refused.code == 1
+        assert f"the master at 127.0.0.1:{port} has another secret" in refused.stderr
+        step = master.stdout.count("\nstep ")
+        assert eventually(lambda: master.stdout.count("\nstep ") > step + 5, STOP_SECONDS), "it goes on"
+
+        began = time.monotonic()
+        worker.process.send_signal(signal.SIGSTOP)
+        told, stopped = trainer.wait(STOP_SECONDS), master.wait(STOP_SECONDS)
+        assert time.monotonic() - began < HEARTBEAT_SECONDS + 1
+        assert (told.code, stopped.code) == (1, 1)
+        reason = (
+            rf"worker 0 \(host \S+, pid {worker.process.pid}\) is frozen: no sign of life for 2 s "
+            r"\(cluster.heartbeat_timeout_seconds\) at step \d+; its log says why, if it could\n"
+        )
+        refusals = r"(rendezvous: \d+ refused so far, the last from 127.0.0.1: [\w ]+\n)+"
+        assert re.fullmatch(f"{refusals}hybrid master: {reason}", stopped.stderr), stopped.stderr
+        assert re.fullmatch(f"hybrid trainer 0: stopped by the master: {reason}", told.stderr), told.stderr
+        worker.process.send_signal(signal.SIGCONT)
+        # What it hears first depends on how much of the master's word had reached it.
+        late = worker.wait(STOP_SECONDS).stderr
+        assert re.fullmatch(r"hybrid worker 0: (the master went away|stopped by the master): .+\n", late), (
+            late
+        )
+
+
+def test_launch_shows_its_secret_to_nobody(one_each: list[str], tmp_path: Path) -> None:
+    """It is in no argument, in no variable, and in no file."""
+    file = tmp_path / "secret"
+    main(["secret", str(file)])
+    secret = file.read_text().strip()
+    overrides = settings(cluster={"secret_file": file}, run={"folder": "run"})
+    with started(["launch", *one_each, *overrides], tmp_path) as command:
+        assert eventually(lambda: "\nstep 5/" in command.stdout, START_SECONDS), command.stderr
+        processes = command.processes()
+        assert len(processes) >= 4
+        for process in processes:
+            check_that_it_is_never_shown(process, secret)
+        command.process.send_signal(signal.SIGTERM)
+        command.wait(STOP_SECONDS)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != file]
+    assert written
+    assert [path for path in written if secret.encode() in path.read_bytes()] == []

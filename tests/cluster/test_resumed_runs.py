@@ -1,0 +1,242 @@
+"""Checkpoints of a running cluster: each of one moment, and what goes on from one is as if never stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from rich.console import Console
+from support.checkpoints import flip_a_bit
+from support.cluster import CaseError, Clusters, small_config
+from support.commands import eventually
+from support.jobs import opened
+from support.shards import PATIENCE_SECONDS
+
+from hybrid import manifest
+from hybrid.checkpoint import DENSE_FILE, PROGRESS_FILE, Checkpoint
+from hybrid.config import RunConfig
+from hybrid.data.prepared import prepare
+from hybrid.manifest import Files, Manifest, step_folder
+from workers.bootstrap import Cluster
+from workers.failure import gather
+from workers.session import DatasetSession
+from workers.task import TrainTask
+from workers.terminal import Progress, TerminalView
+from workers.training import Training
+
+TOTAL, CUT = 31, 12  # 24 steps make an epoch
+CONFIG = small_config(
+    train={"epochs": 9, "max_steps": TOTAL, "log_every_steps": 5, "eval_every_steps": 9, "batch_size": 128},
+    checkpoint={"every_steps": 4, "keep_last": 99},
+    dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
+    schedule={"kind": "cosine", "warmup_steps": 4},
+)
+TIMED = ("time", "samples_per_second", "phase_seconds")
+
+
+class InterruptedRunError(Exception):
+    """Stands for what kills a run."""
+
+
+class View(TerminalView):
+    """A screen that nobody sees, which ends the run at a line of progress."""
+
+    def __init__(self, run: Path, last_step: int) -> None:
+        super().__init__(Console(file=open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
+        self.notes: list[str] = []
+        self._run = run
+        self._last_step = last_step
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def progress(self, progress: Progress) -> None:
+        if progress.step == self._last_step:
+            assert eventually(step_folder(self._run, CUT).exists, PATIENCE_SECONDS)
+            raise InterruptedRunError
+
+
+@contextmanager
+def sessions_closed() -> Iterator[None]:
+    """Close what a run that does not come to its end has left on the cluster."""
+    made: list[DatasetSession] = []
+
+    def make(*args: Any) -> DatasetSession:
+        made.append(DatasetSession(*args))
+        return made[-1]
+
+    with patch("workers.training.DatasetSession", make):
+        try:
+            yield
+        except InterruptedRunError:
+            made[-1].close()
+
+
+def train(
+    cluster: Cluster, config: RunConfig, cache: Path, run: Path, resume: bool = False, last_step: int = 0
+) -> list[str]:
+    """Train in a run folder, to the end or to a line of progress; the notes."""
+    view = View(run, last_step)
+    with view, sessions_closed():
+        task = TrainTask(run, resume, time.time())
+        Training(config, task).run(cluster.topology, lambda: prepare(config, cache), view)
+    return view.notes
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl says of training, without what depends on the clock."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if k not in TIMED} for r in records if r["kind"] != "checkpoint"]
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """Of all tensors of a checkpoint."""
+    files = Checkpoint.open(folder).manifest.files
+    return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}
+
+
+@pytest.fixture(scope="module")
+def whole(clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody stops; not to be changed."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert clusters.get(2, 2).run(train, CONFIG, cache, run) == []
+    return run
+
+
+def test_a_run_writes_checkpoints_as_configured(whole: Path) -> None:
+    steps = sorted(manifest.step_of(folder) for folder in manifest.stored(whole))
+    aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
+    best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
+    assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    saved = {record["step"]: record for record in records if record["kind"] == "checkpoint"}
+    assert sorted(saved) == steps
+    for step, record in saved.items():
+        files = Checkpoint.newest_good(step_folder(whole, step), pytest.fail).manifest.files
+        assert record["bytes"] == sum(size for size, _ in files.values())
+        assert record["seconds_stopped"] > 0
+        assert record["seconds_writing"] > 0
+    assert PROGRESS_FILE in Checkpoint.open(step_folder(whole, CUT)).manifest.files
+    assert PROGRESS_FILE not in Checkpoint.open(step_folder(whole, 20)).manifest.files  # a line was logged
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
+    whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    """Between two lines of progress, in the middle of an epoch, with dropout and running statistics."""
+    run, cluster = tmp_path / "run", clusters.get(2, 2)
+    cluster.run(train, CONFIG, cache, run, last_step=15)
+    assert manifest.step_of(manifest.stored(run)[0]) == CUT
+    assert not (run / "result.json").exists()
+    (step_folder(run, 16).with_suffix(".partial")).mkdir()
+    assert cluster.run(train, CONFIG, cache, run, resume=True) == []
+    assert lines(run) == lines(whole)
+    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
+    assert not list(run.glob("checkpoints/*.partial"))
+    for folder in manifest.stored(run):
+        here, there = (Checkpoint.open(step_folder(each, manifest.step_of(folder))) for each in (run, whole))
+        assert here.manifest.metrics == there.manifest.metrics
+        assert checksums(here.folder) == checksums(there.folder)
+    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
+    for key in ("auc", "steps", "skipped_steps"):
+        assert results[0][key] == results[1][key]
+
+
+def test_an_altered_checkpoint_is_said_and_the_one_before_is_taken(
+    whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    for step in range(CUT + 4, TOTAL + 1):
+        if step_folder(run, step).exists() and step != 28:
+            manifest.remove(step_folder(run, step))
+    (run / "result.json").unlink()
+    altered = step_folder(run, 28) / "dense.safetensors"
+    flip_a_bit(altered)
+    (note,) = clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
+    assert note.startswith(f"{altered}: missing or altered since the checkpoint was written; step-000000")
+    assert lines(run) == lines(whole)
+    assert checksums(step_folder(run, 28)) == checksums(step_folder(whole, 28))
+    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_only_ends(
+    whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / "result.json").unlink()
+    assert clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True) == []
+    assert lines(run) == lines(whole)
+    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
+    assert results[0]["auc"] == results[1]["auc"]
+    with pytest.raises(CaseError, match=f"the run has taken all {TOTAL} steps; raise it to go on"):
+        clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
+
+
+def losses_after(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[list[float]]:
+    """Those of all trainers in the steps after a checkpoint: trained on, and loaded from it."""
+    found = []
+    with opened(cluster, config, cache) as session:
+        session.train(0, 0, 3, 0)
+        session.save(scratch / "saved", 3, 0)
+        found += [report.losses for report in session.train(0, 3, 3, 3)]
+    with opened(cluster, config, cache) as session:
+        session.load(Checkpoint.open(scratch / "saved"))
+        found += [report.losses for report in session.train(0, 3, 3, 3)]
+    return found
+
+
+def nets_loaded(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[Files]:
+    """What trainers would write of their nets, as they took them from a checkpoint."""
+    with opened(cluster, config, cache) as session:
+        session.load(Checkpoint.open(scratch / "saved"))
+        gather([trainer.call("begin_save", DENSE_FILE) for trainer in session.trainers])
+        return gather([trainer.call("write", scratch) for trainer in session.trainers])
+
+
+@pytest.mark.parametrize("ddp", ["none", "inside"])
+def test_trainers_with_nets_of_their_own_go_on_with_those(
+    ddp: str, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    config = small_config(dense={"ddp": ddp})
+    first, second, *again = clusters.get(2, 2).run(losses_after, config, cache, tmp_path)
+    assert again == [first, second]
+    shared = small_config(dense={"ddp": "outside"})
+    nets = clusters.get(2, 2).run(nets_loaded, shared, cache, tmp_path)
+    assert nets[0] == nets[1]
+
+
+def saved_twice(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path) -> list[Manifest]:
+    """A checkpoint written at once, and one of the same moment written after further steps."""
+    with opened(cluster, config, cache) as session:
+        session.train(0, 0, 3, 0)
+        session.save(scratch / "at-once", 3, 0)
+        held = session.begin_save(scratch / "later", 3, 0)
+        assert held.is_copied
+        session.train(0, 3, 3, 3)
+        held.write()
+    return [Checkpoint.open(scratch / name).manifest for name in ("at-once", "later")]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"embedding": {"optimizer": "adam"}, "dense": {"remote_mlp": (8,), "optimizer": "Adam"}},
+        {"train": {"update": "pipelined"}},
+    ],
+    ids=["sync", "pipelined"],
+)
+def test_a_checkpoint_is_of_its_moment_whatever_is_trained_while_it_is_written(
+    sections: dict[str, dict[str, Any]], clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    at_once, later = clusters.get(2, 2).run(saved_twice, small_config(**sections), cache, tmp_path)
+    assert at_once.files == later.files

@@ -1,0 +1,363 @@
+"""What is refused, by whom, before anything of it is loaded: seen where torch hands payloads in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import distributed_c10d, rpc
+from torch.distributed.rpc import api, internal
+
+from hybrid import config, wire
+from hybrid.errors import ClusterError, ConfigError
+from hybrid.own_code import name_of
+from hybrid.secret import Secret
+from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.trust import allowed
+from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
+from hybrid.trust.refusals import Refusals
+from hybrid.trust.signature import Kind, Signatures
+
+WORKER = Role(RoleKind.WORKER)
+SECRET, RUN = Secret.fresh(), b"a run"
+CALL = internal.PythonUDF(wire._norm, (7, 3), {})
+
+made: list[str] = []
+
+
+class Process:
+    """What a process of a run pickles with, without RPC around it."""
+
+    def __init__(self, name: str, secret: Secret = SECRET, run: bytes = RUN) -> None:
+        self.refusals = Refusals()
+        self.pickler = SignedPickler(Signatures(secret, run, name), wire._CALLS, self.refusals)
+
+    def call(self, to: str, udf: internal.PythonUDF = CALL) -> tuple[bytes, list[Tensor]]:
+        with addressed_to(to):
+            return self.pickler.serialize(udf)
+
+    def refuses(self, payload: bytes, tensors: list[Tensor]) -> str:
+        """The reason why, if it does; else nothing."""
+        before = self.refusals.count
+        loaded = self.pickler.deserialize(payload, tensors)
+        if self.refusals.count == before:
+            return ""
+        assert isinstance(loaded, internal.RemoteException)
+        assert loaded.msg.startswith(REFUSED)
+        return str(loaded.msg.removeprefix(REFUSED))
+
+
+@pytest.fixture
+def worker() -> Process:
+    return Process(WORKER.rpc_name)
+
+
+@pytest.fixture
+def trainer() -> Process:
+    return Process("trainer0")
+
+
+class Evil:
+    """Runs code where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return made.append, ("code ran",)
+
+
+def tensors(*sizes: int) -> list[Tensor]:
+    return [torch.arange(float(size)) for size in sizes]
+
+
+def test_a_call_of_this_run_for_this_process_is_loaded(worker: Process, trainer: Process) -> None:
+    payload, sent = trainer.call("worker0", internal.PythonUDF(wire._greet, tuple(tensors(3, 9000, 0)), {}))
+    _, args, _ = worker.pickler.deserialize(payload, sent)
+    assert [arg.tolist() for arg in args] == [each.tolist() for each in tensors(3, 9000, 0)]
+    assert worker.refusals.count == 0
+
+
+@pytest.mark.parametrize(
+    "stranger",
+    [
+        Process("trainer0", Secret.fresh()),
+        Process("trainer0", run=b"another run"),
+    ],
+    ids=["another secret", "another run"],
+)
+def test_a_call_of_another_is_refused(worker: Process, stranger: Process) -> None:
+    assert "not signed" in worker.refuses(*stranger.call("worker0"))
+
+
+def test_a_call_for_another_is_refused(worker: Process, trainer: Process) -> None:
+    assert "not signed" in worker.refuses(*trainer.call("worker1"))
+
+
+def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Process) -> None:
+    first, second = trainer.call("worker0"), trainer.call("worker0")
+    assert not worker.refuses(*second)
+    assert not worker.refuses(*first)
+    assert {worker.refuses(*again) for again in (first, second)} == {"it has come before"}
+
+
+@pytest.mark.parametrize("size", [5, 9000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda each: each.neg(),
+        lambda each: each.int(),
+        lambda each: each[None],
+        lambda each: each.view(torch.int32),
+        lambda each: each[:-1],
+        lambda each: each[:1].expand(len(each)),
+        lambda each: each.to_sparse(),
+        lambda each: each[:1].expand(1 << 40),
+    ],
+    ids=["bytes", "dtype", "shape", "kind", "length", "strides", "sparse", "larger than memory"],
+)
+def test_a_tensor_that_was_changed_on_the_way_is_refused(
+    worker: Process, trainer: Process, size: int, tamper: Any
+) -> None:
+    payload, (sent,) = trainer.call("worker0", internal.PythonUDF(wire._greet, tuple(tensors(size)), {}))
+    assert "not signed" in worker.refuses(payload, [tamper(sent)])
+    assert not worker.refuses(payload, [sent])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (90, 70)], ids=["small", "large"])
+def test_a_tensor_of_the_same_bytes_in_another_shape_is_refused(
+    worker: Process, trainer: Process, shape: tuple[int, int]
+) -> None:
+    payload, (sent,) = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.rand(shape),), {}))
+    assert "not signed" in worker.refuses(payload, [sent.view(shape[::-1])])
+    assert not worker.refuses(payload, [sent])
+
+
+def test_tensors_that_were_swapped_dropped_or_added_are_refused(worker: Process, trainer: Process) -> None:
+    udf = internal.PythonUDF(wire._greet, (torch.zeros(9000), torch.ones(9000)), {})
+    payload, (zeros, ones) = trainer.call("worker0", udf)
+    for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], []):
+        assert "not signed" in worker.refuses(payload, wrong)
+
+
+def test_every_byte_is_signed(worker: Process, trainer: Process) -> None:
+    payload, sent = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.ones(2),), {}))
+    for at in range(len(payload)):
+        changed = bytearray(payload)
+        changed[at] ^= 1
+        assert "not signed" in worker.refuses(bytes(changed), sent), at
+    assert not worker.refuses(payload, sent)
+
+
+def test_random_bytes_and_half_a_payload_are_refused(worker: Process, trainer: Process) -> None:
+    payload, _ = trainer.call("worker0")
+    halves = (payload[:length] for length in range(len(payload)))
+    for wrong in itertools.chain(halves, (os.urandom(size) for size in (1, 29, 45, 200, 5000))):
+        assert "not signed" in worker.refuses(wrong, [])
+
+
+def test_a_pickle_that_nobody_signed_runs_nothing(worker: Process) -> None:
+    made.clear()
+    for prefix in (b"", os.urandom(45), bytes(45)):
+        assert "not signed" in worker.refuses(prefix + pickle.dumps(Evil()), [])
+    assert not made
+
+
+@pytest.mark.parametrize("named", [Evil(), os.system, Path.unlink, rpc.rpc_sync, SignedPickler, Process])
+def test_what_may_not_travel_is_refused_though_it_is_signed(
+    worker: Process, trainer: Process, named: object
+) -> None:
+    """Of it nothing is called, nor imported."""
+    made.clear()
+    assert "may not travel" in worker.refuses(
+        *trainer.call("worker0", internal.PythonUDF(wire._norm, (named,), {}))
+    )
+    assert not made
+
+
+def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
+    """Only what torch tells all roles at start and end is."""
+    payload, sent = trainer.pickler._seal(Kind.GATHER, b"", ("hybrid.wire:_norm", (7, 3), {}))
+    assert "called in another way" in worker.refuses(payload, sent)
+
+
+def test_the_lists_name_what_there_is() -> None:
+    for name in allowed.DATA | allowed.HOSTED:
+        module, _, qualified = name.partition(":")
+        assert hasattr(importlib.import_module(module), qualified), name
+    sections = {name_of(kind) for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
+    assert sections <= allowed.DATA
+
+
+def test_only_functions_of_the_wire_are_called(trainer: Process) -> None:
+    with pytest.raises(ClusterError, match=r"posix:system cannot be called by RPC"):
+        trainer.call("worker0", internal.PythonUDF(os.system, ("true",), {}))
+
+
+def test_a_call_without_a_receiver_is_not_sent(trainer: Process) -> None:
+    with pytest.raises(ClusterError, match="nobody is to receive it"):
+        trainer.pickler.serialize(CALL)
+
+
+def answer_to(caller: Process, served: Process) -> tuple[bytes, list[Tensor]]:
+    """What ``served`` answers to a call of ``caller``."""
+    greeting = internal.PythonUDF(wire._greet, (torch.ones(2),), {})
+    udf = served.pickler.deserialize(*caller.call("worker0", greeting))
+    return served.pickler.serialize(internal._run_function(udf))
+
+
+def test_an_answer_is_for_the_caller_only_and_only_once(worker: Process, trainer: Process) -> None:
+    other = Process("trainer0")
+    payload, sent = answer_to(trainer, worker)
+    assert "not signed" in other.refuses(payload, sent)
+    assert torch.equal(trainer.pickler.deserialize(payload, sent), torch.ones(2))
+    assert trainer.refuses(payload, sent) == "it has come before"
+
+
+def test_an_answer_cannot_pass_for_an_error(worker: Process, trainer: Process) -> None:
+    payload, sent = answer_to(trainer, worker)
+    assert payload[24] == Kind.ANSWER
+    forged = payload[:24] + bytes([Kind.ERROR]) + payload[25:]
+    assert "not signed" in trainer.refuses(forged, sent)
+    assert not trainer.refuses(payload, sent)
+
+
+def test_to_one_that_is_refused_nothing_is_told(worker: Process) -> None:
+    stranger = Process("trainer0", Secret.fresh())
+    refused = worker.pickler.deserialize(*stranger.call("worker0"))
+    assert worker.pickler.serialize(internal._run_function(refused)) == (b"", [])
+    assert "not signed" in stranger.refuses(b"", [])
+
+
+def test_many_refusals_are_counted_and_told_in_one_line(
+    worker: Process, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            worker.refuses(b"", [])
+    assert worker.refusals.count == 1000
+    (record,) = caplog.records
+    assert "refused a message: it is not signed" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_strangers_take_no_memory(worker: Process) -> None:
+    for _ in range(100):
+        worker.refuses(*Process("trainer0", Secret.fresh()).call("worker0"))
+    assert not worker.pickler._signatures._senders
+
+
+def test_two_processes_never_sign_with_one_key(worker: Process, trainer: Process) -> None:
+    """Nor twice with one number: of one key, a number that comes twice gives the key away."""
+    headers = [process.call("worker0")[0][:24] for process in (worker, trainer, worker, trainer)]
+    assert len(set(headers)) == 4
+    assert len({header[:16] for header in headers}) == 2
+    own = [process.pickler._signatures._own for process in (worker, trainer)]
+    assert len({key.encrypt(bytes(12), b"", b"the same bytes") for key in own}) == 2
+
+
+def test_at_the_start_of_rpc_torch_loads_plain_values_only() -> None:
+    made.clear()
+    plain, evil = pickle.dumps(("worker0", 0, {}, [])), pickle.dumps(Evil())
+    size = torch.tensor([len(evil)])
+    with plain_collectives(), pytest.raises(ClusterError, match="was refused"):
+        distributed_c10d._tensor_to_object(torch.frombuffer(bytearray(evil), dtype=torch.uint8), size, None)
+    with plain_collectives():
+        buffer = torch.frombuffer(bytearray(plain), dtype=torch.uint8)
+        loaded = distributed_c10d._tensor_to_object(buffer, torch.tensor([len(plain)]), None)
+    assert loaded == ("worker0", 0, {}, [])
+    assert not made
+    assert distributed_c10d._unpickler is pickle.Unpickler
+
+
+class TestWithinTorch:
+    """Through RPC itself, of a process with itself."""
+
+    pytestmark = pytest.mark.usefixtures("loopback")
+
+    @pytest.fixture
+    def tampered(self) -> Iterator[list[bytes]]:
+        """Every payload that is loaded comes out of this list, if there is one."""
+        before = internal._internal_rpc_pickler
+        instead: list[bytes] = []
+
+        class Swapped(internal._InternalRPCPickler):
+            def serialize(self, obj: Any) -> Any:
+                return before.serialize(obj)
+
+            def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
+                return before.deserialize(instead.pop() if instead else binary_data, tensor_table)
+
+        install(Swapped())  # type: ignore[no-untyped-call]
+        yield instead
+        install(before)
+
+    def test_torch_pickles_with_ours_in_both_directions(self) -> None:
+        """Where it keeps its pickler; a new release of torch that has it elsewhere fails here."""
+        ours = internal._internal_rpc_pickler
+        assert isinstance(ours, SignedPickler)
+        assert api._default_pickler is ours
+        assert internal._unpickler is pickle.Unpickler
+        with pytest.raises(ClusterError, match="cannot be called by RPC"):
+            rpc.rpc_sync(MASTER.rpc_name, os.getpid)
+
+    def test_a_call_that_is_refused_is_an_error_of_the_caller(self, tampered: list[bytes]) -> None:
+        tampered.append(os.urandom(300))
+        with pytest.raises(wire.RefusedError, match=r"^a call to master failed: a message was refused: it"):
+            wire.ping(MASTER, 5.0).wait()
+        assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
+
+    def test_what_may_not_travel_is_named_to_the_caller(self) -> None:
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+        with pytest.raises(wire.RefusedError, match=r"refused: test_signed_calls:Plain may not travel"):
+            counter.call("add", Plain()).wait()
+
+    def test_a_class_is_constructed_if_it_is_the_users_own(self) -> None:
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+        assert counter.call("add", 2).wait() == 2
+
+    @pytest.mark.parametrize("cls", [Path, SignedPickler, torch.nn.Linear, wire.Pending])
+    def test_a_class_of_others_is_not_constructed(self, cls: type) -> None:
+        with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
+            wire.create(MASTER, cls, timeout_seconds=5.0).wait()
+        with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
+            wire.create_module(MASTER, cls)
+
+    def test_functions_travel_by_name(self) -> None:
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+        assert counter.call("apply", partial(times, 3), 4).wait() == 12
+
+    def test_a_function_without_a_name_does_not_travel(self) -> None:
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+        with pytest.raises(ConfigError, match="under a name"):
+            counter.call("apply", lambda value: value, 4)
+
+
+class Plain:
+    """Holds nothing, and is on no list."""
+
+
+class Counter:
+    """Something to call."""
+
+    def __init__(self) -> None:
+        self._total = 0
+
+    def add(self, amount: int) -> int:
+        self._total += amount
+        return self._total
+
+    def apply(self, function: Any, value: int) -> Any:
+        return function(value)
+
+
+def times(factor: int, value: int) -> int:
+    return factor * value

@@ -1,0 +1,71 @@
+"""What torch asks of a store that is written in Python: the cluster's has that, and no more is needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.rendezvous import SECONDS, Meeting, meeting
+
+from hybrid import wire
+from hybrid.topology import MASTER, Topology
+from workers.store import Store
+
+
+class Noted(Store):
+    """Notes what it is asked."""
+
+    def __init__(self, opened: Meeting) -> None:
+        super().__init__(opened.channel, SECONDS)
+        self.asked: set[str] = set()
+
+    def _ask(self, *question: str | bytes, seconds: float = 0.0) -> bytes:
+        self.asked.add(str(question[0]))
+        return super()._ask(*question, seconds=seconds)
+
+
+def test_groups_and_rpc_ask_five_questions() -> None:
+    """A release of torch that asks others, such as for the extended calls, shows here."""
+    with meeting() as opened:
+        store = Noted(opened)
+        dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+        dist.new_group([0])
+        wire.start(
+            MASTER,
+            Topology(0, 0),
+            dist.PrefixStore("rpc", store),
+            secret=opened.secret,
+            run_id=os.urandom(16),
+            interface="lo",
+            transport="uv",
+            timeout_seconds=SECONDS,
+        )
+        wire.stop(SECONDS)
+        dist.destroy_process_group()
+        store.close()
+    assert store.asked <= {"set", "get", "wait", "add", "compare_set"}
+    assert {"set", "get", "add"} <= store.asked
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer"),
+    [
+        (lambda store: store.check(["key"]), True),
+        (lambda store: store.add("sum", 2), 2),
+        (lambda store: store.get("key"), b"value"),
+        (lambda store: store.compare_set("key", "value", "other"), b"other"),
+        (lambda store: store.delete_key("key"), True),
+        (lambda store: store.has_extended_api(), False),
+    ],
+    ids=["check", "add", "get", "compare_set", "delete_key", "has_extended_api"],
+)
+def test_questions_from_c_plus_plus_come_through(ask: Callable[[dist.Store], Any], answer: object) -> None:
+    with meeting() as opened, opened.store() as store:
+        within = dist.PrefixStore("within", store)
+        within.set("key", "value")
+        assert ask(within) == answer

@@ -1,0 +1,58 @@
+"""Small checkpoints, written without a cluster."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, wait
+from pathlib import Path
+
+import torch
+
+from hybrid import manifest
+from hybrid.checkpoint import DENSE_FILE
+from hybrid.manifest import Files, Manifest, shard_file
+from hybrid.tensor_file import write_tensors
+
+SHAPES = {"C1": (5, 3, 2)}
+SHARDS = [shard_file("C1", index, 2) for index in range(2)]
+
+
+def write_checkpoint(folder: Path, step: int = 1) -> Path:
+    """A whole checkpoint of one table and a net; its folder."""
+    partial = manifest.begin(folder)
+    files: Files = {}
+    for index, name in enumerate(SHARDS):
+        files |= write_tensors(partial, name, {"weight": torch.full((3 - index, 3), float(step))})
+    files |= write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
+    return manifest.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
+
+
+def write_run(run: Path, *steps: int) -> Path:
+    """A run folder with checkpoints after these steps."""
+    for step in steps:
+        write_checkpoint(manifest.step_folder(run, step), step)
+    return run
+
+
+def flip_a_bit(path: Path) -> None:
+    """Alter a file in its middle, and leave its size."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def names(folder: Path) -> list[str]:
+    """What lies in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+class Call:
+    """A role's call that writes its files; it answers when the future does."""
+
+    def __init__(self, written: Future[Files]) -> None:
+        self._written = written
+
+    def done(self, wait_seconds: float = 0.0) -> bool:
+        return bool(wait([self._written], wait_seconds).done)
+
+    def wait(self) -> Files:
+        return self._written.result()

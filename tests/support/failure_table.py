@@ -1,0 +1,228 @@
+"""What happens when a role fails: the rows of docs/failures.md, which tests bring about one by one.
+
+``PYTHONPATH=tests python -m support.failure_table`` prints the page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+TEST_FILE = "cli/test_failure_table.py"
+HEARTBEAT_SECONDS = 3
+
+_KILLED = "{role} (pid N) was killed by {how}; see LOG"
+_FROZEN = "{role} (host H, pid N) is frozen: no sign of life for 10 s ..."
+_AT_ONCE = "at once"
+_BEATS = "after `cluster.heartbeat_timeout_seconds`"
+_SINCE = "steps since the newest checkpoint"
+_FINISHED = "nothing: the run has its result, and `launch` ends with exit code 0"
+_NOTHING = "nothing but the time"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One failure under ``launch``.
+
+    Attributes:
+        role: who fails.
+        how: a signal, "exception" or "no memory".
+        phase: of the run: start, step, evaluation, checkpoint or shutdown.
+        pattern: of what is said, as a regular expression; then comes what is lost.
+        said, noticed, lost: for the page.
+    """
+
+    role: str
+    how: str
+    phase: str
+    pattern: str
+    said: str
+    noticed: str
+    lost: str
+
+    @property
+    def fault(self) -> tuple[str, str, str]:
+        """What support/faulty_net.py is told."""
+        return self.role, self.how, self.phase
+
+
+def _lost(phase: str) -> str:
+    return {"start": _NOTHING, "shutdown": _FINISHED}.get(phase, _SINCE)
+
+
+def _killed(role: str, how: str, phase: str) -> Row:
+    pattern = rf"{role} \(pid \d+\) was killed by {how}; see \S+\.log"
+    return Row(role, how, phase, pattern, _KILLED.format(role=role, how=how), _AT_ONCE, _lost(phase))
+
+
+def _frozen(role: str, phase: str) -> Row:
+    silence = rf"is frozen: no sign of life for {HEARTBEAT_SECONDS} s \(cluster.heartbeat_timeout_seconds\).*"
+    who, said = rf"{role} \(host \S+, pid \d+\)", _FROZEN.format(role=role)
+    if role == "master":
+        who, said = "the master", "the master is frozen: no sign of life for 10 s ..."
+    return Row(role, "SIGSTOP", phase, f"{who} {silence}", said, _BEATS, _lost(phase))
+
+
+def _raised(phase: str) -> Row:
+    pattern = r"trainer 0 on \S+: RuntimeError: as the test wants it \(.+\)"
+    said = "trainer 0 on H: RuntimeError: ... (at step N)"
+    return Row("trainer 0", "exception", phase, pattern, said, _AT_ONCE, _lost(phase))
+
+
+def _without_memory(role: str, phase: str) -> Row:
+    # It may be an exception, an answer that does not come, or an abort of torch.
+    said = "what failed first for want of memory"
+    return Row(role, "no memory", phase, r".+", said, _AT_ONCE, _lost(phase))
+
+
+# Each plan is one launch, which lives through its rows one after the other.
+PLANS: dict[str, list[Row]] = {
+    "workers killed": [
+        _killed("worker 0", "SIGKILL", "start"),
+        _killed("worker 1", "SIGTERM", "step"),
+        _killed("worker 0", "SIGKILL", "evaluation"),
+        _killed("worker 1", "SIGKILL", "checkpoint"),
+        _without_memory("worker 0", "step"),
+        _killed("worker 0", "SIGKILL", "shutdown"),
+    ],
+    "trainers killed": [
+        _killed("trainer 0", "SIGKILL", "start"),
+        _killed("trainer 1", "SIGTERM", "step"),
+        _killed("trainer 1", "SIGKILL", "evaluation"),
+        _killed("trainer 0", "SIGKILL", "checkpoint"),
+        _raised("step"),
+        _raised("evaluation"),
+        _raised("checkpoint"),
+        _without_memory("trainer 1", "step"),
+        _killed("trainer 0", "SIGKILL", "shutdown"),
+    ],
+    "master killed": [
+        _killed("master", "SIGKILL", "start"),
+        _killed("master", "SIGTERM", "step"),
+        _killed("master", "SIGKILL", "evaluation"),
+        _killed("master", "SIGKILL", "checkpoint"),
+        _without_memory("master", "step"),
+        _killed("master", "SIGKILL", "shutdown"),
+    ],
+    "frozen": [
+        _frozen("trainer 0", "start"),
+        _frozen("worker 1", "step"),
+        _frozen("master", "evaluation"),
+        _frozen("worker 0", "checkpoint"),
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A failure that has a test of its own.
+
+    Attributes:
+        what: fails.
+        happens: then.
+        test: file and name.
+    """
+
+    what: str
+    happens: str
+    test: str
+
+
+_FAILURES = "cli/test_cli_failures.py"
+CASES = [
+    Case(
+        "`launch` is killed",
+        "every process ends within a second, frozen ones too, and leaves no port, memory or temporary file; "
+        "`launch --resume RUN` goes on",
+        f"{_FAILURES}::test_nothing_outlives_a_launcher_that_was_killed",
+    ),
+    Case(
+        "Ctrl-C, SIGTERM or SIGHUP to `launch`",
+        "every process ends, exit code 130; `launch --resume RUN` goes on",
+        f"{_FAILURES}::test_a_signal_stops_everything",
+    ),
+    Case(
+        "an exception before the first step",
+        "`launch` ends with it: it would come again",
+        f"{_FAILURES}::test_an_exception_before_the_first_step_would_come_again",
+    ),
+    Case(
+        "no new checkpoint between `cluster.max_restarts` restarts",
+        "`launch` ends with the first cause",
+        f"{_FAILURES}::test_launch_gives_up_with_the_first_cause",
+    ),
+    Case(
+        "a wrong key, bad data, a loss that is not finite, a checkpoint of another model",
+        "`launch` ends with one line: it would come again",
+        f"{_FAILURES}::test_what_only_a_trainer_finds_out",
+    ),
+    Case(
+        "the process that forks the roles is killed",
+        "the roles end with it, and the run goes on as after any other kill",
+        f"{_FAILURES}::test_launch_goes_on_where_all_its_processes_are_gone",
+    ),
+    Case(
+        "the kernel ends a process since memory has run out",
+        "as SIGKILL; the line says so where the kernel's count has gone up",
+        "unit/test_outcome.py::test_a_kill_where_memory_ran_out_says_so",
+    ),
+    Case(
+        "a second `launch` in the same run folder",
+        "is refused",
+        f"{_FAILURES}::test_nothing_outlives_a_launcher_that_was_killed",
+    ),
+    Case(
+        "roles by hand: one is killed",
+        "the others end and name it",
+        f"{_FAILURES}::test_roles_by_hand_hear_who_was_killed",
+    ),
+    Case(
+        "roles by hand: the master is killed or stopped",
+        "the others end and say so",
+        f"{_FAILURES}::test_roles_by_hand_stop_with_their_master",
+    ),
+]
+
+
+_INTRODUCTION = """\
+# What happens when something fails
+
+Under `launch`, training goes on by itself: all roles are stopped, a new cluster starts in the same run
+folder, with a new port and a new secret, and takes up the newest checkpoint. A line on stderr says who
+failed, how, and which steps are lost. They are taken again, and in sync mode the end is the same to the
+last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sections [checkpoint] and
+[cluster] of the [configuration](config.md) say how much may be lost, and how often in a row a run is
+started again without a new checkpoint in between.
+
+SIGKILL, SIGTERM, SIGABRT, SIGSEGV and a kill by the kernel for want of memory are the same to the launcher:
+a process that a signal has ended. It sees that at once. A frozen role is silent; the master notices, and
+the other roles notice a silent master.
+
+This page is written by `PYTHONPATH=tests python -m support.failure_table > docs/failures.md`, from the rows
+that the tests bring about.
+
+## Roles
+"""
+
+
+def describe() -> str:
+    """The page."""
+    lines = [*_INTRODUCTION.splitlines()]
+    for plan, rows in PLANS.items():
+        test = f"[test_launch_goes_on[{plan}]](../tests/{TEST_FILE})"
+        lines += ["", f"Tested by {test}, one after the other in one launch:", ""]
+        lines += ["| role | how | when | `launch` says | noticed | lost |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"| {row.role} | {row.how} | {row.phase} | {row.said} | {row.noticed} | {row.lost} |"
+            for row in rows
+        ]
+    lines += ["", "## Everything else", "", "| what | then | test |", "|---|---|---|"]
+    for case in CASES:
+        file, _, name = case.test.partition("::")
+        lines.append(f"| {case.what} | {case.happens} | [{name}](../tests/{file}) |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(describe(), end="")

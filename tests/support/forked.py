@@ -1,0 +1,49 @@
+"""What the processes do that the tests of the fork server start."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+from workers.fork_server import ForkServer, Started
+
+SECONDS = 10.0
+
+
+def write(text: str, descriptor: int) -> None:
+    os.write(descriptor, text.encode())
+
+
+def exit_with(code: int) -> None:
+    sys.exit(code)
+
+
+def fail() -> None:
+    raise ValueError("as it should")
+
+
+def pause() -> None:
+    signal.pause()
+
+
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def launch_and_wait(targets: Sequence[str]) -> None:
+    """Be a launcher: start these functions of this module, print their pids, and wait to be killed."""
+    module = importlib.import_module("support.forked")  # this one is __main__, which the server has not
+    with ForkServer(["support.forked"]) as server:
+        for target in targets:
+            server.start(target, getattr(module, target), (), [])
+        pids = [event.pid for _ in targets if isinstance(event := server.event(SECONDS), Started)]
+        print(*pids, flush=True)
+        time.sleep(SECONDS)
+
+
+if __name__ == "__main__":
+    launch_and_wait(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""A rendezvous in the test's own process, and roles and strangers that come to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from hybrid.errors import ClusterError
+from hybrid.secret import Secret
+from hybrid.topology import Role, RoleKind
+from workers.channel import GREETING, NONCE_BYTES, Channel
+from workers.heartbeat import Pulse, Rhythm
+from workers.listener import listen
+from workers.rendezvous import Rendezvous
+from workers.store import Store
+
+SECONDS = 5.0
+ADDRESS = "127.0.0.1"
+WORKER = Role(RoleKind.WORKER)
+
+
+@dataclass
+class Meeting:
+    """A rendezvous that is open.
+
+    Attributes:
+        lost: what its master was told.
+    """
+
+    rendezvous: Rendezvous
+    secret: Secret
+    port: int
+    rhythm: Rhythm
+    lost: list[ClusterError] = field(default_factory=list)
+
+    def channel(self) -> Channel:
+        """A connection of one who has the secret."""
+        return Channel(ADDRESS, self.port, self.secret, SECONDS)
+
+    @contextmanager
+    def store(self, timeout_seconds: float = SECONDS) -> Iterator[Store]:
+        """A role's store."""
+        store = Store(self.channel, timeout_seconds)
+        try:
+            yield store
+        finally:
+            store.close()
+
+    def pulse(self, heard: list[ClusterError], role: Role = WORKER) -> Pulse:
+        """A role's signs of life; ``heard`` gets what they find out."""
+        return Pulse(self.channel(), role, self.rhythm, heard.append)
+
+    def stranger(self, timeout_seconds: float = SECONDS) -> socket.socket:
+        """A connection of one who has been greeted, and has said nothing yet."""
+        connection = socket.create_connection((ADDRESS, self.port), timeout=timeout_seconds)
+        greeting = connection.recv(len(GREETING) + NONCE_BYTES, socket.MSG_WAITALL)
+        assert greeting.startswith(GREETING)
+        return connection
+
+
+@contextmanager
+def meeting(timeout_seconds: float = 60.0) -> Iterator[Meeting]:
+    """An open rendezvous whose roles may be silent for so long."""
+    secret, rhythm, lost = Secret.fresh(), Rhythm(timeout_seconds), list[ClusterError]()
+    with listen(ADDRESS, 0) as listener:
+        port = listener.getsockname()[1]
+        with Rendezvous(listener, secret, rhythm, lost.append) as rendezvous:
+            yield Meeting(rendezvous, secret, port, rhythm, lost)

@@ -1,0 +1,77 @@
+"""Records on a disk that fills up: each whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workers.appended_file import AppendedFile
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many bytes the disk still takes; what it cannot take whole, it takes in part."""
+    left = [1 << 20]
+    write = os.write
+
+    def limited(descriptor: int, content: memoryview) -> int:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, content[: left[0]])
+        left[0] -= written
+        return written
+
+    monkeypatch.setattr("workers.appended_file.os.write", limited)
+    return left
+
+
+def opened(path: Path, make_room: Callable[[], bool]) -> AppendedFile:
+    file = AppendedFile(path, make_room)
+    file.write(b"first\n")
+    return file
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_a_record_that_finds_no_room_leaves_nothing(tmp_path: Path, room: list[int], left: int) -> None:
+    file = opened(tmp_path / "f", lambda: False)
+    room[0] = left
+    with pytest.raises(OSError, match="No space left on device"):
+        file.write(b"second\n")
+    room[0] = 100
+    file.write(b"third\n")
+    file.close()
+    assert (tmp_path / "f").read_text() == "first\nthird\n"
+
+
+def test_it_is_written_once_there_is_room(tmp_path: Path, room: list[int]) -> None:
+    def make_room() -> bool:
+        room[0] = 100
+        return True
+
+    file = opened(tmp_path / "f", make_room)
+    room[0] = 3
+    file.write(b"second\n")
+    file.sync()
+    file.close()
+    assert (tmp_path / "f").read_text() == "first\nsecond\n"
+
+
+def test_other_errors_are_not_for_want_of_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = opened(tmp_path / "f", lambda: pytest.fail("there is room"))
+    monkeypatch.setattr("workers.appended_file.os.write", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        file.write(b"second\n")
+    file.close()
+
+
+def test_it_goes_on_where_it_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        opened(tmp_path / "f", lambda: False).close()
+    assert (tmp_path / "f").read_text() == "first\nfirst\n"

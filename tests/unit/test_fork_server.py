@@ -1,0 +1,128 @@
+"""Processes forked by a server: what it tells of them, and that none outlives it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support import forked
+from support.commands import eventually
+
+from hybrid.errors import ClusterError
+from workers.fork_server import Ended, ForkServer, Started
+
+SECONDS = forked.SECONDS
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    with ForkServer(["support.forked"]) as server:
+        yield server
+
+
+def started(server: ForkServer, name: str) -> psutil.Process:
+    """The process, which is to run on, of which the server says that it is there."""
+    event = server.event(SECONDS)
+    assert isinstance(event, Started)
+    assert event.name == name
+    return psutil.Process(event.pid)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def read_to_end(reader: int) -> str:
+    """What comes out of a pipe until nobody has its other end any more."""
+    text = b""
+    with open(reader, "rb", buffering=0) as file:
+        while select.select([file], [], [], SECONDS)[0]:
+            if not (part := file.read()):
+                return text.decode()
+            text += part
+    raise AssertionError("somebody still has the other end")
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "exit_code"),
+    [(forked.exit_with, (0,), 0), (forked.exit_with, (3,), 3), (forked.fail, (), 1)],
+    ids=["in peace", "with a code", "with an exception"],
+)
+def test_it_tells_how_a_process_ended(
+    server: ForkServer, target: Callable[..., None], args: tuple[int, ...], exit_code: int
+) -> None:
+    server.start("one", target, args, [])
+    assert isinstance(server.event(SECONDS), Started)
+    assert server.event(SECONDS) == Ended("one", exit_code)
+
+
+def test_files_are_passed_on(server: ForkServer) -> None:
+    readers = []
+    for name in ("one", "two"):
+        reader, writer = os.pipe()
+        server.start(name, forked.write, (f"from {name}",), [writer])
+        os.close(writer)
+        readers.append(reader)
+    for reader, name in zip(readers, ("one", "two"), strict=True):
+        assert read_to_end(reader) == f"from {name}"
+
+
+@pytest.mark.parametrize("target", [forked.pause, forked.freeze])
+def test_a_signal_ends_a_process_whatever_it_does(server: ForkServer, target: Callable[..., None]) -> None:
+    server.start("one", target, (), [])
+    process = started(server, "one")
+    if target is forked.freeze:
+        assert eventually(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS)
+    server.signal("one", signal.SIGKILL)
+    assert server.event(SECONDS) == Ended("one", -signal.SIGKILL)
+    server.signal("one", signal.SIGKILL)  # to nobody
+
+
+def test_nothing_happens_for_a_while(server: ForkServer) -> None:
+    server.start("one", forked.pause, (), [])
+    started(server, "one")
+    assert server.event(0.01) is None
+
+
+def test_a_server_that_was_killed_takes_its_processes_with_it(server: ForkServer) -> None:
+    server.start("one", forked.pause, (), [])
+    process = started(server, "one")
+    psutil.Process(process.ppid()).kill()
+    with pytest.raises(ClusterError, match=r"the process that starts the roles \(pid \d+\) has ended"):
+        server.event(SECONDS)
+    assert is_gone(process)
+    assert not server.is_running()
+    with pytest.raises(ClusterError, match="has ended"):
+        server.start("two", forked.pause, (), [])
+
+
+def test_processes_end_with_the_block() -> None:
+    with ForkServer(["support.forked"]) as server:
+        server.start("one", forked.freeze, (), [])
+        process = started(server, "one")
+    assert is_gone(process)
+
+
+def test_processes_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "support.forked", "pause", "freeze"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as launcher:
+        assert launcher.stdout is not None
+        processes = [psutil.Process(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(processes) == 2
+        server = psutil.Process(processes[0].ppid())
+        assert eventually(lambda: processes[1].status() == psutil.STATUS_STOPPED, SECONDS)
+        assert not is_gone(processes[0])
+        launcher.kill()
+    assert eventually(lambda: all(map(is_gone, [server, *processes])), 1.0)
+    assert not list(tmp_path.iterdir())

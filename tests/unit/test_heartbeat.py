@@ -1,0 +1,174 @@
+"""Signs of life: who is taken for gone or frozen, how soon, and who is not."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from support.commands import eventually
+from support.rendezvous import SECONDS, WORKER, Meeting, meeting
+
+from hybrid.errors import ClusterError, ConfigError
+from hybrid.topology import Role, RoleKind
+from workers.alarm import LostRoleError, StoppedError
+from workers.channel import Channel
+from workers.heartbeat import LIFE, Rhythm
+
+TIMEOUT = 0.5
+TRAINER = Role(RoleKind.TRAINER, 1)
+
+
+def introduced(opened: Meeting) -> Channel:
+    """A role that has said who it is, and says nothing more."""
+    channel = opened.channel()
+    channel.send(LIFE, b"worker 0", b"here", b"7")
+    assert channel.receive(SECONDS) == [b""]
+    return channel
+
+
+@pytest.mark.parametrize("timeout", [0.1, 1.0, 5.0, 7.5, 10.0, 3600.0])
+def test_several_signs_fit_into_the_timeout(timeout: float) -> None:
+    rhythm = Rhythm(timeout)
+    assert rhythm.turns >= 5
+    assert rhythm.turn_seconds <= min(1.0, timeout / 5)
+    assert rhythm.turns * rhythm.turn_seconds == pytest.approx(timeout)
+
+
+def test_a_role_that_lives_and_leaves_is_never_lost() -> None:
+    heard: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened:
+        with opened.pulse(heard):
+            time.sleep(2 * TIMEOUT)
+        opened.rendezvous.await_left(SECONDS)
+    assert (opened.lost, heard) == ([], [])
+
+
+def test_a_role_that_says_nothing_is_frozen_within_the_timeout() -> None:
+    with meeting(TIMEOUT) as opened:
+        began = time.monotonic()
+        channel = introduced(opened)
+        assert eventually(lambda: opened.lost, SECONDS)
+        seconds = time.monotonic() - began
+        rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
+        assert [str(error) for error in opened.lost] == [f"worker 0 (host here, pid 7) is frozen: {rule}"]
+        assert isinstance(opened.lost[0], LostRoleError)
+        assert 0.5 * TIMEOUT < seconds < 2 * TIMEOUT
+        opened.rendezvous.await_left(SECONDS)
+        assert time.monotonic() - began < SECONDS, "nobody waits for one who is frozen"
+        channel.close()
+
+
+def test_a_role_that_is_gone_is_lost_at_once() -> None:
+    with meeting() as opened:
+        introduced(opened).close()
+        assert eventually(lambda: opened.lost, SECONDS)
+        assert [str(error) for error in opened.lost] == ["lost worker 0 (host here, pid 7)"]
+
+
+def test_a_role_that_fails_says_why() -> None:
+    with meeting() as opened:
+        for error, words in (
+            (ConfigError("a.b", "is wrong"), "a.b: is wrong"),
+            (KeyboardInterrupt(), "interrupted"),
+        ):
+            with pytest.raises(type(error)):
+                with opened.pulse([], WORKER):
+                    raise error
+            opened.rendezvous.await_left(SECONDS)
+            assert str(opened.lost.pop()).endswith(f") has ended: {words}")
+        with pytest.raises(StoppedError):
+            with opened.pulse([], WORKER):
+                raise StoppedError("the master knows")
+        opened.rendezvous.await_left(SECONDS)
+        assert opened.lost == []
+
+
+def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() -> None:
+    heard: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened, opened.store() as store:
+        with opened.pulse(heard, TRAINER):
+            introduced(opened).close()
+            # The main thread of the master would say it first, if it could.
+            assert eventually(lambda: heard, SECONDS)
+        reason = "lost worker 0 (host here, pid 7)"
+        assert [str(error) for error in heard] == [f"stopped by the master: {reason}"]
+        assert isinstance(heard[0], StoppedError)
+        assert [store.get(key) for key in ("stop", "verdict")] == [reason.encode()] * 2
+
+
+def test_the_first_reason_to_stop_is_the_one_that_roles_hear() -> None:
+    with meeting(TIMEOUT) as opened, opened.store() as store:
+        store.set("verdict", "go")
+        opened.rendezvous.stop("first", 0)
+        opened.rendezvous.stop("second", 0)
+        assert [store.get(key) for key in ("stop", "verdict")] == [b"first", b"go"]
+        heard: list[ClusterError] = []
+        with opened.pulse(heard):
+            assert eventually(lambda: heard, SECONDS)
+        assert str(heard[0]) == "stopped by the master: first"
+
+
+def test_a_word_that_all_is_done_alarms_nobody() -> None:
+    heard: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened, opened.store() as store:
+        with opened.pulse(heard):
+            store.set("stop", "done")
+            time.sleep(TIMEOUT)
+    assert (opened.lost, heard) == ([], [])
+
+
+def test_a_master_that_is_gone_or_frozen_is_noticed() -> None:
+    gone: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened, opened.pulse(gone):
+        opened.rendezvous.__exit__(None, None, None)
+        assert eventually(lambda: gone, SECONDS)
+    assert str(gone[0]).startswith("the master went away: ")
+    assert isinstance(gone[0], StoppedError)
+
+
+class Frozen:
+    """Stops the event loop of a rendezvous until it is told to go on."""
+
+    def __init__(self, opened: Meeting) -> None:
+        self._go_on = threading.Event()
+        opened.rendezvous._call_soon(self._go_on.wait, SECONDS)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._go_on.set()
+
+
+def test_a_master_that_is_frozen_is_noticed_within_the_timeout() -> None:
+    heard: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened, opened.pulse(heard):
+        began = time.monotonic()
+        with Frozen(opened):
+            assert eventually(lambda: heard, SECONDS)
+        assert time.monotonic() - began < 2 * TIMEOUT
+    rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
+    assert [str(error) for error in heard] == [f"the master is frozen: {rule}"]
+    assert not isinstance(heard[0], StoppedError)
+
+
+def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
+    with meeting(TIMEOUT) as opened:
+        channel = introduced(opened)
+        with Frozen(opened):
+            time.sleep(2 * TIMEOUT)
+        channel.send(b"alive")
+        assert channel.receive(SECONDS) == [b""]
+        assert opened.lost == []
+        channel.close()
+
+
+def test_a_clock_that_is_set_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[ClusterError] = []
+    now = time.time
+    with meeting(TIMEOUT) as opened, opened.pulse(heard):
+        for days in (1, -1):
+            monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86_400)
+            time.sleep(TIMEOUT / 2)
+        assert (opened.lost, heard) == ([], [])

@@ -1,0 +1,240 @@
+"""The folders of checkpoints: whole or not at all, all damage seen, and old ones removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.checkpoints import SHAPES, SHARDS, flip_a_bit, names, write_checkpoint, write_run
+
+from hybrid import manifest
+from hybrid.checkpoint import DENSE_FILE, Checkpoint
+from hybrid.errors import CheckpointError
+from hybrid.manifest import FORMAT, MANIFEST_FILE, Manifest, shard_file, step_folder, write_text
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "deep" / "step-1")
+    assert folder == tmp_path / "deep" / "step-1"
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()) == [
+        *("dense.safetensors", "manifest.json", "tables/C1.0-of-2.safetensors"),
+        "tables/C1.1-of-2.safetensors",
+    ]
+    read = Checkpoint.open(folder).manifest
+    assert (read.step, read.epoch, read.metrics, read.progress) == (1, 2, {"auc": 0.75}, {"samples": 7})
+    assert {name: tuple(shape) for name, shape in read.tables.items()} == SHAPES
+    assert set(read.files) == {DENSE_FILE, *SHARDS}
+    for name, (size, _) in read.files.items():
+        assert (folder / name).stat().st_size == size
+    read.verify(folder)
+
+
+def test_numbers_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+    Manifest(1, 0, {}, {}, {"auc": math.nan}).write(tmp_path)
+    assert math.isnan(Manifest.read(tmp_path / MANIFEST_FILE).metrics["auc"])
+
+
+def test_a_table_name_need_not_be_a_file_name(tmp_path: Path) -> None:
+    name = shard_file("../weird name/é", 0, 1)
+    assert Path(name).parent == Path("tables")
+    assert (tmp_path / name).resolve() == tmp_path / name
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+def die(*_: object, **__: object) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "manifest.json.dumps", "manifest.os.rename"])
+def test_a_checkpoint_that_was_not_finished_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Killed while writing tensors, before the manifest, or with the manifest but before the rename."""
+    write_run(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hybrid.{last}", die)
+        with pytest.raises(Killed):
+            write_run(tmp_path, 2)
+    checkpoints = tmp_path / "checkpoints"
+    assert names(checkpoints) == ["step-00000001", "step-00000002.partial"]
+    assert manifest.stored(tmp_path) == [step_folder(tmp_path, 1)]
+
+    (checkpoints / "step-00000002.partial" / "stray").write_text("left by the dead")
+    write_run(tmp_path, 2)
+    assert names(checkpoints) == ["step-00000001", "step-00000002"]
+    assert names(step_folder(tmp_path, 2)) == [DENSE_FILE, MANIFEST_FILE, "tables"]
+
+
+def test_checkpoints_are_found_by_their_number_newest_first(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 110, 1_000_000_000, 30)
+    for other in ("step-abc", "best", "step-00000004.partial"):
+        (tmp_path / "checkpoints" / other).mkdir()
+        (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
+    found = manifest.stored(tmp_path)
+    assert [manifest.step_of(folder) for folder in found] == [1_000_000_000, 110, 30, 2]
+    assert manifest.stored(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("is_shorter", [True, False], ids=["shorter", "missing"])
+def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shorter: bool) -> None:
+    """A worker on a host of its own, with a folder of the same name that nobody else sees."""
+    partial = manifest.begin(tmp_path / "step-1")
+    files = write_text(partial, "one", "text")
+    if is_shorter:
+        (partial / "one").write_text("tex")
+    else:
+        (partial / "one").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"one: a role wrote this elsewhere; run.folder must be storage"
+    ):
+        manifest.commit(partial, Manifest(1, 0, {}, files))
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_folders_are_safe_on_the_disk_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("hybrid.manifest._sync", lambda path: synced.append(path.relative_to(tmp_path)))
+    write_checkpoint(tmp_path / "step-1")
+    partial = Path("step-1.partial")
+    assert set(synced[:-1]) == {partial, partial / "tables"}
+    assert synced[-1] == Path()
+
+
+def test_a_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match=f"{folder}: exists already"):
+        write_checkpoint(folder, 5)
+    assert Checkpoint.open(folder).manifest.step == 1
+
+
+@pytest.mark.parametrize("name", [DENSE_FILE, SHARDS[1]])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "a folder"])
+def test_files_of_another_size_are_seen_when_the_checkpoint_is_opened(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    path = folder / name
+    if damage == "truncated":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "longer":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+        if damage == "a folder":
+            path.mkdir()
+    with pytest.raises(
+        CheckpointError, match=f"^{path}: missing or altered since the checkpoint was written$"
+    ):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("name", [DENSE_FILE, *SHARDS])
+def test_one_altered_bit_is_seen_when_the_checkpoint_is_verified(tmp_path: Path, name: str) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    flip_a_bit(folder / name)
+    checkpoint = Checkpoint.open(folder)
+    with pytest.raises(CheckpointError, match=f"^{folder / name}: missing or altered since"):
+        checkpoint.manifest.verify(folder)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    read = Checkpoint.open(folder).manifest
+    (folder / DENSE_FILE).unlink()
+    with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: No such file"):
+        read.verify(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({"format": FORMAT + 1}), rf"written by another version \(format {FORMAT + 1}\)"),
+        (json.dumps({"format": 1, "step": 1}), r"written by another version \(format 1\)"),
+        (json.dumps({}), r"written by another version \(format None\)"),
+        (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest"),
+        (json.dumps({"format": FORMAT, "manifest": {}, "sha256": ""}), "altered since"),
+        ("[]", "is not a manifest"),
+        ("{", "is not a manifest"),
+    ],
+)
+def test_other_manifests_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    (folder / MANIFEST_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(folder)
+
+
+def test_a_manifest_that_says_another_step_is_altered(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    path = folder / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"step": 1', '"step": 2'))
+    with pytest.raises(CheckpointError, match=f"^{path}: altered since the checkpoint was written$"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["manifest.os.fsync", "manifest.os.rename", "manifest.Path.mkdir", "manifest.shutil.rmtree"],
+)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_any_failure_to_write_is_a_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "step-1.partial").mkdir()
+    monkeypatch.setattr(f"hybrid.{function}", refuse)
+    with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/step-1.*{os.strerror(code)}"):
+        write_checkpoint(tmp_path / "step-1")
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_a_checkpoint_may_be_moved(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    shutil.move(folder, tmp_path / "kept")
+    moved = Checkpoint.open(tmp_path / "kept").manifest
+    moved.verify(tmp_path / "kept")
+    assert moved.step == 1
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "kept"),
+    [(1, None, [5]), (2, None, [4, 5]), (2, 1, [1, 4, 5]), (2, 5, [4, 5]), (9, 2, [1, 2, 3, 4, 5])],
+)
+def test_the_newest_and_the_best_are_kept(
+    tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
+) -> None:
+    write_run(tmp_path, 1, 2, 3, 4, 5)
+    manifest.prune(tmp_path, keep_last, best)
+    assert names(tmp_path / "checkpoints") == [f"step-{step:08d}" for step in kept]
+
+
+def test_one_that_is_being_removed_is_no_checkpoint_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("hybrid.manifest.shutil.rmtree", die)
+        with pytest.raises(Killed):
+            manifest.prune(tmp_path, 1, None)
+    assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
+    assert manifest.stored(tmp_path) == [step_folder(tmp_path, 2)]
+    manifest.drop_later(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["step-00000002"]
+
+
+def test_what_comes_after_the_step_from_which_a_run_goes_on_is_dropped(tmp_path: Path) -> None:
+    write_run(tmp_path, 8, 9, 10, 100_000_000)
+    manifest.drop_later(tmp_path, 9)
+    assert names(tmp_path / "checkpoints") == ["step-00000008", "step-00000009"]

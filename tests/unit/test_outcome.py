@@ -1,0 +1,144 @@
+"""How a role's process ended, which failure came first, and what the kernel says of memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from hybrid import errors, wire
+from hybrid.topology import MASTER, Role, RoleKind
+from workers.alarm import LostRoleError, StoppedError
+from workers.failure import UnexpectedError, describe
+from workers.oom import oom_kills
+from workers.outcome import Cause, Child, Outcome, report_pipe
+
+WORKER = Role(RoleKind.WORKER, 0)
+
+
+def ended_child(exit_code: int, told: object = None) -> Child:
+    """A child that has ended so, after it had said ``told``."""
+    reports, writer = report_pipe()
+    if told is None:
+        os.close(writer)
+    else:
+        with Connection(writer, readable=False) as sender:
+            sender.send(told)
+    child = Child(WORKER, Path("worker.log"), reports, pid=7)
+    child.end(exit_code)
+    return child
+
+
+def test_an_end_in_peace_is_no_failure() -> None:
+    child = ended_child(0)
+    assert child.has_ended
+    assert child.failure is None
+
+
+def test_what_a_role_says_of_itself_counts() -> None:
+    outcome = Outcome("it is out of cheese", Cause.EXCEPTION)
+    assert ended_child(1, told=outcome).failure == outcome
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "message", "cause"),
+    [
+        (-signal.SIGKILL, "was killed by SIGKILL", Cause.KILLED),
+        (-signal.SIGSEGV, "was killed by SIGSEGV", Cause.KILLED),
+        (3, "exited with code 3", Cause.SILENT),
+    ],
+)
+def test_of_one_that_says_nothing_the_system_tells_how_it_ended(
+    exit_code: int, message: str, cause: Cause
+) -> None:
+    failure = ended_child(exit_code).failure
+    assert failure is not None
+    assert (failure.message, failure.cause) == (f"worker 0 (pid 7) {message}; see worker.log", cause)
+
+
+def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = oom_kills()
+    monkeypatch.setattr("workers.outcome.oom_kills", lambda: before + 1)
+    failure = ended_child(-signal.SIGKILL).failure
+    assert failure is not None
+    assert failure.message == (
+        "worker 0 (pid 7) was killed by SIGKILL, probably since memory ran out; see worker.log"
+    )
+
+
+def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
+    causes = [Cause.SILENT, Cause.ECHO, Cause.LOST, Cause.EXCEPTION, Cause.KILLED, Cause.KILLED]
+    outcomes = [Outcome(cause.value, cause, at) for at, cause in enumerate(causes)]
+    ordered = [(o.cause, o.at) for o in sorted(outcomes, key=lambda outcome: outcome.order)]
+    assert ordered == [
+        *((Cause.KILLED, 4), (Cause.KILLED, 5), (Cause.LOST, 2), (Cause.EXCEPTION, 3)),
+        *((Cause.ECHO, 1), (Cause.SILENT, 0)),
+    ]
+
+
+def remote(kind: str, is_users: bool) -> wire.RemoteError:
+    return wire.RemoteError(WORKER, wire.Failure("bad", kind, is_users, "host", "stack"))
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (errors.ConfigError("train.epochs", "is bad"), Cause.REFUSED),
+        (errors.CheckpointError("altered"), Cause.REFUSED),
+        (remote("DataError", True), Cause.REFUSED),
+        (remote("NonFiniteError", True), Cause.REFUSED),
+        (remote("ClusterError", True), Cause.LOST),
+        (remote("KeyError", False), Cause.EXCEPTION),
+        (UnexpectedError("KeyError (at step 3)"), Cause.EXCEPTION),
+        (errors.ClusterError("missing after 60 s"), Cause.LOST),
+        (wire.LostError(WORKER, "no answer"), Cause.LOST),
+        (LostRoleError("worker 0 is frozen"), Cause.LOST),
+        (StoppedError("stopped by the master"), Cause.ECHO),
+        (KeyError("x"), Cause.EXCEPTION),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.value,
+)
+def test_a_role_tells_what_kind_of_error_ends_it(error: Exception, cause: Cause) -> None:
+    assert describe(MASTER, error).cause is cause
+
+
+def test_a_role_tells_its_error_in_one_line() -> None:
+    assert describe(MASTER, KeyError("x")).message == "master: KeyError: 'x'"
+    assert describe(MASTER, errors.DataError("one\n  two")).message == "one two"
+
+
+GROUPS: list[tuple[str, dict[str, str], int]] = [
+    (
+        "version 2",
+        {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 3\n"},
+        3,
+    ),
+    (
+        "version 1",
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2\n",
+            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 7\n",
+        },
+        2,
+    ),
+    (
+        "seen from inside a container",
+        {"proc/self/cgroup": "0::/../../job\n", "sys/fs/cgroup/memory.events": "oom_kill 5\n"},
+        5,
+    ),
+    ("of the machine", {"proc/vmstat": "oom_kill 6\n"}, 6),
+    ("nowhere", {}, 0),
+]
+
+
+@pytest.mark.parametrize(("files", "kills"), [case[1:] for case in GROUPS], ids=[case[0] for case in GROUPS])
+def test_the_kernels_count_is_read_where_it_is(files: dict[str, str], kills: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert oom_kills(tmp_path) == kills

@@ -1,0 +1,141 @@
+"""Functions of the user's own, by name: what travels, and what is looked up."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from os import system
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.errors import ConfigError
+from hybrid.own_code import OwnFunction, OwnValue, described, load_own, resolved
+from hybrid.topology import MASTER
+
+
+def times(factor: int, value: int, plus: int = 0) -> int:
+    return factor * value + plus
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A value of the user's own, with a method."""
+
+    factor: int
+    inner: Workload | None = None
+
+    def scale(self, value: int) -> int:
+        return self.factor * value
+
+
+def apply(workload: Workload, value: int) -> int:
+    assert workload.inner is not None
+    return workload.inner.scale(value)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "args"),
+    [
+        (times, "times", (6, 7)),
+        (partial(times, 6), "times", (7,)),
+        (partial(partial(times, 6), plus=0), "times", (7,)),
+        (Workload(6).scale, "Workload.scale", (7,)),
+        (partial(apply, Workload(1, Workload(6))), "apply", (7,)),
+    ],
+    ids=["function", "partial", "partial of a partial", "method", "dataclass"],
+)
+def test_a_function_travels_by_name_and_is_the_same_there(
+    function: Any, name: str, args: tuple[int, ...]
+) -> None:
+    travelling = described(function)
+    assert isinstance(travelling, OwnFunction)
+    assert travelling.name == f"test_own_code:{name}"
+    assert resolved(travelling)(*args) == 42
+
+
+def test_what_travels_holds_no_code() -> None:
+    held = described(partial(apply, Workload(1, Workload(6)))).args
+    assert held == (OwnValue("test_own_code:Workload", {"factor": 1, "inner": described(Workload(6))}),)
+
+
+def test_other_values_travel_as_they_are() -> None:
+    for value in (3, "a", [1], MASTER, Path("a"), OwnFunction):
+        assert described(value) is value
+        assert resolved(value) is value
+
+
+def test_a_function_that_cannot_be_found_does_not_travel() -> None:
+    def local() -> None: ...
+
+    for function in (local, lambda: None, partial(local), Path.cwd, pytest.raises, described):
+        with pytest.raises(ConfigError, match="must be defined in a module of your own"):
+            described(function)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "os:system",
+        "subprocess:run",
+        "posix:system",
+        "builtins:eval",
+        "torch:load",
+        "numpy.ctypeslib:load_library",
+        "hybrid.wire:start",
+        "workers.cli:main",
+        "__main__:anything",
+        "no_such_module:anything",
+        "",
+        ":",
+        ".:a",
+    ],
+)
+def test_what_is_not_the_users_own_is_not_looked_up(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not in a module of your own"):
+        load_own(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "test_own_code:system",
+        "test_own_code:load_own",
+        "test_own_code:Path",
+        "test_own_code:times.__globals__",
+        "test_own_code:times.__class__",
+        "test_own_code:times.__call__",
+        "test_own_code:Workload.__dict__",
+        "test_own_code:sys.modules",
+    ],
+)
+def test_what_a_module_of_the_users_has_from_elsewhere_is_not_looked_up(name: str) -> None:
+    assert system is os.system
+    with pytest.raises(ConfigError, match="is nothing that test_own_code defines"):
+        load_own(name)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package of the user's own, not imported yet."""
+    folder = tmp_path / "users_own_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "jobs.py").write_text("def batches(trainer):\n    return [trainer]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield folder.name
+    for name in [name for name in sys.modules if name.partition(".")[0] == folder.name]:
+        del sys.modules[name]
+
+
+def test_a_module_is_imported_where_its_function_is_needed(package: str) -> None:
+    assert load_own(f"{package}.jobs:batches")(3) == [3]
+
+
+def test_a_module_that_is_not_there_is_told(package: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be imported: ModuleNotFoundError"):
+        load_own(f"{package}.nowhere:batches")

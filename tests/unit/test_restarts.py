@@ -1,0 +1,131 @@
+"""Which failures are followed by another start, when it ends, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.errors import ClusterError
+from workers.outcome import Cause, Outcome
+from workers.restarts import FILE_NAME, Restarts
+
+KILLED = Outcome("worker 0 was killed", Cause.KILLED)
+
+
+def log_steps(run: Path, last: int) -> None:
+    """Log steps 1 to ``last`` anew, as a start of the run does that goes on."""
+    lines = [{"kind": "train", "step": step} for step in range(1, last + 1)]
+    path = run / "metrics.jsonl"
+    path.unlink(missing_ok=True)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"kind": "tra')
+
+
+def write_checkpoint(run: Path, step: int, suffix: str = "") -> None:
+    folder = run / f"checkpoints/step-{step:08d}{suffix}"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+
+
+def told(restarts: Restarts, failure: Outcome = KILLED) -> str:
+    """What is said of a restart, after the failure."""
+    line = restarts.after(failure)
+    assert line.startswith(f"{failure.message}; ")
+    return line.removeprefix(f"{failure.message}; ")
+
+
+def test_steps_after_the_newest_checkpoint_are_lost(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 3)
+    log_steps(tmp_path, 5)
+    assert told(restarts) == "steps 0 to 4 are lost, starting from the beginning"
+    log_steps(tmp_path, 8)
+    write_checkpoint(tmp_path, 6)
+    write_checkpoint(tmp_path, 8, suffix=".partial")
+    assert told(restarts) == "steps 6 to 7 are lost, going on from step 6"
+
+
+def test_nothing_is_lost_where_no_step_was_taken_since(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 3)
+    assert told(restarts) == "nothing is lost, starting from the beginning"
+    log_steps(tmp_path, 5)
+    write_checkpoint(tmp_path, 5)
+    assert told(restarts) == "nothing is lost, going on from step 5"
+
+
+def test_steps_are_not_lost_twice(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 3)
+    log_steps(tmp_path, 5)
+    write_checkpoint(tmp_path, 4)
+    assert told(restarts) == "steps 4 to 4 are lost, going on from step 4"
+    # Killed before its first step, the next start has left the log as it was.
+    assert told(restarts) == "nothing is lost, going on from step 4"
+
+
+def test_it_gives_up_with_the_first_cause_of_those_without_a_new_checkpoint(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 2)
+    restarts.after(KILLED)
+    write_checkpoint(tmp_path, 4)
+    first = Outcome("worker 1 was killed", Cause.KILLED)
+    restarts.after(first)
+    restarts.after(Outcome("trainer 0 was killed", Cause.KILLED))
+    with pytest.raises(ClusterError) as given_up:
+        restarts.after(Outcome("trainer 1 was killed", Cause.KILLED))
+    rest = "given up after 2 restart(s) without a new checkpoint (cluster.max_restarts)"
+    assert str(given_up.value) == f"worker 1 was killed; {rest}"
+
+
+def test_without_restarts_the_cause_is_all_there_is_to_say(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"^worker 0 was killed$"):
+        Restarts(tmp_path, 0).after(KILLED)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_come_again_ends_the_run(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 3)
+    log_steps(tmp_path, 5)
+    with pytest.raises(ClusterError, match=r"^a bad row$"):
+        restarts.after(Outcome("a bad row", Cause.REFUSED))
+
+
+@pytest.mark.parametrize("cause", [Cause.LOST, Cause.SILENT, Cause.ECHO])
+def test_what_may_not_come_again_is_followed_by_another_start(cause: Cause, tmp_path: Path) -> None:
+    assert told(Restarts(tmp_path, 1), Outcome("it failed", cause)).startswith("nothing is lost")
+
+
+def test_an_exception_ends_the_run_only_before_its_first_step(tmp_path: Path) -> None:
+    error = Outcome("trainer 0: KeyError: 'x'", Cause.EXCEPTION)
+    restarts = Restarts(tmp_path, 3)
+    with pytest.raises(ClusterError, match=r"^trainer 0: KeyError: 'x'$"):
+        restarts.after(error)
+    log_steps(tmp_path, 5)
+    assert told(restarts, error) == "steps 0 to 4 are lost, starting from the beginning"
+    with pytest.raises(ClusterError):
+        restarts.after(error)  # the start before left no step of its own
+
+
+def test_a_resumed_run_has_not_finished_until_it_says_so_anew(tmp_path: Path) -> None:
+    (tmp_path / "result.json").write_text("{}")
+    restarts = Restarts(tmp_path, 3)
+    assert not restarts.is_finished()
+    (tmp_path / "result.json").unlink()
+    assert not restarts.is_finished()
+    (tmp_path / "result.json").write_text('{"auc": 1}')
+    assert restarts.is_finished()
+
+
+def test_restarts_are_on_record(tmp_path: Path) -> None:
+    restarts = Restarts(tmp_path, 3)
+    log_steps(tmp_path, 5)
+    write_checkpoint(tmp_path, 4)
+    restarts.after(KILLED)
+    restarts.after(Outcome("frozen", Cause.LOST))
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()
+    ]
+    assert all(line.pop("time") > 0 for line in lines)
+    assert lines == [
+        {"cause": "killed", "message": "worker 0 was killed", "step": 5, "resumed_step": 4},
+        {"cause": "lost", "message": "frozen", "step": 4, "resumed_step": 4},
+    ]

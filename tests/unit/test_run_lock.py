@@ -1,0 +1,89 @@
+"""A run folder has one launch at a time, and a lock that nobody holds is no lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybrid.errors import ConfigError
+from workers.run_lock import run_lock
+
+
+def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        with pytest.raises(ConfigError, match=r"^run.folder = '.+': another launch is at work in it"):
+            with run_lock(tmp_path):
+                raise AssertionError
+    with run_lock(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_whoever_has_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with run_lock(folder) as descriptor:
+        (folder / "kept").touch()
+        kept = os.dup(descriptor)
+        (folder / ".lock").rename(folder / "aside")  # as if the holder had been killed, and not removed it
+    (folder / "aside").rename(folder / ".lock")
+    with pytest.raises(ConfigError, match="another launch"):
+        with run_lock(folder):
+            raise AssertionError
+    os.close(kept)
+    with run_lock(folder):
+        pass
+
+
+def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
+    ready, say_ready = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with run_lock(tmp_path):
+            os.write(say_ready, b"x")
+            signal.pause()
+        os._exit(0)
+    assert os.read(ready, 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(ready)
+    os.close(say_ready)
+    assert (tmp_path / ".lock").exists()
+    with run_lock(tmp_path):
+        pass
+
+
+def test_a_folder_made_for_nothing_goes_again(tmp_path: Path) -> None:
+    with run_lock(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with run_lock(tmp_path / "used"):
+        (tmp_path / "used/config.toml").touch()
+    assert [path.name for path in (tmp_path / "used").iterdir()] == ["config.toml"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/run': cannot be made: Not a directory; choose another"):
+        with run_lock(tmp_path / "file/run"):
+            raise AssertionError
+
+
+def test_a_lock_that_was_removed_meanwhile_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, calls = fcntl.flock, list[int]()
+
+    def flock(descriptor: int, operation: int) -> None:
+        if not calls:
+            (tmp_path / ".lock").unlink()  # as who had it before does, between our opening and locking
+        calls.append(descriptor)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with run_lock(tmp_path):
+        assert (tmp_path / ".lock").exists()
+    assert len(calls) == 2

@@ -1,0 +1,87 @@
+"""The cluster's secret: where it comes from, who may read it, and what it tells."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hybrid.errors import ConfigError
+from hybrid.secret import VARIABLE, Secret
+
+LONG = "s" * 32
+
+
+@pytest.fixture(autouse=True)
+def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def test_a_file_that_was_written_gives_the_same_keys(tmp_path: Path) -> None:
+    secret, file = Secret.fresh(), tmp_path / "secret"
+    secret.write(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    found = Secret.find(str(file))
+    assert found is not None
+    assert found.key("calls") == secret.key("calls")
+
+
+def test_the_environment_gives_one_where_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Secret.find("") is None
+    monkeypatch.setenv(VARIABLE, f" {LONG}\n")
+    found = Secret.find("")
+    assert found is not None
+    assert found.key("calls") == Secret(LONG).key("calls")
+    Secret("t" * 32).write(tmp_path / "secret")
+    other = Secret.find(str(tmp_path / "secret"))
+    assert other is not None
+    assert other.key("calls") == Secret("t" * 32).key("calls")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_of_others_is_refused(mode: int, tmp_path: Path) -> None:
+    Secret.fresh().write(tmp_path / "secret")
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(ConfigError, match=r"cluster.secret_file .* must be its owner's alone"):
+        Secret.find(str(tmp_path / "secret"))
+
+
+def test_a_missing_file_and_a_short_secret_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Secret.find(str(tmp_path / "secret"))
+    monkeypatch.setenv(VARIABLE, "hunter2")
+    with pytest.raises(ConfigError, match=f"{VARIABLE}: must hold at least 32") as raised:
+        Secret.find("")
+    assert "hunter2" not in str(raised.value)
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be made: File exists"):
+        Secret.fresh().write(tmp_path / "secret")
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_keys_differ_by_secret_purpose_and_context() -> None:
+    one, other = Secret(LONG), Secret("t" * 32)
+    keys = [
+        one.key("calls"),
+        other.key("calls"),
+        one.key("store"),
+        one.key("calls", b"1"),
+        one.key("call", b"s"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 32 for key in keys)
+    assert one.key("calls", b"1") == Secret(LONG).key("calls", b"1")
+
+
+def test_it_shows_nothing_of_itself_and_survives_the_way_to_a_child() -> None:
+    secret = Secret(LONG)
+    assert LONG not in f"{secret} {secret!r}"
+    assert pickle.loads(pickle.dumps(secret)).key("calls") == secret.key("calls")

@@ -1,0 +1,151 @@
+"""The cluster's store is a store as torch's own, and a role that waits on it can be interrupted."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from support.rendezvous import SECONDS, Meeting, meeting
+
+from workers.channel import LARGEST_FRAME
+from workers.store import Store
+
+MOMENT = timedelta(milliseconds=20)
+
+
+@pytest.fixture(scope="module")
+def open_meeting() -> Iterator[Meeting]:
+    with meeting() as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(open_meeting: Meeting) -> Iterator[Store]:
+    with open_meeting.store() as opened:
+        yield opened
+
+
+def history(store: dist.Store) -> list[object]:
+    """What a store answers to everything that torch asks of one."""
+    store.set("text", "a")
+    store.set("bytes", b"\0\xff".decode("latin-1"))
+    return [
+        store.get("text"),
+        store.get("bytes"),
+        store.add("n", 3),
+        store.add("n", -5),
+        store.get("n"),
+        store.check([]),
+        store.check(["text", "n"]),
+        store.check(["text", "none"]),
+        store.compare_set("none", "", "first"),
+        store.compare_set("none", "other", "second"),
+        store.compare_set("none", "first", "third"),
+        store.compare_set("never", "expected", "set"),
+        store.check(["never"]),
+        store.wait(["none"]),
+        store.wait(["none", "text"], MOMENT),
+        store.delete_key("none"),
+        store.delete_key("none"),
+        store.check(["none"]),
+    ]
+
+
+def test_it_answers_as_torchs_own_store_does(store: Store) -> None:
+    assert history(store) == history(dist.HashStore())
+    assert history(dist.PrefixStore("within", store)) == history(dist.HashStore())
+    assert store.clone().get("text") == b"a"
+
+
+def test_all_roles_see_the_same(open_meeting: Meeting, store: Store) -> None:
+    store.set("told", "by one")
+    with open_meeting.store() as other:
+        assert other.get("told") == b"by one"
+        assert [other.add("count", 1), store.add("count", 1)] == [1, 2]
+
+
+@pytest.mark.parametrize("question", ["get", "wait"])
+def test_a_wait_ends_when_the_last_key_comes(question: str, store: Store, open_meeting: Meeting) -> None:
+    answers: list[object] = []
+
+    def ask() -> None:
+        name = f"{question} last"
+        if question == "wait":
+            store.wait([name, "wait first"])
+        answers.append(store.get(name))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with open_meeting.store() as other:
+        other.set(f"{question} first", "")
+        assert not answers
+        store.set(f"{question} last", "word")  # the same store answers others meanwhile
+    thread.join(SECONDS)
+    assert answers == [b"word"]
+
+
+def test_a_wait_in_vain_ends_in_time(store: Store, open_meeting: Meeting) -> None:
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) waited 0.02 s in vain"):
+        store.wait(["no", "such"], MOMENT)
+    with open_meeting.store(MOMENT.total_seconds()) as impatient:
+        with pytest.raises(dist.DistStoreError, match="'get'"):
+            impatient.get("no")
+        with pytest.raises(dist.DistStoreError, match="'wait'"):
+            impatient.wait(["no"])
+    assert time.monotonic() - began < SECONDS
+    assert store.add("usable", 1) == 1
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises."""
+
+
+def test_an_interrupted_wait_leaves_the_store_as_it_was(store: Store) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Interrupted):
+            dist.PrefixStore("through C++", store).wait(["never"], timedelta(seconds=SECONDS))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    store.set("after", "the answer to this question")
+    assert store.get("after") == b"the answer to this question"
+
+
+def test_a_value_of_any_size_comes_whole_or_is_refused(store: Store) -> None:
+    text = "x" * (LARGEST_FRAME - 100)
+    store.set("large", text)
+    assert store.get("large") == text.encode()
+    with pytest.raises(ValueError, match=f"at most {LARGEST_FRAME}"):
+        store.set("larger", "x" * LARGEST_FRAME)
+    assert store.get("large") == text.encode()
+
+
+def test_without_the_master_there_is_an_error_at_once() -> None:
+    with meeting() as opened, opened.store() as store:
+        failed: list[str] = []
+
+        def wait() -> None:
+            try:
+                store.wait(["never"])
+            except dist.DistNetworkError as error:
+                failed.append(str(error))
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert store.add("the other waits", 1) == 1
+        opened.rendezvous.__exit__(None, None, None)
+        waiting.join(SECONDS)
+        assert len(failed) == 1
+        with pytest.raises(dist.DistNetworkError, match=r"closed|refused|reset"):
+            store.get("key")

@@ -1,0 +1,117 @@
+"""Our writer of safetensors files: the library reads what it writes, and its checksums are right."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import resource
+import struct
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybrid import tensor_file
+from hybrid.errors import CheckpointError
+from hybrid.tensor_file import write_tensors
+
+DTYPES = list(tensor_file._DTYPES)
+
+
+def assert_same(read: dict[str, Tensor], written: dict[str, Tensor]) -> None:
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype
+        assert read[name].shape == tensor.shape
+        raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (read[name], tensor)]
+        assert torch.equal(*raw), name
+
+
+def test_the_library_reads_tensors_of_every_type_and_shape(tmp_path: Path) -> None:
+    bits = torch.randint(0, 2, (240,), dtype=torch.uint8)
+    tensors = {str(dtype): bits.view(dtype).reshape(-1, 3) for dtype in DTYPES}
+    tensors |= {
+        "nothing": torch.empty(0, 7),
+        "one": torch.tensor(3.5),
+        "a column": torch.randn(6, 5)[:, 2],
+        "turned": torch.randn(6, 5).t(),
+        "parameter": torch.nn.Parameter(torch.randn(4)),
+        'é 名 "quoted"': torch.ones(1, dtype=torch.bool),
+    }
+    files = write_tensors(tmp_path, "deep/all.safetensors", tensors)
+    path = tmp_path / "deep/all.safetensors"
+    assert_same(load_file(path), tensors)
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        assert (8 + length + entry["data_offsets"][0]) % tensors[name].itemsize == 0, f"{name} is not aligned"
+    assert files == {"deep/all.safetensors": (len(content), hashlib.sha256(content).hexdigest())}
+
+
+def test_a_file_without_tensors_is_one(tmp_path: Path) -> None:
+    write_tensors(tmp_path, "none.safetensors", {})
+    assert load_file(tmp_path / "none.safetensors") == {}
+
+
+def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybrid.tensor_file._CHUNK_BYTES", 1000)
+    tensors = {"weight": torch.randn(777, 3), "chunk": torch.randn(250), "small": torch.ones(2)}
+    ((size, sha256),) = write_tensors(tmp_path, "weight", tensors).values()
+    assert_same(load_file(tmp_path / "weight"), tensors)
+    content = (tmp_path / "weight").read_bytes()
+    assert (size, sha256) == (len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
+    whole = torch.randn(10_000, 4)
+    write_tensors(tmp_path, "view", {"weight": whole[2:5]})
+    assert (tmp_path / "view").stat().st_size < 1000
+
+
+def test_tables_are_not_copied_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_RD = torch.randn(100, 4)
+    chunks = [chunk for chunk in tensor_file._chunks(b"", {"weight": weight_RD[10:]}) if len(chunk)]
+    weight_RD.zero_()
+    assert not any(b"".join(chunks))
+
+
+def test_a_type_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
+    tensor = torch.empty(1, dtype=torch.complex128)
+    with pytest.raises(CheckpointError, match=r"cannot write \S+: odd is of torch.complex128, which safeten"):
+        write_tensors(tmp_path, "f", {"odd": tensor})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_takes_no_more_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """The system itself refuses: no file of this process may pass 1 MiB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path / 'f'}: File too large"):
+            write_tensors(tmp_path, "f", {"w": torch.zeros(1 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_says_how_much_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "f").symlink_to("/dev/full")
+    message = rf"^cannot write {tmp_path / 'f'}: No space left on device \([\d,]+ bytes of it are missing\)$"
+    with pytest.raises(CheckpointError, match=message) as caught:
+        write_tensors(tmp_path, "f", {"w": torch.zeros(3 << 20)})
+    missing = int(str(caught.value).rpartition("(")[2].partition(" ")[0].replace(",", ""))
+    assert (8 << 20) <= missing <= (12 << 20) + 100  # what is written at once may count as written
+
+
+@pytest.mark.parametrize("function", ["os.fsync", "Path.mkdir", "Path.open"])
+def test_any_failure_to_write_is_a_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    refusal = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(f"hybrid.tensor_file.{function}", Mock(side_effect=refusal))
+    with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/f: Read-only file system$"):
+        write_tensors(tmp_path, "f", {"w": torch.zeros(1)})

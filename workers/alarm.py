@@ -1,0 +1,103 @@
+"""Errors found out by another thread, raised in the main thread; and an end by all means. Free of torch."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from hybrid.errors import ClusterError, first_line
+
+FAILED, INTERRUPTED = 1, 130  # what a process ends with
+_SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with
+
+
+class StoppedError(ClusterError):
+    """The run failed elsewhere; this role is only told so."""
+
+
+class LostRoleError(ClusterError):
+    """A role is gone, or gives no sign of life."""
+
+
+class Alarm:
+    """Raises an error in the main thread, wherever it waits; where it cannot be reached, the process ends.
+
+    A call into torch that waits for a frozen role notices no signal, and neither do torch's own threads, for
+    which Python would wait at its end. So a process whose block has failed ends as soon as Python does, and
+    ``seconds`` after the error at the latest; it says the error then.
+
+    Args:
+        name: of the process, for that.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._last_resort: threading.Timer | None = None
+        self._is_armed = False
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """The length in which it can be rung; entered by the main thread."""
+        previous = signal.signal(_SIGNAL, self._raise)
+        self._is_armed = True
+        try:
+            yield
+        except BaseException as error:
+            self._disarm(previous)
+            self._end_soon(error)
+            atexit.register(_end, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+            raise
+        else:
+            self._disarm(previous)
+            if self._last_resort is not None:
+                self._last_resort.cancel()
+
+    def ring(self, error: ClusterError) -> None:
+        """Raise ``error`` in the main thread; called by another thread. Only the first error counts."""
+        with self._lock:
+            if not self._is_armed or self._error is not None:
+                return
+            self._end_soon(error)
+            signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if self._is_armed and self._error is not None:
+            raise self._error
+
+    def _disarm(self, previous: Any) -> None:
+        with self._lock:
+            self._is_armed = False
+        signal.signal(_SIGNAL, previous)
+
+    def _end_soon(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            self._last_resort = threading.Timer(self._seconds, self._end)
+            self._last_resort.daemon = True
+            self._last_resort.start()
+
+    def _end(self) -> None:
+        assert self._error is not None
+        print(f"{self._name}: {last_words(self._error)}", file=sys.stderr)
+        _end(FAILED)
+
+
+def last_words(error: BaseException) -> str:
+    """What a process says to others of the error that ends it."""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

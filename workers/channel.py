@@ -1,0 +1,218 @@
+"""A connection to the master of those who share its secret: both sides prove it, then every frame is sealed.
+
+::
+
+    role                              master
+    ────                              ──────
+                                ◄──   greeting, nonce
+    nonce, proof                ──►                          closes where the proof is wrong
+                                ◄──   proof
+    sealed frames               ◄─►   sealed frames
+
+Proofs and keys come of the secret and both nonces, so nothing that was said on one connection is good on
+another; nor is it in the other direction, or at another place: each direction has its key, and counts its
+frames. Frames are sealed with AES-256-GCM: whoever listens learns their lengths only. Free of torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from hybrid.errors import ClusterError, ConfigError
+from hybrid.secret import VARIABLE, Secret
+
+GREETING = b"hybrid-1"
+NONCE_BYTES = PROOF_BYTES = 32
+LARGEST_FRAME = 1 << 20
+_REFUSAL = bytes(PROOF_BYTES)
+_LENGTH = struct.Struct(">I")
+_GCM_NONCE_BYTES = 12
+_READ_BYTES = 1 << 16
+
+Side: TypeAlias = Literal["role", "master"]
+
+
+class ChannelError(ConnectionError):
+    """The other side broke the protocol, or somebody between the two did."""
+
+
+class Seal:
+    """Seals what one side of a connection sends, and opens what it receives.
+
+    Args:
+        nonces: of this connection, the master's and then the role's.
+    """
+
+    def __init__(self, secret: Secret, nonces: bytes, side: Side) -> None:
+        other: Side = "role" if side == "master" else "master"
+        self._sending = AESGCM(secret.key(f"rendezvous frames of {side}", nonces))
+        self._receiving = AESGCM(secret.key(f"rendezvous frames of {other}", nonces))
+        self._sent = self._received = 0
+
+    def seal(self, parts: Sequence[bytes]) -> bytes:
+        """The frame of a message."""
+        body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+        if len(body) > LARGEST_FRAME:
+            raise ValueError(f"a message of {len(body)} bytes; at most {LARGEST_FRAME} can be sent")
+        nonce = self._sent.to_bytes(_GCM_NONCE_BYTES, "big")
+        self._sent += 1
+        sealed = self._sending.encrypt(nonce, body, None)
+        return _LENGTH.pack(len(sealed)) + sealed
+
+    def open(self, sealed: bytes) -> list[bytes]:
+        """The message of a frame, which comes without its length.
+
+        Raises:
+            ChannelError: it is not the frame that the other side has sealed next.
+        """
+        nonce = self._received.to_bytes(_GCM_NONCE_BYTES, "big")
+        self._received += 1
+        try:
+            body = self._receiving.decrypt(nonce, sealed, None)
+        except InvalidTag:
+            raise ChannelError("a frame was altered, repeated or left out on the way") from None
+        parts, at = [], 0
+        while at < len(body):
+            start = at + _LENGTH.size
+            at = start + _LENGTH.unpack_from(body, at)[0]
+            parts.append(body[start:at])
+        return parts
+
+
+def sealed_length(header: bytes) -> int:
+    """How many bytes follow the header of a frame; ChannelError where they are too many."""
+    length: int = _LENGTH.unpack(header)[0]
+    if length > LARGEST_FRAME + 16:  # and the tag
+        raise ChannelError(f"a frame of {length} bytes")
+    return length
+
+
+def _proof(secret: Secret, side: Side, nonces: bytes) -> bytes:
+    return secret.key(f"rendezvous proof of {side}", nonces)
+
+
+class Channel:
+    """A role's side of a connection; for one thread at a time.
+
+    Args:
+        timeout_seconds: for connecting, and for each answer until it is proved that this is the master.
+
+    Raises:
+        OSError: there is no master, or it did not answer.
+        ConfigError: it has another secret.
+        ClusterError: something else listens there.
+    """
+
+    def __init__(self, address: str, port: int, secret: Secret, timeout_seconds: float) -> None:
+        self._buffer = bytearray()
+        self._socket = socket.create_connection((address, port), timeout=timeout_seconds)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._seal = self._shake_hands(secret, f"{address}:{port}", time.monotonic() + timeout_seconds)
+        except BaseException:
+            self.close()
+            raise
+
+    def _shake_hands(self, secret: Secret, where: str, deadline: float) -> Seal:
+        greeting = self._read(len(GREETING), deadline)
+        if greeting != GREETING:
+            raise ClusterError(
+                f"what listens at {where} is no master; check cluster.master_address and cluster.master_port"
+            )
+        own = os.urandom(NONCE_BYTES)
+        nonces = self._read(NONCE_BYTES, deadline) + own
+        self._socket.sendall(own + _proof(secret, "role", nonces))
+        answer = self._read(PROOF_BYTES, deadline)
+        if not hmac.compare_digest(answer, _proof(secret, "master", nonces)):
+            rule = f"the master at {where} has another secret; give every role the same, or in {VARIABLE}"
+            raise ConfigError("cluster.secret_file", rule)
+        return Seal(secret, nonces, "role")
+
+    def send(self, *parts: bytes) -> None:
+        """Send a message."""
+        self._socket.sendall(self._seal.seal(parts))
+
+    def receive(self, timeout_seconds: float) -> list[bytes]:
+        """The next message.
+
+        Raises:
+            TimeoutError: it has not come yet; it can be asked for again.
+            OSError: the connection is broken.
+        """
+        deadline = time.monotonic() + timeout_seconds
+        self._fill(_LENGTH.size, deadline)
+        length = _LENGTH.size + sealed_length(bytes(self._buffer[: _LENGTH.size]))
+        self._fill(length, deadline)
+        frame = self._read(length, deadline)
+        return self._seal.open(frame[_LENGTH.size :])
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        self._fill(count, deadline)
+        taken = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return taken
+
+    def _fill(self, count: int, deadline: float) -> None:
+        """Wait until ``count`` bytes are there, and leave them there."""
+        while len(self._buffer) < count:
+            # At least a look: a process that was stopped finds its time run out, and the answer there.
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            received = self._socket.recv(_READ_BYTES)
+            if not received:
+                raise ConnectionResetError("the connection was closed")
+            self._buffer += received
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+class MasterChannel:
+    """The master's side of a connection whose other side has proved the secret."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seal: Seal) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._seal = seal
+
+    async def send(self, *parts: bytes) -> None:
+        """Send a message."""
+        self._writer.write(self._seal.seal(parts))
+        await self._writer.drain()
+
+    async def receive(self) -> list[bytes]:
+        """The next message; OSError or EOFError where the connection is broken."""
+        length = sealed_length(await self._reader.readexactly(_LENGTH.size))
+        return self._seal.open(await self._reader.readexactly(length))
+
+
+async def welcome(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: Secret
+) -> MasterChannel:
+    """Shake hands with whoever has connected.
+
+    Raises:
+        ChannelError: it does not have the secret; it is told so.
+        OSError, EOFError: the connection is broken.
+    """
+    own = os.urandom(NONCE_BYTES)
+    writer.write(GREETING + own)
+    answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
+    nonces = own + answer[:NONCE_BYTES]
+    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, "role", nonces)):
+        writer.write(_REFUSAL)
+        await writer.drain()
+        raise ChannelError("wrong secret")
+    writer.write(_proof(secret, "master", nonces))
+    await writer.drain()
+    return MasterChannel(reader, writer, Seal(secret, nonces, "master"))

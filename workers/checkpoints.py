@@ -1,0 +1,245 @@
+"""The checkpoints of a run: when they are due, how they end, and which are kept."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from hybrid import manifest
+from hybrid.config import CheckpointSection
+from hybrid.errors import CheckpointError
+from hybrid.metrics import Metrics
+from workers.report import RunFolder
+from workers.saving import Progress, Saving
+from workers.tally import Tally
+
+_BEST = "best"  # of the values in Progress
+_LOWER_IS_BETTER = ("log_loss",)
+
+
+class Saver(Protocol):
+    """Whoever holds what is saved: a :class:`workers.session.Session`."""
+
+    def begin_save(
+        self,
+        folder: Path,
+        step: int,
+        epoch: int,
+        metrics: Metrics | None,
+        progress: Progress,
+        in_background: bool,
+    ) -> Saving: ...
+
+
+class Moment(NamedTuple):
+    """Where a run is.
+
+    Attributes:
+        step, epoch: how many of each are done.
+        metrics: of the last evaluation, if there was one.
+        tally: what the run has counted so far.
+    """
+
+    step: int
+    epoch: int
+    metrics: Metrics | None
+    tally: Tally
+
+
+class Best(NamedTuple):
+    """The best checkpoint: its step, and its value of a metric."""
+
+    metric: str
+    value: float
+    step: int
+
+
+class _Written(NamedTuple):
+    """A checkpoint that is there.
+
+    Attributes:
+        seconds: that it took to write.
+        num_bytes: its size.
+        trouble: why older ones are there that should not be, or nothing.
+    """
+
+    seconds: float
+    num_bytes: int
+    trouble: str
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A checkpoint being written: the best one then, and how long training has stood still for it."""
+
+    step: int
+    best: Best | None
+    seconds_stopped: float
+    written: Future[_Written]
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run beside its training; at most one is under way.
+
+    One that cannot be written is said and left out; the next is tried when it is due. Only the last of a
+    run must succeed.
+
+    Args:
+        saver: what to save.
+        run: where to, and where it is logged.
+        section: when, and how many are kept.
+        say: told, in a line each, what the user should know.
+        progress: the values in the progress that the run goes on from; empty for a new run.
+    """
+
+    def __init__(
+        self,
+        saver: Saver,
+        run: RunFolder,
+        section: CheckpointSection,
+        say: Callable[[str], object],
+        progress: dict[str, Any],
+    ) -> None:
+        self._saver = saver
+        self._run = run
+        self._section = section
+        self._say = say
+        self._best = Best(*progress[_BEST]) if progress.get(_BEST) else None
+        if self._best is not None and self._best.metric != section.keep_best:
+            self._best = None
+        self._under_way: _UnderWay | None = None
+        self._has_said_that_it_waits = False
+        self._begun_at = time.monotonic()
+        run.make_room = self._make_room
+
+    def steps_to_next(self, step: int) -> float:
+        """Steps from ``step`` until one is due by their number; infinite where none will be."""
+        every = self._section.every_steps
+        return every - step % every if every else math.inf
+
+    def write_if_due(self, now: Moment, is_evaluated: bool) -> None:
+        """Begin to write one if one is due by steps or minutes, or if the model is the best so far.
+
+        Args:
+            is_evaluated: whether ``now.metrics`` are those of this very step.
+        """
+        expected = self._under_way.best if self._under_way else self._best
+        is_best = is_evaluated and self._better(now, expected) != expected
+        if is_best or self._is_due(now.step):
+            start = time.perf_counter()
+            self.finish()
+            self._begun_at = time.monotonic()
+            best = self._better(now, self._best) if is_evaluated else self._best
+            self._begin(now, best, start, in_background=True)
+
+    def poll(self) -> None:
+        """Finish the one under way if it is written; called between the steps of a run."""
+        if self._under_way is not None and self._under_way.written.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the one under way, if there is one."""
+        if self._under_way is not None:
+            step = self._under_way.step
+            try:
+                self._end()
+            except CheckpointError as error:
+                self._say(f"no checkpoint of step {step}: {error}; training goes on")
+
+    def write_last(self, now: Moment) -> None:
+        """Write that of the end of the run, unless it is there, and return once it is.
+
+        Raises:
+            CheckpointError: it cannot be written; says where the run's last checkpoint is.
+        """
+        self.finish()
+        if manifest.step_folder(self._run.path, now.step) in manifest.stored(self._run.path):
+            return
+        self._begin(now, self._better(now, self._best), time.perf_counter(), in_background=False)
+        try:
+            self._end()
+        except CheckpointError as error:
+            before = manifest.stored(self._run.path)
+            left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
+            raise CheckpointError(f"{error}; the run is at its end, and {left}") from error
+
+    def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
+        """Let every role hold its part, and begin to write; training has stood still since ``start``."""
+        packed = now.tally.pack()
+        progress = packed._replace(values={**packed.values, _BEST: best})
+        folder = manifest.step_folder(self._run.path, now.step)
+        saving = self._saver.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
+        written: Future[_Written] = Future()
+        # A thread that does not keep a process alive which fails meanwhile.
+        threading.Thread(
+            target=self._write, args=(saving, best, written), name="checkpoint", daemon=True
+        ).start()
+        if not saving.is_copied:
+            wait([written])
+            if in_background and not self._has_said_that_it_waits:
+                self._has_said_that_it_waits = True
+                self._say("no memory for copies of the tables: training waits while checkpoints are written")
+        self._under_way = _UnderWay(now.step, best, time.perf_counter() - start, written)
+
+    def _write(self, saving: Saving, best: Best | None, written: Future[_Written]) -> None:
+        start = time.perf_counter()
+        try:
+            self._run.sync()
+            sealed = saving.write()
+            seconds = time.perf_counter() - start
+            trouble = self._prune(best)
+            num_bytes = sum(size for size, _ in sealed.files.values())
+            written.set_result(_Written(seconds, num_bytes, trouble))
+        except BaseException as error:  # raised where the checkpoint is waited for
+            written.set_exception(error)
+
+    def _prune(self, best: Best | None) -> str:
+        try:
+            manifest.prune(self._run.path, self._section.keep_last, best and best.step)
+        except CheckpointError as error:
+            return f"an old checkpoint is left: {error}"
+        return ""
+
+    def _end(self) -> None:
+        """Wait for the one under way."""
+        assert self._under_way is not None
+        under_way, self._under_way = self._under_way, None
+        written = under_way.written.result()
+        self._best = under_way.best
+        stopped = under_way.seconds_stopped
+        self._run.log_checkpoint(under_way.step, stopped, written.seconds, written.num_bytes)
+        if written.trouble:
+            self._say(written.trouble)
+
+    def _make_room(self) -> bool:
+        """Wait for the one under way: if it does not find room itself, what it has written is removed.
+
+        Returns:
+            whether there was one.
+        """
+        was_under_way = self._under_way is not None
+        self.finish()
+        return was_under_way
+
+    def _is_due(self, step: int) -> bool:
+        steps, minutes = self._section.every_steps, self._section.every_minutes
+        if steps and step % steps == 0:
+            return True
+        return minutes > 0 and time.monotonic() - self._begun_at >= 60 * minutes
+
+    def _better(self, now: Moment, best: Best | None) -> Best | None:
+        """The better one of that of now and ``best``."""
+        metric = self._section.keep_best
+        if metric == "none" or now.metrics is None:
+            return best
+        value = now.metrics.as_dict()[metric]
+        if best is None or math.isnan(best.value):
+            return Best(metric, value, now.step)
+        is_better = value < best.value if metric in _LOWER_IS_BETTER else value > best.value
+        return Best(metric, value, now.step) if is_better else best

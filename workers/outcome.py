@@ -1,0 +1,93 @@
+"""How the process of a role ended, and what that means for the run. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hybrid.topology import Role
+from workers.oom import oom_kills
+
+
+class Cause(Enum):
+    """Why a role failed."""
+
+    KILLED = "killed"  # its process was ended by a signal
+    REFUSED = "refused"  # it said what the user can mend; another start would end the same way
+    EXCEPTION = "exception"  # an exception that nobody has thought of
+    LOST = "lost"  # it found another role gone, frozen, or too late
+    SILENT = "silent"  # it ended with an error and said nothing
+    ECHO = "echo"  # it was told that another one had failed
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A failure of a role.
+
+    Attributes:
+        message: one line.
+        at: ``time.monotonic()`` when it was known.
+    """
+
+    message: str
+    cause: Cause
+    at: float = field(default_factory=time.monotonic)
+
+    @property
+    def order(self) -> tuple[bool, int, float]:
+        """Sorts the first failure to the front: who was killed, who tells something new, who repeats it."""
+        echoes = {Cause.ECHO: 1, Cause.SILENT: 2}
+        return self.cause is not Cause.KILLED, echoes.get(self.cause, 0), self.at
+
+
+@dataclass(slots=True)
+class Child:
+    """A role's process under the launcher.
+
+    Attributes:
+        reports: what it says of itself before it fails.
+        pid: known once it is there.
+        failure: how it failed; None as long as it runs, and where it ended in peace.
+    """
+
+    role: Role
+    log: Path
+    reports: Connection
+    pid: int | None = None
+    has_ended: bool = False
+    failure: Outcome | None = None
+    _oom_kills_before: int = field(default_factory=oom_kills)
+
+    def end(self, exit_code: int) -> None:
+        """Note how the process ended: with an exit code, or minus the number of a signal."""
+        self.has_ended = True
+        if exit_code:
+            self.failure = self._told() or self._seen(exit_code)
+        self.reports.close()
+
+    def _told(self) -> Outcome | None:
+        try:
+            told = self.reports.recv() if self.reports.poll() else None
+        except EOFError:
+            told = None
+        return told if isinstance(told, Outcome) else None
+
+    def _seen(self, exit_code: int) -> Outcome:
+        who = f"{self.role} (pid {self.pid})"
+        if exit_code > 0:
+            return Outcome(f"{who} exited with code {exit_code}; see {self.log}", Cause.SILENT)
+        number = signal.Signals(-exit_code)
+        is_oom = number is signal.SIGKILL and oom_kills() > self._oom_kills_before
+        why = ", probably since memory ran out" if is_oom else ""
+        return Outcome(f"{who} was killed by {number.name}{why}; see {self.log}", Cause.KILLED)
+
+
+def report_pipe() -> tuple[Connection, int]:
+    """The launcher's end of a pipe for a role's reports, and the descriptor of the role's."""
+    reader, writer = os.pipe()
+    return Connection(reader, writable=False), writer

@@ -1,0 +1,81 @@
+"""Whether a run that failed is started again, and what to say of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from hybrid.errors import ClusterError
+from workers.outcome import Cause, Outcome
+from workers.run_state import RunState
+
+FILE_NAME = "restarts.jsonl"
+
+
+class Restarts:
+    """Follows the starts of one run.
+
+    Args:
+        folder: of the run.
+        maximum: how many restarts in a row may bring no new checkpoint.
+    """
+
+    def __init__(self, folder: Path, maximum: int) -> None:
+        self._folder = folder
+        self._maximum = maximum
+        self._at_start = RunState.of(folder)
+        self._in_vain = 0
+        self._first: Outcome | None = None  # of those without a new checkpoint since
+
+    def after(self, failure: Outcome) -> str:
+        """What to tell the user before the next start, which goes on from the newest checkpoint.
+
+        Raises:
+            ClusterError: there is to be none, for the reason that it says.
+        """
+        before, now = self._at_start, RunState.of(self._folder)
+        has_stepped = now.log != before.log and now.logged_step > before.resumed_step
+        if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):
+            self._in_vain, self._first = 0, None
+        self._first = self._first or failure
+        # An exception before the first step is a mistake in somebody's code, and not of this moment.
+        if failure.cause is Cause.REFUSED or (failure.cause is Cause.EXCEPTION and not has_stepped):
+            raise ClusterError(failure.message)
+        if self._in_vain == self._maximum:
+            raise ClusterError(self._first.message + self._given_up())
+        self._in_vain += 1
+        self._at_start = now
+        lost = now.logged_step if has_stepped else now.resumed_step
+        self._log(failure, lost, now.resumed_step)
+        return f"{failure.message}; {_what_is_lost(lost, now.checkpoint_step)}"
+
+    def is_finished(self) -> bool:
+        """Whether the run has come to its end since the last start."""
+        result = RunState.of(self._folder).result
+        return result is not None and result != self._at_start.result
+
+    def _given_up(self) -> str:
+        if not self._in_vain:
+            return ""
+        return f"; given up after {self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
+
+    def _log(self, failure: Outcome, step: int, resumed_step: int) -> None:
+        record = {
+            "time": round(time.time(), 3),
+            "cause": failure.cause.value,
+            "message": failure.message,
+            "step": step,
+            "resumed_step": resumed_step,
+        }
+        with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record)}\n")
+
+
+def _what_is_lost(step: int, checkpoint_step: int | None) -> str:
+    """What a restart after ``step`` steps costs."""
+    start = checkpoint_step or 0
+    go_on = "starting from the beginning" if checkpoint_step is None else f"going on from step {start}"
+    if step <= start:
+        return f"nothing is lost, {go_on}"
+    return f"steps {start} to {step - 1} are lost, {go_on}"

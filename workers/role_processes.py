@@ -1,0 +1,155 @@
+"""The processes of one start of a cluster: started, watched, and ended, whatever state they are in."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.errors import ClusterError
+from hybrid.secret import Secret
+from hybrid.topology import MASTER, Role
+from workers.fork_server import Ended, ForkServer, Started
+from workers.outcome import Cause, Child, Outcome, report_pipe
+from workers.paths import log_path
+from workers.task import Task
+
+# Who was told of a failure may still say what it was, and one that was killed be seen to have been.
+_GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
+_GRACE_SECONDS_OF_OTHERS = 0.5
+_END_SECONDS = 5.0
+_WAIT_SECONDS = 60.0
+
+
+class RoleProcesses:
+    """All roles of a cluster, as processes of this machine.
+
+    Args:
+        server: forks them.
+        folder: for their logs.
+    """
+
+    def __init__(self, server: ForkServer, config: RunConfig, folder: Path) -> None:
+        self._server = server
+        self._config = config
+        self._folder = folder
+        self._children: dict[str, Child] = {}
+        self._ended_at: float | None = None  # when the first failed, or the master was done
+
+    def start(self, task: Task, secret: Secret, listener: socket.socket, lock: int) -> None:
+        """Start every role.
+
+        Args:
+            listener: the rendezvous socket, which the master gets.
+            lock: descriptor of the run's lock, which every role holds as long as it lives.
+        """
+        cluster = dataclasses.replace(self._config.cluster, master_port=listener.getsockname()[1])
+        # The master keeps what the user has set, for the run's own config and the next start.
+        others = self._config.replace(cluster=cluster)
+        for role in cluster.topology.roles:
+            config, files = (self._config, [listener.fileno()]) if role == MASTER else (others, [])
+            reports, writer = report_pipe()
+            self._children[str(role)] = Child(role, log_path(self._folder, role), reports)
+            args = (role, config, self._folder, task, secret)
+            try:
+                self._server.start(str(role), _role_main, args, [writer, lock, *files])
+            finally:
+                os.close(writer)
+
+    def watch(self) -> Outcome | None:
+        """Wait until all have ended; the first failure, or None where all ended in peace."""
+        while self._running and (left := self._seconds_left()) > 0:
+            try:
+                self._take_event(left)
+            except ClusterError as error:  # with the server, all have ended
+                return self._first_failure() or Outcome(str(error), Cause.KILLED)
+        if self._running and not self._failures:
+            stuck = ", ".join(str(child.role) for child in self._running)
+            return Outcome(f"{stuck} did not stop after the master had finished", Cause.LOST)
+        return self._first_failure()
+
+    def end(self) -> None:
+        """See that every process has ended."""
+        with suppress(ClusterError):  # with the server, all have ended
+            for child in self._running:
+                self._server.signal(str(child.role), signal.SIGKILL)
+            deadline = time.monotonic() + _END_SECONDS
+            while self._running and (left := deadline - time.monotonic()) > 0:
+                self._take_event(left)
+
+    @property
+    def _running(self) -> list[Child]:
+        return [child for child in self._children.values() if not child.has_ended]
+
+    @property
+    def _failures(self) -> list[Outcome]:
+        return [child.failure for child in self._children.values() if child.failure is not None]
+
+    def _take_event(self, timeout_seconds: float) -> None:
+        event = self._server.event(timeout_seconds)
+        if isinstance(event, Started):
+            self._children[event.name].pid = event.pid
+        elif isinstance(event, Ended):
+            self._children[event.name].end(event.exit_code)
+            if self._ended_at is None and (event.exit_code or event.name == str(MASTER)):
+                self._ended_at = time.monotonic()
+
+    def _seconds_left(self) -> float:
+        """How long the others may take to end by themselves."""
+        if self._ended_at is None:
+            return _WAIT_SECONDS
+        grace = 2 * self._config.cluster.stop_timeout_seconds
+        for failure in self._failures:
+            grace = min(grace, _GRACE_SECONDS.get(failure.cause, _GRACE_SECONDS_OF_OTHERS))
+        return self._ended_at + grace - time.monotonic()
+
+    def _first_failure(self) -> Outcome | None:
+        return min(self._failures, key=lambda failure: failure.order, default=None)
+
+
+def _role_main(
+    role: Role,
+    config: RunConfig,
+    folder: Path,
+    task: Task,
+    secret: Secret,
+    reports: int,
+    lock: int,
+    listener: int | None = None,
+) -> None:
+    """What each process runs: its role, with its output in its log and its failure told to the launcher.
+
+    Args:
+        reports, lock, listener: file descriptors; the lock is only held.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    _log_to(log_path(folder, role), keep_stdout=role == MASTER)
+    from workers.failure import describe
+    from workers.roles import run_role
+
+    try:
+        bound = None if listener is None else socket.socket(fileno=listener)
+        run_role(role, config, task, secret, bound)
+    except Exception as error:
+        traceback.print_exc()
+        Connection(reports, readable=False).send(describe(role, error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads of torch may wait for a role that is gone
+
+
+def _log_to(path: Path, keep_stdout: bool) -> None:
+    """Send what this process prints, torch's own messages too, to its log; the master keeps its screen."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 2)
+    if not keep_stdout:
+        os.dup2(descriptor, 1)
+    os.close(descriptor)

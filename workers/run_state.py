@@ -1,0 +1,64 @@
+"""How far a run has come, as its folder tells. Free of torch, for the launcher."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from workers.paths import METRICS_FILE, RESULT_FILE
+
+_FileVersion: TypeAlias = tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a run folder holds at a moment.
+
+    Attributes:
+        logged_step: how many steps its log knows of.
+        checkpoint_step: steps that its newest checkpoint holds; None where there is none.
+        log, result: which version of metrics.jsonl and of result.json is there.
+    """
+
+    logged_step: int
+    checkpoint_step: int | None
+    log: _FileVersion
+    result: _FileVersion
+
+    @classmethod
+    def of(cls, folder: Path) -> RunState:
+        """The state of a run folder, which may be empty or missing."""
+        log = folder / METRICS_FILE
+        return cls(_logged_step(log), newest_step(folder), _version(log), _version(folder / RESULT_FILE))
+
+    @property
+    def resumed_step(self) -> int:
+        """Where the run would go on."""
+        return self.checkpoint_step or 0
+
+
+def newest_step(folder: Path) -> int | None:
+    """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
+    found = sorted(folder.glob("checkpoints/step-*[0-9]/manifest.json"))  # none that is partial
+    return int(found[-1].parent.name.removeprefix("step-")) if found else None
+
+
+def _logged_step(log: Path) -> int:
+    if not log.exists():
+        return 0
+    whole, _, _ = log.read_text(encoding="utf-8").rpartition("\n")  # the last line may be cut short
+    for line in reversed(whole.splitlines()):
+        record = json.loads(line)
+        if record["kind"] == "train":
+            return int(record["step"])
+    return 0
+
+
+def _version(path: Path) -> _FileVersion:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

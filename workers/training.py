@@ -1,0 +1,220 @@
+"""A training run, from the master's side: steps, evaluations, and what it logs, saves and leaves behind."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid import manifest
+from hybrid.checkpoint import PROGRESS_FILE, Checkpoint
+from hybrid.config import RunConfig
+from hybrid.errors import ConfigError
+from hybrid.metrics import Metrics
+from hybrid.topology import Topology
+from workers.checkpoints import Checkpoints, Moment
+from workers.paths import own_command
+from workers.report import RunFolder
+from workers.session import DatasetSession
+from workers.tally import Interval, Tally
+from workers.task import TrainTask
+from workers.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
+from workers.trainer import Report
+
+_SPANS_SHOWN = 6  # of a profile, at the end of a run
+
+
+class Training:
+    """One run from its first step, or the first after a checkpoint, to its summary.
+
+    Nothing is written before the first step.
+
+    Attributes:
+        doing: what is going on, to say where it failed.
+    """
+
+    def __init__(self, config: RunConfig, task: TrainTask) -> None:
+        self.doing = "at start"
+        self._config = config
+        self._path = task.folder
+        self._is_resumed = task.resume
+        self._folder: RunFolder
+        self._checkpoints: Checkpoints
+        self._started_at = task.started_at
+        self._seconds_to_first_step = math.nan
+        self._step = 0
+        self._metrics: Metrics | None = None  # of the last evaluation
+        self._tally = Tally()
+        self._profile: ProfileSummary | None = None
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+        """Train, evaluate, write checkpoints and the report."""
+        session = DatasetSession(topology, self._config, data())
+        train = self._config.train
+        for report in session.bad_rows:
+            for line in bad_row_lines(report):
+                view.note(line)
+        progress = self._go_on(session, view)
+        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
+        with self._open_folder() as self._folder:
+            section = self._config.checkpoint
+            self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
+            self._train(session, view)
+            # Killed between its last checkpoint and its end, it has no step to take.
+            metrics = self._metrics or session.evaluate(self._step)
+            self._finish(session, metrics, view, f"--set {session.limit}={more}")
+
+    def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
+        """Load the newest good checkpoint, if the run has one; what it says of the run's progress.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good.
+            ConfigError: the run has come to its end already.
+        """
+        if not (self._is_resumed and manifest.stored(self._path)):
+            return {}
+        self.doing = "while reading the checkpoint"
+        view.status("reading the checkpoint")
+        checkpoint = Checkpoint.newest_good(self._path, view.note)
+        step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
+        is_over = step > session.total_steps or (self._path / "result.json").exists()
+        if step >= session.total_steps and is_over:
+            rule = f"the run has taken all {session.total_steps} steps; raise it to go on"
+            raise ConfigError(session.limit, rule)
+        session.load(checkpoint)
+        has_reports = PROGRESS_FILE in checkpoint.manifest.files
+        self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
+        self._step = step
+        if step < session.total_steps and checkpoint.manifest.metrics:
+            self._metrics = Metrics(**checkpoint.manifest.metrics)  # type: ignore[arg-type]  # out of JSON
+        return progress
+
+    def _open_folder(self) -> RunFolder:
+        if not self._is_resumed:
+            return RunFolder.create(self._path, self._config)
+        manifest.drop_later(self._path, self._step)
+        return RunFolder.reopen(self._path, self._config, self._step)
+
+    def _train(self, session: DatasetSession, view: TerminalView) -> None:
+        per_epoch, total = session.steps_per_epoch, session.total_steps
+        while self._step < total:
+            self.doing = f"at step {self._step}"
+            epoch, within = divmod(self._step, per_epoch)
+            count = self._steps_to_next_stop(within, per_epoch, total)
+            start = time.perf_counter()
+            reports = session.train(epoch, within, count, self._step)
+            seconds = time.perf_counter() - start
+            if math.isnan(self._seconds_to_first_step):
+                self._seconds_to_first_step = time.time() - self._started_at
+            self._note_skipped(reports, count, view)
+            self._step += count
+            self._tally.add(
+                reports, seconds, None if self._config.train.update == "sync" else session.take_staleness()
+            )
+            self._checkpoints.poll()
+            epoch_ends = within + count == per_epoch
+            is_evaluated = self._is_evaluation_due(epoch_ends, total)
+            if is_evaluated or epoch_ends or self._is_line_due():
+                self._log(epoch, total, view)
+            if self._profile is None and session.recorded and self._step >= session.recorded.stop:
+                self._profile = self._take_profile(session)
+            if is_evaluated:
+                self._metrics = self._evaluate(session, view)
+            if self._step < total:
+                self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+
+    def _moment(self, session: DatasetSession) -> Moment:
+        epochs_done = self._step // session.steps_per_epoch
+        return Moment(self._step, epochs_done, self._metrics, self._tally)
+
+    def _take_profile(self, session: DatasetSession) -> ProfileSummary:
+        profile = session.take_profile()
+        folder = self._folder.write_profile(profile)
+        return ProfileSummary(folder, profile.step_seconds, dict(profile.top(_SPANS_SHOWN)))
+
+    def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
+        skipped = reports[0].skipped_steps  # the same on every trainer
+        if skipped:
+            view.note(
+                f"steps {self._step} to {self._step + count - 1}: {skipped} skipped, "
+                "since a loss or gradient was not finite"
+            )
+
+    def _steps_to_next_stop(self, within: int, per_epoch: int, total: int) -> int:
+        """Steps until something is to be logged, evaluated or saved, or the epoch or the run ends."""
+        train = self._config.train
+        if math.isnan(self._seconds_to_first_step):
+            return 1  # shows at once that the run is alive
+        stops = [
+            train.log_every_steps - self._step % train.log_every_steps,
+            per_epoch - within,
+            total - self._step,
+            self._checkpoints.steps_to_next(self._step),
+        ]
+        if train.eval_every_steps:
+            stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
+        return int(min(stops))
+
+    def _is_line_due(self) -> bool:
+        return self._step == 1 or self._step % self._config.train.log_every_steps == 0
+
+    def _is_evaluation_due(self, epoch_ends: bool, total: int) -> bool:
+        every = self._config.train.eval_every_steps
+        return self._step == total or (self._step % every == 0 if every else epoch_ends)
+
+    def _log(self, epoch: int, total: int, view: TerminalView) -> None:
+        interval, self._tally.interval = self._tally.interval, Interval()
+        progress = Progress(
+            step=self._step,
+            total_steps=total,
+            epoch=epoch + 1,
+            epochs=self._config.train.epochs,
+            loss=interval.loss,
+            auc=interval.auc,
+            samples_per_second=interval.num_samples / interval.seconds,
+            seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
+            phase_seconds=interval.phase_seconds,
+            staleness=interval.staleness,
+        )
+        self._folder.log_progress(progress)
+        view.progress(progress)
+
+    def _evaluate(self, session: DatasetSession, view: TerminalView) -> Metrics:
+        self.doing = f"while evaluating after step {self._step}"
+        view.status("evaluating")
+        metrics = session.evaluate(self._step)
+        self._folder.log_evaluation(self._step, metrics)
+        view.evaluation(self._step, metrics)
+        return metrics
+
+    def _finish(self, session: DatasetSession, metrics: Metrics, view: TerminalView, more: str) -> None:
+        self.doing = "while writing the checkpoint"
+        view.status("writing the checkpoint")
+        self._checkpoints.write_last(self._moment(session))
+        session.close()
+        rate = self._tally.samples / self._tally.seconds
+        result = {
+            **metrics.as_dict(),
+            "best_auc": session.best_auc,
+            "bad_rows": sum(report.total for report in session.bad_rows),
+            "steps": self._step,
+            "skipped_steps": self._tally.skipped_steps,
+            "samples_per_second": rate,
+            "seconds_to_first_step": self._seconds_to_first_step,
+        }
+        self._folder.finish(result)
+        run_folder = self._folder.path
+        view.summary(
+            Summary(
+                metrics=metrics,
+                best_auc=session.best_auc,
+                samples_per_second=rate,
+                run_folder=run_folder,
+                curves=self._folder.curves,
+                resume=f"{own_command()} launch --resume {run_folder} {more}",
+                evaluate=f"{own_command()} evaluate {run_folder}",
+                predict=f"{own_command()} predict {run_folder} --output FILE",
+                profile=self._profile,
+            )
+        )
