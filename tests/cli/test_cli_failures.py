@@ -196,7 +196,10 @@ def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_pat
         assert (
             "master_port = 0\n" in (tmp_path / "run/config.toml").read_text()
         )  # the next start takes another
-        command.role("worker 0").suspend()
+        worker = command.role("worker 0")
+        files = [Path(os.readlink(file)).name for file in Path(f"/proc/{worker.pid}/fd").iterdir()]
+        assert ".lock" in files, "a role that is still there keeps others out"
+        worker.suspend()
         ports = {port for process in command.processes() for port in listening(process.net_connections())}
         command.process.kill()
         assert command.wait(STOP_SECONDS, left_seconds=1.0).code == -signal.SIGKILL

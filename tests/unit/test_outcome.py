@@ -67,6 +67,9 @@ def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert failure.message == (
         "worker 0 (pid 7) was killed by SIGKILL, probably since memory ran out; see worker.log"
     )
+    other = ended_child(-signal.SIGSEGV).failure  # which the kernel does not use for that
+    assert other is not None
+    assert "memory" not in other.message
 
 
 def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
