@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.rendezvous import register_rendezvous_handler
@@ -53,6 +55,7 @@ _scheme_numbers = itertools.count()
 _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _module_numbers = itertools.count()
 _MIN_RPC_THREADS = 16
+_DONE_SECONDS = 1.0
 # What torch puts before the exception of a worker that was raised while its answer was on the way.
 _IN_CALLBACK = "when running the callback: "
 
@@ -184,7 +187,8 @@ class Pending:
             RefusedError: the role refused the call, or this process its answer.
             LostError: no answer came within the call's timeout, or the connection broke.
         """
-        self._done.wait()  # open to signals; every call has a timeout
+        while not self.done(_DONE_SECONDS):  # open to signals; every call has a timeout
+            pass
         try:
             value = self._future.wait()
         except RuntimeError as error:
@@ -335,11 +339,22 @@ def ping(role: Role, timeout_seconds: float) -> Pending:
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a process says of itself, and of the memory its host has free."""
+    """What a process says of itself, and of the memory its host has free.
+
+    Attributes:
+        available_bytes: of the host.
+        resident_bytes: that the process takes.
+        threads, open_files: that it has.
+        live_contexts: of distributed autograd.
+    """
 
     host: str
     pid: int
     available_bytes: int
+    resident_bytes: int
+    threads: int
+    open_files: int
+    live_contexts: int
 
 
 def _greet(tensor: Tensor) -> Tensor:
@@ -347,7 +362,17 @@ def _greet(tensor: Tensor) -> Tensor:
 
 
 def _vitals() -> Vitals:
-    return Vitals(socket.gethostname(), os.getpid(), available_memory_bytes())
+    process = psutil.Process()
+    contexts = int(dist_autograd._get_debug_info()["num_autograd_contexts"])
+    return Vitals(
+        socket.gethostname(),
+        process.pid,
+        available_memory_bytes(),
+        process.memory_info().rss,
+        process.num_threads(),
+        process.num_fds(),
+        contexts,
+    )
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]

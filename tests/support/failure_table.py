@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         role: who fails.
-        how: a signal, "exception" or "no memory".
+        how: a signal, or an exception.
         phase: of the run: start, step, evaluation, checkpoint or shutdown.
         pattern: of what is said, as a regular expression; then comes what is lost.
         said, noticed, lost: for the page.
@@ -64,16 +64,10 @@ def _frozen(role: str, phase: str) -> Row:
     return Row(role, "SIGSTOP", phase, f"{who} {silence}", said, _BEATS, _lost(phase))
 
 
-def _raised(phase: str) -> Row:
-    pattern = r"trainer 0 on \S+: RuntimeError: as the test wants it \(.+\)"
-    said = "trainer 0 on H: RuntimeError: ... (at step N)"
-    return Row("trainer 0", "exception", phase, pattern, said, _AT_ONCE, _lost(phase))
-
-
-def _without_memory(role: str, phase: str) -> Row:
-    # It may be an exception, an answer that does not come, or an abort of torch.
-    said = "what failed first for want of memory"
-    return Row(role, "no memory", phase, r".+", said, _AT_ONCE, _lost(phase))
+def _raised(error: str, phase: str) -> Row:
+    pattern = rf"trainer 0 on \S+: {error}: as the test wants it \(.+\)"
+    said = f"trainer 0 on H: {error}: ... (at step N)"
+    return Row("trainer 0", error, phase, pattern, said, _AT_ONCE, _lost(phase))
 
 
 # Each plan is one launch, which lives through its rows one after the other.
@@ -83,7 +77,6 @@ PLANS: dict[str, list[Row]] = {
         _killed("worker 1", "SIGTERM", "step"),
         _killed("worker 0", "SIGKILL", "evaluation"),
         _killed("worker 1", "SIGKILL", "checkpoint"),
-        _without_memory("worker 0", "step"),
         _killed("worker 0", "SIGKILL", "shutdown"),
     ],
     "trainers killed": [
@@ -91,10 +84,10 @@ PLANS: dict[str, list[Row]] = {
         _killed("trainer 1", "SIGTERM", "step"),
         _killed("trainer 1", "SIGKILL", "evaluation"),
         _killed("trainer 0", "SIGKILL", "checkpoint"),
-        _raised("step"),
-        _raised("evaluation"),
-        _raised("checkpoint"),
-        _without_memory("trainer 1", "step"),
+        _raised("RuntimeError", "step"),
+        _raised("RuntimeError", "evaluation"),
+        _raised("RuntimeError", "checkpoint"),
+        _raised("MemoryError", "step"),
         _killed("trainer 0", "SIGKILL", "shutdown"),
     ],
     "master killed": [
@@ -102,7 +95,6 @@ PLANS: dict[str, list[Row]] = {
         _killed("master", "SIGTERM", "step"),
         _killed("master", "SIGKILL", "evaluation"),
         _killed("master", "SIGKILL", "checkpoint"),
-        _without_memory("master", "step"),
         _killed("master", "SIGKILL", "shutdown"),
     ],
     "frozen": [

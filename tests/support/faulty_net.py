@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import InputSpec
 
 _ME = "trainer 0"
+_ERRORS = {"RuntimeError": RuntimeError, "MemoryError": MemoryError}
 _STEPS_BEFORE = 2
 _POLL_SECONDS = 0.002
 
@@ -50,12 +50,9 @@ class Faults:
         self._next = None
         with self._struck.open("a") as file:
             file.write(f"{time.time()} {role} {action} {phase}\n")
-        if action == "exception":
-            raise RuntimeError("as the test wants it")
-        if action == "no memory":
-            _leave_no_memory(self._pid(role))
-        else:
-            os.kill(self._pid(role), signal.Signals[action])
+        if action in _ERRORS:
+            raise _ERRORS[action]("as the test wants it")
+        os.kill(self._pid(role), signal.Signals[action])
 
     def _await_result(self) -> None:
         while not (self._run / "result.json").exists():
@@ -75,13 +72,6 @@ def _error_files() -> Iterator[tuple[int, Path]]:
                 yield int(entry.name), (entry / "fd/2").readlink()
             except OSError:  # it has ended, or is another user's
                 continue
-
-
-def _leave_no_memory(pid: int) -> None:
-    """Let a process have no more memory than it has."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    size = pages * resource.getpagesize()
-    resource.prlimit(pid, resource.RLIMIT_AS, (size, size))
 
 
 class Bottom(nn.Module):

@@ -37,7 +37,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def ping(role: Role, timeout_seconds: float) -> Answer:
         host = hosts["of"][role.index]
-        return Answer(Vitals(host, 1, hosts[host]))
+        return Answer(Vitals(host, 1, hosts[host], 0, 0, 0, 0))
 
     monkeypatch.setattr("hybrid.wire.ping", ping)
     return hosts

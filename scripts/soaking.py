@@ -1,0 +1,69 @@
+"""A long run on a live cluster, and what grows in which role of it; see scripts/soak."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+
+from hybrid import wire
+from hybrid.config import RunConfig
+from hybrid.data.prepared import prepare
+from hybrid.topology import Role, Topology
+from workers.paths import cache_folder
+from workers.session import DatasetSession
+
+INTERVALS = 100
+_WARM_UP = 0.2  # of the intervals: caches fill
+_FOLDER = Path("runs") / "soak"
+_PING_SECONDS = 10.0
+
+
+def measure(topology: Topology, config: RunConfig) -> None:
+    """Train, evaluate and save at the end of each interval, and ask every role how it is."""
+    session = DatasetSession(topology, config, prepare(config, cache_folder(config)))
+    roles = [*topology.trainers, *topology.workers]
+    taken: dict[Role, list[wire.Vitals]] = {role: [] for role in roles}
+    shutil.rmtree(_FOLDER, ignore_errors=True)
+    every = config.train.max_steps // INTERVALS
+    start = time.monotonic()
+    for step in range(0, every * INTERVALS, every):
+        _train(session, step, every)
+        session.evaluate(step + every)
+        shutil.rmtree(session.save(_FOLDER / "checkpoint", step + every, 0))
+        calls = {role: wire.ping(role, _PING_SECONDS) for role in roles}
+        for role, call in calls.items():
+            taken[role].append(call.wait())
+    seconds = time.monotonic() - start
+    session.close()
+    lines = [_line(role, vitals, every) for role, vitals in taken.items()]
+    print(f"{every * INTERVALS} steps, {INTERVALS} evaluations and checkpoints, {seconds:.0f} s")
+    print(*(json.dumps(line) for line in lines), sep="\n")
+    (_FOLDER / "soak.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
+
+
+def _train(session: DatasetSession, step: int, num_steps: int) -> None:
+    end = step + num_steps
+    while step < end:
+        epoch, within = divmod(step, session.steps_per_epoch)
+        count = min(end - step, session.steps_per_epoch - within)
+        session.train(epoch, within, count, step)
+        step += count
+
+
+def _line(role: Role, vitals: list[wire.Vitals], every: int) -> dict[str, float | str]:
+    """How much a role has grown, by a straight line through all but the first intervals."""
+    settled = vitals[int(_WARM_UP * len(vitals)) :]
+    thousand_steps = np.arange(len(settled)) * every / 1000
+    slope = np.polyfit(thousand_steps, [v.resident_bytes for v in settled], 1)[0]
+    return {
+        "role": str(role),
+        "resident_mib": round(settled[-1].resident_bytes / 2**20, 1),
+        "kib_per_thousand_steps": round(slope / 2**10, 1),
+        "threads": f"{min(v.threads for v in settled)} to {max(v.threads for v in settled)}",
+        "open_files": f"{min(v.open_files for v in settled)} to {max(v.open_files for v in settled)}",
+        "most_live_contexts": max(v.live_contexts for v in vitals),
+    }
