@@ -174,6 +174,31 @@ CASES = [
         "the others end and say so",
         f"{_FAILURES}::test_roles_by_hand_stop_with_their_master",
     ),
+    Case(
+        "the disk is full, or read-only, or a role cannot write, when a checkpoint is due",
+        "a line says so, what was written of it is removed, training goes on, and the next one is tried when due",
+        "unit/test_run_checkpoints.py::test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due",
+    ),
+    Case(
+        "the same at the end of the run",
+        "`launch` ends with exit code 1 and names the newest good checkpoint; `--resume` goes on from it",
+        "unit/test_run_checkpoints.py::test_the_last_one_must_be_written",
+    ),
+    Case(
+        "a file of the newest checkpoint is truncated or altered",
+        "a line names it, and the checkpoint before is taken",
+        "cluster/test_resumed_runs.py::test_an_altered_checkpoint_is_said_and_the_one_before_is_taken",
+    ),
+    Case(
+        "the clock jumps",
+        "nothing: nobody looks at it",
+        "unit/test_heartbeat.py::test_a_clock_that_is_set_means_nothing",
+    ),
+    Case(
+        "a whole host is stopped for a while, and goes on",
+        "its roles accuse nobody; the others have taken them for frozen",
+        "unit/test_heartbeat.py::test_a_master_that_was_stopped_itself_takes_nobody_for_frozen",
+    ),
 ]
 
 
