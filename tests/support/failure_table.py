@@ -176,7 +176,7 @@ CASES = [
     ),
     Case(
         "the disk is full, or read-only, or a role cannot write, when a checkpoint is due",
-        "a line says so, what was written of it is removed, training goes on, and the next one is tried when due",
+        "a line says so, what was written of it is removed, training goes on; the next is tried when due",
         "unit/test_run_checkpoints.py::test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due",
     ),
     Case(
