@@ -186,12 +186,12 @@ def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
     unfinished = unfinished_run(config) if options.resume else None
     if unfinished is not None:
         check_same_model(unfinished, config)
-        print(f"going on with {unfinished}")
+        print(f"going on with {unfinished}", flush=True)
         return config, unfinished, True
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
-        print(f"no unfinished run of {config.run.name}; starting {folder}")
+        print(f"no unfinished run of {config.run.name}; starting {folder}", flush=True)
     return config, folder, False
 
 
