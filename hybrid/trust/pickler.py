@@ -192,8 +192,11 @@ def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    reducers: dict[type, Callable[[Any], Any]] = dict.fromkeys((rpc.PyRRef, rpc.RRef), _reduce_reference)
-    pickler.dispatch_table = {Tensor: reduce_tensor, **reducers}
+    pickler.dispatch_table = {
+        Tensor: reduce_tensor,
+        rpc.PyRRef: _reduce_reference,
+        rpc.RRef: _reduce_reference,
+    }
     pickler.dump(content)
     return file.getvalue(), tensors
 

@@ -22,6 +22,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ _HEADER = struct.Struct(f"<{_ID_BYTES}sQBI")
 _NONCE = struct.Struct("<QI")
 # A tag costs as much time as to copy so many bytes.
 _SMALL = 1 << 14
-_DEVICE = {True: "", False: " elsewhere"}
+_HERE = {True: b" ", False: b" elsewhere"}
 # The library takes less than 2 GiB at once.
 _LARGEST_PART = 1 << 30
 _READ_ONLY = 0x100  # PyBUF_READ
@@ -106,11 +107,12 @@ class Signatures:
         """
         number = next(self._numbers)
         parts = [*_parts(tensors)]
-        header = _HEADER.pack(self.sender, number, kind, len(parts))
-        signed: list[bytes | memoryview] = [_first_part(header, to, pickled, tensors), *parts]
+        signature = header = _HEADER.pack(self.sender, number, kind, len(parts))
         encrypt = self._own.encrypt
-        tags = [encrypt(_NONCE.pack(number, index), b"", part) for index, part in enumerate(signed)]
-        return header + b"".join(tags)
+        signature += encrypt(_NONCE.pack(number, 0), b"", _first_part(header, to, pickled, tensors))
+        for index, part in enumerate(parts, 1):
+            signature += encrypt(_NONCE.pack(number, index), b"", part)
+        return signature
 
     def open(self, payload: bytes, tensors: Sequence[Tensor]) -> Opened:
         """Check a payload.
@@ -125,7 +127,7 @@ class Signatures:
         header = payload[: _HEADER.size]
         id_, number, kind, num_parts = _HEADER.unpack(header)
         tags, pickled = _split(payload, 1 + num_parts)
-        to = {Kind.CALL: self._name, Kind.GATHER: b""}.get(kind, self.sender)
+        to = self._name if kind == Kind.CALL else b"" if kind == Kind.GATHER else self.sender
         sender = self._senders.get(id_) or _Sender(self._aead(id_))
         try:
             decrypt = sender.aead.decrypt
@@ -156,9 +158,17 @@ def _split(payload: bytes, num_tags: int) -> tuple[list[bytes], memoryview]:
     return tags, memoryview(payload)[start:]
 
 
+@cache
+def _dtype_name(dtype: torch.dtype) -> bytes:
+    return str(dtype).encode()
+
+
 def _first_part(header: bytes, to: bytes, pickled: bytes | memoryview, tensors: Sequence[Tensor]) -> bytes:
-    shapes = "".join([f"{t.dtype}{[*t.shape]}{_DEVICE[t.is_cpu]}" for t in tensors]).encode()
-    small = [ctypes.string_at(t.data_ptr(), t.nbytes) for t in tensors if t.is_cpu and t.nbytes <= _SMALL]
+    shapes, small = b"", []
+    for tensor in tensors:
+        shapes += _dtype_name(tensor.dtype) + _HERE[tensor.is_cpu] + repr(tuple(tensor.shape)).encode()
+        if tensor.is_cpu and (num_bytes := tensor.nbytes) <= _SMALL:
+            small.append(ctypes.string_at(tensor.data_ptr(), num_bytes))
     # Lengths in front, so that no two payloads are the same bytes; those of tensors follow from their shapes.
     lengths = struct.pack("<II", len(to), len(shapes))
     return b"".join((header, lengths, to, shapes, *small, pickled))

@@ -15,7 +15,7 @@ from hybrid.config_file import load_config, to_toml
 from hybrid.errors import ConfigError
 
 MANY = settings(
-    max_examples=800,
+    max_examples=500,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
