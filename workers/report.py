@@ -36,7 +36,7 @@ from hybrid.errors import HybridError
 from hybrid.metrics import Metrics, matplotlib_leaving_no_files
 from workers.appended_file import AppendedFile
 from workers.curves import Record, draw_curves
-from workers.paths import refuse_existing
+from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing
 from workers.profile import Profile
 from workers.terminal import Progress
 
@@ -52,7 +52,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._metrics_path = path / "metrics.jsonl"
+        self._metrics_path = path / METRICS_FILE
         with _writing(self._metrics_path):
             self._metrics = AppendedFile(self._metrics_path, self._make_room)
         self._events = _EventFile(path, self._make_room)
@@ -64,7 +64,7 @@ class RunFolder:
         refuse_existing(path)
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-        _write_text(path / "config.toml", to_toml(config))
+        _write_text(path / CONFIG_FILE, to_toml(config))
         _write_text(path / "versions.json", _json(_versions()))
         return cls(path)
 
@@ -76,11 +76,11 @@ class RunFolder:
         """
         with _writing(path):
             path.mkdir(parents=True, exist_ok=True)
-            (path / "result.json").unlink(missing_ok=True)
-        if (path / "metrics.jsonl").exists():
-            kept = [record for record in _read_records(path / "metrics.jsonl") if record["step"] <= step]
-            _write_text(path / "metrics.jsonl", "".join(f"{json.dumps(record)}\n" for record in kept))
-        _write_text(path / "config.toml", to_toml(config))
+            (path / RESULT_FILE).unlink(missing_ok=True)
+        if (path / METRICS_FILE).exists():
+            kept = [record for record in _read_records(path / METRICS_FILE) if record["step"] <= step]
+            _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
+        _write_text(path / CONFIG_FILE, to_toml(config))
         if not (path / "versions.json").exists():
             _write_text(path / "versions.json", _json(_versions()))
         folder = cls(path)
@@ -149,7 +149,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any]) -> None:
         """Draw the curves and write the outcome."""
         self.draw_curves()
-        _write_text(self.path / "result.json", _json(result))
+        _write_text(self.path / RESULT_FILE, _json(result))
 
     def draw_curves(self) -> None:
         """Write curves.png from what has been logged so far."""

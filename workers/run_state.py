@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from hybrid import manifest
 from workers.paths import METRICS_FILE, RESULT_FILE
 
 _FileVersion: TypeAlias = tuple[int, int, int] | None
@@ -41,8 +42,7 @@ class RunState:
 
 def newest_step(folder: Path) -> int | None:
     """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
-    found = sorted(folder.glob("checkpoints/step-*[0-9]/manifest.json"))  # none that is partial
-    return int(found[-1].parent.name.removeprefix("step-")) if found else None
+    return next(map(manifest.step_of, manifest.stored(folder)), None)
 
 
 def _logged_step(log: Path) -> int:

@@ -14,7 +14,7 @@ from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
 from hybrid.topology import Topology
 from workers.checkpoints import Checkpoints, Moment
-from workers.paths import own_command
+from workers.paths import RESULT_FILE, own_command
 from workers.report import RunFolder
 from workers.session import DatasetSession
 from workers.tally import Interval, Tally
@@ -78,15 +78,15 @@ class Training:
         view.status("reading the checkpoint")
         checkpoint = Checkpoint.newest_good(self._path, view.note)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
-        is_over = step > session.total_steps or (self._path / "result.json").exists()
-        if step >= session.total_steps and is_over:
-            rule = f"the run has taken all {session.total_steps} steps; raise it to go on"
+        total = session.total_steps
+        if step > total or (step == total and (self._path / RESULT_FILE).exists()):
+            rule = f"the run has taken all {total} steps; raise it to go on"
             raise ConfigError(session.limit, rule)
         session.load(checkpoint)
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
-        if step < session.total_steps and checkpoint.manifest.metrics:
+        if step < total and checkpoint.manifest.metrics:
             self._metrics = Metrics(**checkpoint.manifest.metrics)  # type: ignore[arg-type]  # out of JSON
         return progress
 
