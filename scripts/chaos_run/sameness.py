@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import HybridError
+from workers.paths import METRICS_FILE
 from workers.run_state import newest_step
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
@@ -35,5 +36,5 @@ def _final_tensors(run: Path) -> dict[str, bytes]:
 
 
 def _lines(run: Path, kind: str) -> list[dict[str, Any]]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    records = map(json.loads, (run / METRICS_FILE).read_text().splitlines())
     return [{k: v for k, v in r.items() if k not in _TIMES} for r in records if r["kind"] == kind]

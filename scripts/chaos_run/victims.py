@@ -7,6 +7,8 @@ from pathlib import Path
 
 import psutil
 
+from workers.paths import RESULT_FILE
+
 LAUNCHER = "launcher"
 PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 
@@ -39,7 +41,7 @@ def phase_of(run: Path, said: str) -> str:
         said: what its master has printed since it started.
     """
     last = said.rstrip("\n").rpartition("\n")[2]
-    if (run / "result.json").exists():
+    if (run / RESULT_FILE).exists():
         return "shutdown"
     if "step " not in said:
         return "start"
