@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")
 COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
+# What a run that goes on and on was doing when it was stopped, as a regular expression.
+DOING = r"(at step \d+|while evaluating after step \d+)"
 _POLL_SECONDS = 0.02
 _PORTS_NOT_HANDED_OUT = (20_000, 32_000)  # by Linux, as it comes
 _MARK = "HYBRID_TEST_MARK"
