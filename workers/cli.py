@@ -19,6 +19,7 @@ from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
+from workers.imports import lasting_imports
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
 from workers.resume import check_same_model, resumed_config, unfinished_run
 from workers.run_lock import run_lock
@@ -245,7 +246,8 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
     if secret is None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
         raise ConfigError("cluster.secret_file", rule)
-    from workers.roles import run_role
+    with lasting_imports():
+        from workers.roles import run_role
 
     with run_lock(folder) if role == MASTER else nullcontext():
         run_role(role, config, TrainTask(folder, is_resumed, started_at), secret)
@@ -253,19 +255,22 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:
     config = _read_config(options)
-    from workers.plan import print_plan
+    with lasting_imports():
+        from workers.plan import print_plan
 
     print_plan(config, cache_folder(config))
 
 
 def _evaluate(options: argparse.Namespace, started_at: float) -> None:
-    from workers.offline import evaluate
+    with lasting_imports():
+        from workers.offline import evaluate
 
     evaluate(options.run_folder, options.input)
 
 
 def _predict(options: argparse.Namespace, started_at: float) -> None:
-    from workers.offline import predict
+    with lasting_imports():
+        from workers.offline import predict
 
     predict(options.run_folder, options.input, options.output)
 

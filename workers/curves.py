@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +25,30 @@ _PHASE_COLOURS = {
 }
 
 
+@contextmanager
+def matplotlib_leaving_no_files() -> Iterator[None]:
+    """Use matplotlib in here: its font cache then goes to a folder that is deleted again.
+
+    Where the user has set MPLCONFIGDIR, that folder is used.
+    """
+    if "MPLCONFIGDIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="matplotlib-") as folder:
+        os.environ["MPLCONFIGDIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["MPLCONFIGDIR"]
+
+
 def draw_curves(records: list[Record], path: Path) -> None:
     """Draw what has been logged into a PNG file."""
+    with matplotlib_leaving_no_files():
+        _draw(records, path)
+
+
+def _draw(records: list[Record], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

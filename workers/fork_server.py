@@ -37,6 +37,7 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
+from workers.imports import lasting_imports
 
 _END_SECONDS = 2.0
 _POLL_SECONDS = 0.01
@@ -194,8 +195,9 @@ def serve(descriptor: int, launcher: int, preload: Sequence[str]) -> None:
     end_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    for module in preload:
-        importlib.import_module(module)
+    with lasting_imports():
+        for module in preload:
+            importlib.import_module(module)
     server = _Server(socket.socket(fileno=descriptor))
     with suppress(EOFError):  # the launcher is done
         while True:

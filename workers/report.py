@@ -33,7 +33,7 @@ import hybrid
 from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
 from hybrid.errors import HybridError
-from hybrid.metrics import Metrics, matplotlib_leaving_no_files
+from hybrid.metrics import Metrics
 from workers.appended_file import AppendedFile
 from workers.curves import Record, draw_curves
 from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing
@@ -153,7 +153,7 @@ class RunFolder:
 
     def draw_curves(self) -> None:
         """Write curves.png from what has been logged so far."""
-        with _writing(self.curves), matplotlib_leaving_no_files():
+        with _writing(self.curves):
             draw_curves(_read_records(self._metrics_path), self.curves)
 
     def close(self) -> None:
