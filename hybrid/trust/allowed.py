@@ -11,15 +11,17 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import rpc
 
 from hybrid.own_code import load_own
 from hybrid.trust.refusals import RefusedPayload
+from hybrid.trust.signature import UNSIGNED
 
 DATA = frozenset(
     f"{module}:{name}"
@@ -51,14 +53,15 @@ HOSTED = frozenset(
 
 
 class Unpickler(pickle.Unpickler):
-    """Loads plain data, tensors that came beside it, and references to objects of other processes."""
+    """Loads plain data, tensors that came beside it, and references to objects of other processes.
 
-    def __init__(self, pickled: bytes | memoryview, tensors: Sequence[Tensor] = ()) -> None:
+    Args:
+        pickled, tensors: of a payload whose signature is good; of the tensors it holds for their bytes alone.
+    """
+
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor] = ()) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._receivers: Mapping[tuple[str, str], Callable[..., Any]] = {
-            (__name__, tensor_at.__name__): tensors.__getitem__,
-            (__name__, reference_to.__name__): rpc.PyRRef._deserialize,
-        }
+        self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
         """What ``module`` calls ``name``, if it is on the list.
@@ -66,17 +69,34 @@ class Unpickler(pickle.Unpickler):
         Raises:
             RefusedPayload: it is not.
         """
-        return self._receivers.get((module, name)) or _listed(module, name)
+        if module == __name__:
+            if name == tensor_beside.__name__:
+                return self._tensor
+            if name == reference_to.__name__:
+                return rpc.PyRRef._deserialize
+        return _listed(module, name)
+
+    def _tensor(self, index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors[index]
+        if dtype_name(tensor.dtype) != dtype or tensor.shape != shape:
+            raise RefusedPayload(UNSIGNED)
+        return tensor
 
 
-def tensor_at(index: int) -> Tensor:
-    """What a pickle names where a tensor was; :class:`Unpickler` puts the tensor there."""
+def tensor_beside(index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """What a pickle names where a tensor was; :class:`Unpickler` puts the tensor there, if it is the one."""
     raise NotImplementedError(f"tensor {index} of no message")
 
 
 def reference_to(fork: tuple[Any, ...]) -> rpc.RRef[Any]:
     """What a pickle names where an RRef was; :class:`Unpickler` puts one there."""
     raise NotImplementedError(f"reference {fork} of no message")
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """How a pickle calls the type of a tensor's values."""
+    return str(dtype)
 
 
 def hosted(name: str) -> type[Any]:

@@ -23,9 +23,9 @@ from torch.distributed.rpc import api, internal
 
 from hybrid.errors import ClusterError
 from hybrid.own_code import name_of
-from hybrid.trust.allowed import Unpickler, reference_to, tensor_at
+from hybrid.trust.allowed import Unpickler, dtype_name, reference_to, tensor_beside
 from hybrid.trust.refusals import Refusals, RefusedPayload
-from hybrid.trust.signature import Kind, Signatures, is_signable
+from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
 
 # How an error tells that a payload was refused.
 REFUSED = "a message was refused: "
@@ -155,7 +155,7 @@ class SignedPickler(internal._InternalRPCPickler):
 
     def _seal(self, kind: Kind, to: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
         pickled, tensors = _dump(content)
-        return self._signatures.sign(kind, to, pickled, tensors) + pickled, tensors
+        return self._signatures.seal(kind, to, pickled, tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
         """What a payload holds: a function to call, a value, or, where it is refused, an error."""
@@ -182,13 +182,13 @@ class SignedPickler(internal._InternalRPCPickler):
 
 
 def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
-    """The pickle of ``content``, and the tensors in it, which are not part of the pickle."""
+    """The pickle of ``content``, and the tensors in it, of which it has dtypes and shapes."""
     tensors: list[Tensor] = []
 
-    def reduce_tensor(tensor: Tensor) -> tuple[Any, tuple[int]]:
+    def reduce_tensor(tensor: Tensor) -> tuple[Any, tuple[int, str, tuple[int, ...]]]:
         # In one piece, as it is signed; within a context this is part of the graph.
-        tensors.append(tensor if is_signable(tensor) else tensor.contiguous())
-        return tensor_at, (len(tensors) - 1,)
+        tensors.append(tensor if is_in_one_piece(tensor) else tensor.contiguous())
+        return tensor_beside, (len(tensors) - 1, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)

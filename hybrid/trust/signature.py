@@ -1,16 +1,21 @@
 """Signatures of RPC payloads: who of this run has sent them, for whom, and that they are new.
 
-A payload is the bytes of a pickle and the tensors beside it. Its signature::
+A payload is the bytes of a pickle and the tensors beside it. The pickle is sealed, and sent as::
 
-    header                  sender (16 bytes), number (8), kind (1), how many tags follow tag 0 (4)
-    tag 0 (16 bytes)        of header, receiver, kinds and shapes of the tensors, small ones, and the pickle
-    tag 1, 2, ...           of the bytes of each larger tensor
+    header          sender (16 bytes), kind (1), number (8)
+    tags            16 bytes for each part of the tensors but the first
+    sealed pickle   as long as the pickle, and a tag of 16 bytes
 
-Tags are those of AES-256-GCM without a text to encrypt (GMAC, NIST SP 800-38D). Its one rule is that no nonce
-comes twice under a key. So every process has a key of its own, derived from the cluster's secret, the run and
-a random number, the sender; and a nonce is the number of the message, counted by the process, and that of
-the tag. Larger tensors are signed where they lie, and not copied. Of tensors on other devices than the CPU,
-dtypes and shapes are signed, but not the bytes.
+It is sealed by AES-256-GCM (NIST SP 800-38D), with the bytes of the first tensor as additional data: one
+call for a message with one tensor, since in a busy process a call costs more than many bytes do. Further
+tensors, and parts of such as are larger than the library takes at once, have tags of their own (GMAC).
+Tensors are signed where they lie, and not copied. Their dtypes and shapes are in the pickle; of those on
+other devices than the CPU that is all.
+
+GCM's one rule is that no nonce comes twice under a key. So each key belongs to one sender, which is a random
+number of a process, to a kind, and to a receiver; and a nonce is the number of the message, counted by the
+process, and that of the part: 1 and up for those with tags of their own, and how many parts there are for
+the pickle.
 """
 
 from __future__ import annotations
@@ -18,11 +23,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import secrets
-import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import IntEnum
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -34,17 +36,15 @@ from hybrid.secret import Secret
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.replay import ReplayWindow
 
-_ID_BYTES = 16
-_TAG_BYTES = 16
-_HEADER = struct.Struct(f"<{_ID_BYTES}sQBI")
-_NONCE = struct.Struct("<QI")
-# A tag costs as much time as to copy so many bytes.
-_SMALL = 1 << 14
-_HERE = {True: b" ", False: b" elsewhere"}
+_ID_BYTES = _TAG_BYTES = 16
+_START_BYTES = _ID_BYTES + 1
+_NUMBER_BYTES, _INDEX_BYTES = 8, 4
+_HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
 # The library takes less than 2 GiB at once.
 _LARGEST_PART = 1 << 30
 _READ_ONLY = 0x100  # PyBUF_READ
-_UNSIGNED = "it is not signed for this process by a role of this run"
+
+UNSIGNED = "it is not signed for this process by a role of this run"
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.restype = ctypes.py_object
@@ -65,15 +65,19 @@ class Opened(NamedTuple):
 
     kind: Kind
     sender: bytes
-    pickled: memoryview
+    pickled: bytes
 
 
-@dataclass(slots=True)
-class _Sender:
-    """What is known of one that has signed."""
+class _Line(NamedTuple):
+    """What one sender sends of one kind, to one receiver.
 
+    Attributes:
+        start: of every header.
+    """
+
+    start: bytes
+    kind: Kind
     aead: AESGCM
-    window: ReplayWindow = field(default_factory=ReplayWindow)
 
 
 class Signatures:
@@ -93,26 +97,26 @@ class Signatures:
         self._secret = secret
         self._run_id = run_id
         self._name = name.encode()
-        self._own = self._aead(self.sender)
         self._numbers = itertools.count()
-        # Only who has the secret gets in here: it holds the roles of the run.
-        self._senders: dict[bytes, _Sender] = {}
+        self._sending: dict[tuple[Kind, bytes], _Line] = {}
+        # By the start of a header. Only who has the secret gets in here: it holds the roles of the run.
+        self._receiving: dict[bytes, tuple[_Line, ReplayWindow]] = {}
 
-    def sign(self, kind: Kind, to: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
-        """The signature of a payload; it goes before the pickle.
+    def seal(self, kind: Kind, to: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
+        """The payload that stands for a pickle.
 
         Args:
             to: the receiver's name, or sender number, or nothing; see :class:`Kind`.
-            tensors: contiguous.
+            tensors: beside it, each in one piece.
         """
-        number = next(self._numbers)
-        parts = [*_parts(tensors)]
-        signature = header = _HEADER.pack(self.sender, number, kind, len(parts))
-        encrypt = self._own.encrypt
-        signature += encrypt(_NONCE.pack(number, 0), b"", _first_part(header, to, pickled, tensors))
-        for index, part in enumerate(parts, 1):
-            signature += encrypt(_NONCE.pack(number, index), b"", part)
-        return signature
+        line = self._sending.get((kind, to))
+        if line is None:
+            line = self._sending[kind, to] = self._line(self.sender, kind, to)
+        number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
+        parts, encrypt = _parts(tensors), line.aead.encrypt
+        tags = [encrypt(_nonce(number, i), b"", parts[i]) for i in range(1, len(parts))]
+        sealed = encrypt(_nonce(number, len(parts)), pickled, parts[0] if parts else None)
+        return b"".join((line.start, number, *tags, sealed))
 
     def open(self, payload: bytes, tensors: Sequence[Tensor]) -> Opened:
         """Check a payload.
@@ -121,66 +125,63 @@ class Signatures:
             RefusedPayload: nobody of this run has signed it for this process, it was changed on the way, or
                 it has come before.
         """
-        # What does not lie in one piece nobody has signed, and must not be read as if it did.
-        if len(payload) < _HEADER.size or not all(map(is_signable, tensors)):
-            raise RefusedPayload(_UNSIGNED)
-        header = payload[: _HEADER.size]
-        id_, number, kind, num_parts = _HEADER.unpack(header)
-        tags, pickled = _split(payload, 1 + num_parts)
-        to = self._name if kind == Kind.CALL else b"" if kind == Kind.GATHER else self.sender
-        sender = self._senders.get(id_) or _Sender(self._aead(id_))
+        start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
+        known = self._receiving.get(start) or (self._line_of(start), ReplayWindow())
+        _, kind, aead = known[0]
+        at = _HEADER_BYTES
         try:
-            decrypt = sender.aead.decrypt
-            decrypt(_NONCE.pack(number, 0), tags[0], _first_part(header, to, pickled, tensors))
-            for index, part in enumerate(_parts(tensors), 1):
-                decrypt(_NONCE.pack(number, index), tags[index], part)
-        except InvalidTag as error:
-            raise RefusedPayload(_UNSIGNED) from error
-        if not self._senders.setdefault(id_, sender).window.admit(number):
+            parts = _parts(tensors)
+            for i in range(1, len(parts)):
+                aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], parts[i])
+                at += _TAG_BYTES
+            pickled = aead.decrypt(_nonce(number, len(parts)), payload[at:], parts[0] if parts else None)
+        except (InvalidTag, ValueError) as error:  # the library says ValueError where bytes are missing
+            raise RefusedPayload(UNSIGNED) from error
+        _, window = self._receiving.setdefault(start, known)
+        if not window.admit(int.from_bytes(number, "little")):
             raise RefusedPayload("it has come before")
-        return Opened(Kind(kind), id_, pickled)
+        return Opened(kind, start[:_ID_BYTES], pickled)
 
-    def _aead(self, sender: bytes) -> AESGCM:
-        return AESGCM(self._secret.key("call", self._run_id + sender))
+    def _line_of(self, start: bytes) -> _Line:
+        """The line that a header begins to name."""
+        try:
+            kind = Kind(start[_ID_BYTES])
+        except (IndexError, ValueError) as error:
+            raise RefusedPayload(UNSIGNED) from error
+        to = self._name if kind is Kind.CALL else b"" if kind is Kind.GATHER else self.sender
+        return self._line(start[:_ID_BYTES], kind, to)
+
+    def _line(self, sender: bytes, kind: Kind, to: bytes) -> _Line:
+        start = sender + bytes([kind])
+        return _Line(start, kind, AESGCM(self._secret.key("call", self._run_id + start + to)))
 
 
-def is_signable(tensor: Tensor) -> bool:
+def is_in_one_piece(tensor: Tensor) -> bool:
     """Whether a tensor is its shape, its dtype, and bytes that lie in one piece."""
     return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
-def _split(payload: bytes, num_tags: int) -> tuple[list[bytes], memoryview]:
-    """The tags of a payload, and its pickle."""
-    start = _HEADER.size + _TAG_BYTES * num_tags
-    if len(payload) < start:
-        raise RefusedPayload(_UNSIGNED)
-    tags = [payload[at : at + _TAG_BYTES] for at in range(_HEADER.size, start, _TAG_BYTES)]
-    return tags, memoryview(payload)[start:]
+def _nonce(number: bytes, index: int) -> bytes:
+    return number + index.to_bytes(_INDEX_BYTES, "little")
 
 
-@cache
-def _dtype_name(dtype: torch.dtype) -> bytes:
-    return str(dtype).encode()
+def _parts(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
+    """The bytes of tensors, where they lie; one part for each that is not huge.
 
-
-def _first_part(header: bytes, to: bytes, pickled: bytes | memoryview, tensors: Sequence[Tensor]) -> bytes:
-    shapes, small = b"", []
+    Raises:
+        ValueError: a tensor does not lie in one piece; nobody has signed such a one.
+    """
+    parts: list[memoryview | bytes] = []
     for tensor in tensors:
-        shapes += _dtype_name(tensor.dtype) + _HERE[tensor.is_cpu] + repr(tuple(tensor.shape)).encode()
-        if tensor.is_cpu and (num_bytes := tensor.nbytes) <= _SMALL:
-            small.append(ctypes.string_at(tensor.data_ptr(), num_bytes))
-    # Lengths in front, so that no two payloads are the same bytes; those of tensors follow from their shapes.
-    lengths = struct.pack("<II", len(to), len(shapes))
-    return b"".join((header, lengths, to, shapes, *small, pickled))
-
-
-def _parts(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """The bytes of the larger tensors, where they lie, in parts that can be signed."""
-    for tensor in tensors:
-        if tensor.is_cpu and tensor.nbytes > _SMALL:
-            # The view does not keep the tensor; the caller does.
-            whole: memoryview = _view(tensor.data_ptr(), tensor.nbytes, _READ_ONLY)
-            if len(whole) <= _LARGEST_PART:
-                yield whole
-            else:
-                yield from (whole[at : at + _LARGEST_PART] for at in range(0, len(whole), _LARGEST_PART))
+        if not is_in_one_piece(tensor):
+            raise ValueError("not in one piece")
+        if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
+            parts.append(b"")
+            continue
+        # The view does not keep the tensor; the caller does.
+        whole: memoryview = _view(tensor.data_ptr(), num_bytes, _READ_ONLY)
+        if num_bytes <= _LARGEST_PART:
+            parts.append(whole)
+        else:
+            parts.extend(whole[at : at + _LARGEST_PART] for at in range(0, num_bytes, _LARGEST_PART))
+    return parts

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
@@ -24,7 +25,7 @@ from hybrid.errors import ClusterError, ConfigError
 from hybrid.own_code import name_of
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.trust import allowed
+from hybrid.trust import allowed, signature
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Kind, Signatures
@@ -127,25 +128,30 @@ def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Proces
 def test_a_tensor_that_was_changed_on_the_way_is_refused(
     worker: Process, trainer: Process, size: int, tamper: Any
 ) -> None:
-    payload, (sent,) = trainer.call("worker0", internal.PythonUDF(wire._greet, tuple(tensors(size)), {}))
+    udf = internal.PythonUDF(wire._greet, tuple(tensors(size)), {})
+    payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [tamper(sent)])
-    assert not worker.refuses(payload, [sent])
+    assert not worker.refuses(*trainer.call("worker0", udf))
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (90, 70)], ids=["small", "large"])
 def test_a_tensor_of_the_same_bytes_in_another_shape_is_refused(
     worker: Process, trainer: Process, shape: tuple[int, int]
 ) -> None:
-    payload, (sent,) = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.rand(shape),), {}))
+    udf = internal.PythonUDF(wire._greet, (torch.rand(shape),), {})
+    payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [sent.view(shape[::-1])])
-    assert not worker.refuses(payload, [sent])
+    assert not worker.refuses(*trainer.call("worker0", udf))
 
 
 def test_tensors_that_were_swapped_dropped_or_added_are_refused(worker: Process, trainer: Process) -> None:
     udf = internal.PythonUDF(wire._greet, (torch.zeros(9000), torch.ones(9000)), {})
     payload, (zeros, ones) = trainer.call("worker0", udf)
-    for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], []):
+    for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], [torch.zeros(18000)], []):
         assert "not signed" in worker.refuses(payload, wrong)
+    empty, (none,) = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.empty(0),), {}))
+    for wrong in ([], [none, none]):
+        assert "not signed" in worker.refuses(empty, wrong)
 
 
 def test_every_byte_is_signed(worker: Process, trainer: Process) -> None:
@@ -224,8 +230,8 @@ def test_an_answer_is_for_the_caller_only_and_only_once(worker: Process, trainer
 
 def test_an_answer_cannot_pass_for_an_error(worker: Process, trainer: Process) -> None:
     payload, sent = answer_to(trainer, worker)
-    assert payload[24] == Kind.ANSWER
-    forged = payload[:24] + bytes([Kind.ERROR]) + payload[25:]
+    assert payload[16] == Kind.ANSWER
+    forged = payload[:16] + bytes([Kind.ERROR]) + payload[17:]
     assert "not signed" in trainer.refuses(forged, sent)
     assert not trainer.refuses(payload, sent)
 
@@ -252,16 +258,39 @@ def test_many_refusals_are_counted_and_told_in_one_line(
 def test_strangers_take_no_memory(worker: Process) -> None:
     for _ in range(100):
         worker.refuses(*Process("trainer0", Secret.fresh()).call("worker0"))
-    assert not worker.pickler._signatures._senders
+    assert not worker.pickler._signatures._receiving
 
 
 def test_two_processes_never_sign_with_one_key(worker: Process, trainer: Process) -> None:
     """Nor twice with one number: of one key, a number that comes twice gives the key away."""
-    headers = [process.call("worker0")[0][:24] for process in (worker, trainer, worker, trainer)]
+    headers = [process.call("worker0")[0][:25] for process in (worker, trainer, worker, trainer)]
     assert len(set(headers)) == 4
     assert len({header[:16] for header in headers}) == 2
-    own = [process.pickler._signatures._own for process in (worker, trainer)]
-    assert len({key.encrypt(bytes(12), b"", b"the same bytes") for key in own}) == 2
+    trainer.call("worker1")
+    own = [line.aead for each in (worker, trainer) for line in each.pickler._signatures._sending.values()]
+    assert len({key.encrypt(bytes(12), b"", b"the same bytes") for key in own}) == len(own) == 3
+
+
+def test_within_a_message_no_number_comes_twice(
+    worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor within one of many parts."""
+    monkeypatch.setattr(signature, "_LARGEST_PART", 10_000)
+    nonces: list[bytes] = []
+
+    class Noting:
+        def __init__(self, key: bytes) -> None:
+            self._aead = AESGCM(key)
+            self.decrypt = self._aead.decrypt
+
+        def encrypt(self, nonce: bytes, *args: Any) -> bytes:
+            nonces.append(nonce)
+            return self._aead.encrypt(nonce, *args)
+
+    monkeypatch.setattr(signature, "AESGCM", Noting)
+    udf = internal.PythonUDF(wire._greet, tuple(tensors(9000, 3, 0, 9000)), {})
+    assert not worker.refuses(*trainer.call("worker0", udf))
+    assert len(set(nonces)) == len(nonces) == 4 + 1 + 1 + 4
 
 
 def test_at_the_start_of_rpc_torch_loads_plain_values_only() -> None:
