@@ -75,6 +75,7 @@ class Host(nn.Module):
             is_copied: hold a copy, so that training may go on at once; else it must wait.
         """
         self.barrier.drain()
+        self._held = {}  # what is left of one that nobody has written
         self._held = self._files(is_copied)
 
     def write(self, folder: Path) -> Files:

@@ -40,8 +40,13 @@ def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     size = math.prod(shape)
     if not size:
         return torch.zeros(*shape, dtype=dtype)
-    buffer = mmap.mmap(-1, size * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(large_pages(size * dtype.itemsize), dtype=dtype).view(*shape)
+
+
+def large_pages(num_bytes: int) -> mmap.mmap:
+    """Memory full of zeros, as :func:`zeros_in_large_pages` has it."""
+    buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel built without them
             buffer.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(buffer, dtype=dtype).view(*shape)
+    return buffer

@@ -23,6 +23,7 @@ from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.host import Host
 from hybrid.manifest import shard_file
 from hybrid.memory import zeros_in_large_pages
+from hybrid.reused_memory import ReusedMemory
 from hybrid.update import Purpose, Ticket, UpdateRules
 
 # The items of one trainer's lookup, each with the gradient of its result.
@@ -39,6 +40,7 @@ class TableGroup:
         self.group = group
         self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
+        self._for_copies = ReusedMemory()
 
     def initialise(self, seed: int) -> None:
         """Fill the rows with their initial values."""
@@ -54,7 +56,7 @@ class TableGroup:
         """What a checkpoint has of each shard, by file: views into the group, or into a copy of it."""
         tensors = self._tensors
         if is_copied:
-            tensors = {n: zeros_in_large_pages(t.shape, t.dtype).copy_(t) for n, t in tensors.items()}
+            tensors = {name: self._for_copies.copy(tensor) for name, tensor in tensors.items()}
         return {
             shard_file(shard.table.name, shard.index, shard.count): self._of_shard(shard, tensors)
             for shard in self.group.shards
