@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -90,6 +91,25 @@ class Alarm:
         assert self._error is not None
         print(f"{self._name}: {last_words(self._error)}", file=sys.stderr)
         _end(FAILED)
+
+
+def run_interruptibly(function: Callable[[], None]) -> None:
+    """Run a function that may wait in torch, where the main thread would hear no alarm.
+
+    It gets a thread of its own, which after an alarm is left to itself until the process ends.
+    """
+    ended: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # raised where it is waited for
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    threading.Thread(target=run, name="interruptible", daemon=True).start()
+    ended.result()
 
 
 def last_words(error: BaseException) -> str:

@@ -10,8 +10,8 @@
     compares configurations, says "go"  ───► waits for the master's word
                      all: join the RPC group
 
-Every connection begins with a proof of the cluster's secret (:mod:`workers.channel`); from its claim on, each
-role gives signs of life (:mod:`workers.heartbeat`).
+Every connection begins with a proof of the cluster's secret (:mod:`workers.channel`). The claim is a role's
+first sign of life (:mod:`workers.heartbeat`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -38,14 +39,14 @@ from hybrid.errors import ClusterError, ConfigError, first_line
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.trust.sockets import sealed_after
-from workers.alarm import Alarm, StoppedError, last_words
+from workers.alarm import Alarm, StoppedError, last_words, run_interruptibly
 from workers.channel import Channel
-from workers.heartbeat import Pulse, Rhythm
-from workers.rendezvous import STOP, VERDICT, Rendezvous
+from workers.heartbeat import Pulse
+from workers.rendezvous import STOP, TWICE, VERDICT, Rendezvous
+from workers.rhythm import Rhythm
 from workers.store import Store
 
 _POLL_SECONDS = 0.05
-_CONNECT_SECONDS = 5.0
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
@@ -105,18 +106,7 @@ def join(
         else:
             membership = _enter(role, config, secret, alarm)
         with membership as cluster:
-            if role.kind is RoleKind.TRAINER:
-                _join_trainers(cluster.store, role, config)
-            wire.start(
-                role,
-                cluster.topology,
-                cluster.store,
-                secret=secret,
-                run_id=cluster.store.get("run"),
-                interface=section.interface,
-                transport=section.transport,
-                timeout_seconds=section.rpc_timeout_seconds,
-            )
+            run_interruptibly(partial(_start_torch, cluster, config, secret))
             yield cluster
             wire.stop(section.rpc_timeout_seconds)
             if dist.is_initialized():
@@ -137,7 +127,7 @@ def _host(config: RunConfig, secret: Secret, listener: socket.socket, alarm: Ala
     section = dataclasses.replace(section, master_port=listener.getsockname()[1])
     rhythm = Rhythm(section.heartbeat_timeout_seconds)
     with Rendezvous(listener, secret, rhythm, alarm.ring) as rendezvous:
-        with _connected(section, secret) as store:
+        with _connected(section, secret, rhythm) as store:
             try:
                 members = _gather(
                     store, section.topology, decisive_values(config), section.start_timeout_seconds
@@ -155,24 +145,22 @@ def _enter(role: Role, config: RunConfig, secret: Secret, alarm: Alarm) -> Itera
     """Another role's place in the cluster, once the master says go."""
     section = config.cluster
     rhythm = Rhythm(section.heartbeat_timeout_seconds)
-    with _connected(section, secret) as store:
-        if store.add(f"claim/{role}", 1) > 1:
-            raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
-        with Pulse(_connect(section, secret), role, rhythm, alarm.ring):
-            store.set(
-                f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), decisive_values(config)])
-            )
-            _await_go(store, section.start_timeout_seconds)
-            yield Cluster(role, section.topology, store, {})
+    with (
+        Pulse(_connect(section, secret, rhythm), role, rhythm, alarm.ring),
+        _connected(section, secret, rhythm) as store,
+    ):
+        store.set(f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), decisive_values(config)]))
+        _await_go(store, section.start_timeout_seconds)
+        yield Cluster(role, section.topology, store, {})
 
 
-def _connect(section: ClusterSection, secret: Secret) -> Channel:
-    """Connect to the master, which may not be there yet."""
+def _connect(section: ClusterSection, secret: Secret, rhythm: Rhythm) -> Channel:
+    """Connect to the master, which may not be there yet; one that is there and says nothing is frozen."""
     address, port = section.master_address, section.master_port
     deadline = time.monotonic() + section.start_timeout_seconds
     while True:
         try:
-            return Channel(address, port, secret, _CONNECT_SECONDS)
+            return Channel(address, port, secret, rhythm)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -183,8 +171,8 @@ def _connect(section: ClusterSection, secret: Secret) -> Channel:
 
 
 @contextmanager
-def _connected(section: ClusterSection, secret: Secret) -> Iterator[Store]:
-    store = Store(lambda: _connect(section, secret), section.start_timeout_seconds)
+def _connected(section: ClusterSection, secret: Secret, rhythm: Rhythm) -> Iterator[Store]:
+    store = Store(lambda: _connect(section, secret, rhythm), section.start_timeout_seconds)
     try:
         yield store
     except dist.DistNetworkError as error:  # of whatever has asked the store, torch too
@@ -209,6 +197,23 @@ def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
     except dist.DistStoreError:
         return False
     return True
+
+
+def _start_torch(cluster: Cluster, config: RunConfig, secret: Secret) -> None:
+    """Form the groups of torch; returns when every role has joined."""
+    section = config.cluster
+    if cluster.role.kind is RoleKind.TRAINER:
+        _join_trainers(cluster.store, cluster.role, config)
+    wire.start(
+        cluster.role,
+        cluster.topology,
+        cluster.store,
+        secret=secret,
+        run_id=cluster.store.get("run"),
+        interface=section.interface,
+        transport=section.transport,
+        timeout_seconds=section.rpc_timeout_seconds,
+    )
 
 
 def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
@@ -272,6 +277,6 @@ def _gather(
 
 def _who_is_missing(store: dist.Store, roles: list[Role], timeout_seconds: float) -> str:
     missing = ", ".join(str(role) for role in roles if not store.check([f"member/{role}"]))
-    twice = ", ".join(str(role) for role in roles if store.add(f"claim/{role}", 0) > 1)
+    twice = ", ".join(str(role) for role in roles if store.check([f"{TWICE}/{role}"]))
     hint = f"; started twice: {twice}" if twice else ""
     return f"missing after {timeout_seconds:g} s (cluster.start_timeout_seconds): {missing}{hint}"

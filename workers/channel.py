@@ -23,6 +23,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from cryptography.exceptions import InvalidTag
@@ -30,11 +31,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.secret import VARIABLE, Secret
+from workers.rhythm import Rhythm
 
 GREETING = b"hybrid-1"
 NONCE_BYTES = PROOF_BYTES = 32
 LARGEST_FRAME = 1 << 20
 _REFUSAL = bytes(PROOF_BYTES)
+_CONNECT_SECONDS = 5.0
 _LENGTH = struct.Struct(">I")
 _GCM_NONCE_BYTES = 12
 _READ_BYTES = 1 << 16
@@ -104,63 +107,76 @@ def _proof(secret: Secret, side: Side, nonces: bytes) -> bytes:
 class Channel:
     """A role's side of a connection; for one thread at a time.
 
+    Silence is counted in turns, each of which waits anew: a time in which the own process was stopped does
+    not look like the silence of the master.
+
     Args:
-        timeout_seconds: for connecting, and for each answer until it is proved that this is the master.
+        rhythm: says how long the master may be silent where it owes an answer.
 
     Raises:
-        OSError: there is no master, or it did not answer.
+        OSError: there is no master.
         ConfigError: it has another secret.
-        ClusterError: something else listens there.
+        ClusterError: something else listens there, or the master is frozen: the system has accepted the
+            connection for it, and it says nothing.
     """
 
-    def __init__(self, address: str, port: int, secret: Secret, timeout_seconds: float) -> None:
+    def __init__(self, address: str, port: int, secret: Secret, rhythm: Rhythm) -> None:
+        self._rhythm = rhythm
         self._buffer = bytearray()
-        self._socket = socket.create_connection((address, port), timeout=timeout_seconds)
+        self._socket = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._seal = self._shake_hands(secret, f"{address}:{port}", time.monotonic() + timeout_seconds)
+            self._seal = self._shake_hands(secret, f"{address}:{port}")
         except BaseException:
             self.close()
             raise
 
-    def _shake_hands(self, secret: Secret, where: str, deadline: float) -> Seal:
-        greeting = self._read(len(GREETING), deadline)
+    def _shake_hands(self, secret: Secret, where: str) -> Seal:
+        greeting = self._read(len(GREETING))
         if greeting != GREETING:
             raise ClusterError(
                 f"what listens at {where} is no master; check cluster.master_address and cluster.master_port"
             )
         own = os.urandom(NONCE_BYTES)
-        nonces = self._read(NONCE_BYTES, deadline) + own
+        nonces = self._read(NONCE_BYTES) + own
         self._socket.sendall(own + _proof(secret, "role", nonces))
-        answer = self._read(PROOF_BYTES, deadline)
+        answer = self._read(PROOF_BYTES)
         if not hmac.compare_digest(answer, _proof(secret, "master", nonces)):
             rule = f"the master at {where} has another secret; give every role the same, or in {VARIABLE}"
             raise ConfigError("cluster.secret_file", rule)
         return Seal(secret, nonces, "role")
 
     def send(self, *parts: bytes) -> None:
-        """Send a message."""
-        self._socket.sendall(self._seal.seal(parts))
+        """Send a message; errors as those of :meth:`receive`."""
+        frame = self._seal.seal(parts)
+        self._socket.settimeout(self._rhythm.timeout_seconds)
+        try:
+            self._socket.sendall(frame)
+        except TimeoutError:
+            raise self._frozen() from None
 
-    def receive(self, timeout_seconds: float) -> list[bytes]:
+    def receive(self, due_seconds: float = 0.0) -> list[bytes]:
         """The next message.
 
+        Args:
+            due_seconds: how long from now the master may take for it; below 0 where it was due before.
+
         Raises:
-            TimeoutError: it has not come yet; it can be asked for again.
+            ClusterError: the master is frozen: nothing has come for the length of the rhythm since.
             OSError: the connection is broken.
         """
-        deadline = time.monotonic() + timeout_seconds
-        self._fill(_LENGTH.size, deadline)
-        length = _LENGTH.size + sealed_length(bytes(self._buffer[: _LENGTH.size]))
-        self._fill(length, deadline)
-        frame = self._read(length, deadline)
-        return self._seal.open(frame[_LENGTH.size :])
+        header = self._read(_LENGTH.size, due_seconds)
+        return self._seal.open(self._read(sealed_length(header)))
 
-    def _read(self, count: int, deadline: float) -> bytes:
-        self._fill(count, deadline)
-        taken = bytes(self._buffer[:count])
-        del self._buffer[:count]
-        return taken
+    def _read(self, count: int, due_seconds: float = 0.0) -> bytes:
+        for turn in range(self._rhythm.turns):
+            seconds = self._rhythm.turn_seconds + (0.0 if turn else due_seconds)
+            with suppress(TimeoutError):
+                self._fill(count, time.monotonic() + seconds)
+                taken = bytes(self._buffer[:count])
+                del self._buffer[:count]
+                return taken
+        raise self._frozen()
 
     def _fill(self, count: int, deadline: float) -> None:
         """Wait until ``count`` bytes are there, and leave them there."""
@@ -171,6 +187,9 @@ class Channel:
             if not received:
                 raise ConnectionResetError("the connection was closed")
             self._buffer += received
+
+    def _frozen(self) -> ClusterError:
+        return ClusterError(self._rhythm.frozen("the master"))
 
     def close(self) -> None:
         """Close the connection."""

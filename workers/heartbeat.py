@@ -1,64 +1,42 @@
 """Signs of life between the master and every other role. Free of torch.
 
 Each role has a thread that sends the master a sign of life over a connection of its own; the answer says
-whether the run has failed. Silence is counted in turns of a clock that goes only while the own process does:
-neither a clock that is set nor a time in which the own process was stopped looks like the silence of another.
+whether the run has failed. The first is its claim of its place in the cluster, so that every member is heard
+from the beginning. Silence is counted in turns of a clock that goes only while the own process does: neither
+a clock that is set nor a time in which the own process was stopped looks like the silence of another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.topology import Role
 from workers.alarm import LostRoleError, StoppedError, last_words
 from workers.channel import Channel, MasterChannel
+from workers.rhythm import Rhythm
 
-_FEWEST_TURNS = 5
 _FAREWELL_SECONDS = 1.0
 _ALIVE, _FAREWELL = b"alive", b"farewell"
 
 LIFE = b"life"  # what the connection is for
-
-
-@dataclass(frozen=True, slots=True)
-class Rhythm:
-    """How often signs of life are sent, and how many may be missing.
-
-    Args:
-        timeout_seconds: silence after which the other side is taken for frozen.
-    """
-
-    timeout_seconds: float
-
-    @property
-    def turns(self) -> int:
-        """How many turns of at most one second the timeout has."""
-        return max(_FEWEST_TURNS, math.ceil(self.timeout_seconds))
-
-    @property
-    def turn_seconds(self) -> float:
-        return self.timeout_seconds / self.turns
-
-    def frozen(self, who: str) -> str:
-        """What is said of one that was silent for so long."""
-        timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
-        return f"{who} is frozen: no sign of life for {timeout}"
+TAKEN: list[bytes] = []  # what one hears who claims a place that another has; an empty message
 
 
 class Pulse:
-    """A role's side: tells the master that it lives, for the length of a ``with`` block.
+    """A role's side: claims its place, and tells the master that it lives as long as a ``with`` block.
 
     Args:
         channel: a connection of its own, which is closed at the end.
         ring: called once if the master is gone or frozen, or the run has failed.
+
+    Raises:
+        ClusterError: the place is taken, or the master is gone or frozen.
     """
 
     def __init__(
@@ -70,8 +48,21 @@ class Pulse:
         self._leaving = threading.Event()
         self._last_words = ""
         self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
-        channel.send(LIFE, str(role).encode(), socket.gethostname().encode(), str(os.getpid()).encode())
-        channel.receive(rhythm.timeout_seconds)
+        try:
+            self._claim(role)
+        except BaseException:
+            channel.close()
+            raise
+
+    def _claim(self, role: Role) -> None:
+        about = str(role), socket.gethostname(), str(os.getpid())
+        try:
+            self._channel.send(LIFE, *(part.encode() for part in about))
+            answer = self._channel.receive()
+        except OSError as error:
+            raise _went_away(error) from error
+        if answer == TAKEN:
+            raise ClusterError(f"{role} is already taken in this cluster: was it started twice?")
 
     def __enter__(self) -> Pulse:
         self._thread.start()
@@ -91,11 +82,11 @@ class Pulse:
                 self._ring(StoppedError(f"stopped by the master: {reason}"))
                 self._leaving.wait()
             self._channel.send(_FAREWELL, self._last_words.encode())
-        except TimeoutError:
-            self._ring(ClusterError(self._rhythm.frozen("the master")))
+        except ClusterError as error:
+            self._ring(error)
         except OSError as error:
             if not self._leaving.is_set():
-                self._ring(StoppedError(f"the master went away: {first_line(error)}"))
+                self._ring(_went_away(error))
         finally:
             self._channel.close()
 
@@ -104,18 +95,13 @@ class Pulse:
         reason = ""
         while not reason and not self._leaving.wait(self._rhythm.turn_seconds):
             self._channel.send(_ALIVE)
-            reason = self._answer()
+            # The turn before the question counts: the master has not been heard in it.
+            reason = self._channel.receive(-self._rhythm.turn_seconds)[0].decode()
         return reason
 
-    def _answer(self) -> str:
-        turns_left = self._rhythm.turns - 1  # the one before the question has passed
-        while True:
-            try:
-                return self._channel.receive(self._rhythm.turn_seconds)[0].decode()
-            except TimeoutError:
-                turns_left -= 1
-                if not turns_left:
-                    raise
+
+def _went_away(error: OSError) -> StoppedError:
+    return StoppedError(f"the master went away: {first_line(error)}")
 
 
 class Watch:

@@ -19,10 +19,12 @@ from hybrid.errors import ClusterError, first_line
 from hybrid.secret import Secret
 from workers.alarm import LostRoleError
 from workers.channel import ChannelError, MasterChannel, welcome
-from workers.heartbeat import LIFE, Rhythm, Watch
+from workers.heartbeat import LIFE, TAKEN, Watch
 from workers.keys import Keys
+from workers.rhythm import Rhythm
 
 STOP, VERDICT = "stop", "verdict"  # the keys under which roles wait for the master's word
+TWICE = "twice"  # the keys of roles that were claimed more than once: twice/ROLE
 
 _HANDSHAKE_SECONDS = 5.0
 _MOST_STRANGERS = 64
@@ -51,6 +53,7 @@ class Rendezvous:
         self._door = _Door(secret)
         self._keys = Keys()
         self._watch = Watch(rhythm, self._lost)
+        self._claimed: set[str] = set()
         self._failure = ""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
@@ -112,6 +115,11 @@ class Rendezvous:
             purpose, *about = await channel.receive()
             if purpose == LIFE:
                 name, host, pid = (part.decode() for part in about)
+                if name in self._claimed:
+                    self._keys.set(f"{TWICE}/{name}", b"")
+                    await channel.send(*TAKEN)
+                    return
+                self._claimed.add(name)
                 await self._watch.attend(channel, f"{name} (host {host}, pid {pid})", lambda: self._failure)
             else:
                 await self._keys.serve(channel)

@@ -10,9 +10,6 @@ import torch.distributed as dist
 from workers.channel import Channel
 from workers.keys import LATE, STORE
 
-# How much later than due an answer may come; a master that is frozen shows in its signs of life.
-_ANSWER_SECONDS = 30.0
-
 
 class Store(dist.Store):
     """What torch calls of a store, from Python and C++, in any thread; waits can be interrupted.
@@ -26,6 +23,7 @@ class Store(dist.Store):
     Raises:
         DistStoreError: a key did not come in time.
         DistNetworkError: the master went away.
+        ClusterError: it is frozen.
     """
 
     def __init__(self, connect: Callable[[], Channel], timeout_seconds: float) -> None:
@@ -78,7 +76,7 @@ class Store(dist.Store):
             channel = self._take()
             try:
                 channel.send(*parts)
-                kind, *answer = channel.receive(seconds + _ANSWER_SECONDS)
+                kind, *answer = channel.receive(seconds)
             except (
                 BaseException
             ):  # the answer may still come, and would be taken for that of another question

@@ -251,6 +251,15 @@ def test_a_role_without_a_master(tiny: list[str], tmp_path: Path) -> None:
     )
 
 
+def test_a_role_whose_master_is_frozen_before_they_meet(tiny: list[str], tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as listener:  # the system answers for it, as for a process that is stopped
+        cluster = {"master_port": listener.getsockname()[1], "heartbeat_timeout_seconds": 0.5}
+        arguments = [*tiny, *settings(cluster=cluster), *fresh_secret(tmp_path)]
+        ended = run(["worker", "--index", 0, *arguments], tmp_path)
+    rule = "no sign of life for 0.5 s (cluster.heartbeat_timeout_seconds)"
+    assert (ended.code, ended.stderr) == (1, f"hybrid worker 0: the master is frozen: {rule}\n")
+
+
 @pytest.mark.parametrize("command", ["launch", "master"])
 def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,9 +12,10 @@ from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
 from workers.channel import GREETING, NONCE_BYTES, Channel
-from workers.heartbeat import Pulse, Rhythm
+from workers.heartbeat import Pulse
 from workers.listener import listen
 from workers.rendezvous import Rendezvous
+from workers.rhythm import Rhythm
 from workers.store import Store
 
 SECONDS = 5.0
@@ -37,7 +39,7 @@ class Meeting:
 
     def channel(self) -> Channel:
         """A connection of one who has the secret."""
-        return Channel(ADDRESS, self.port, self.secret, SECONDS)
+        return Channel(ADDRESS, self.port, self.secret, self.rhythm)
 
     @contextmanager
     def store(self, timeout_seconds: float = SECONDS) -> Iterator[Store]:
@@ -51,6 +53,16 @@ class Meeting:
     def pulse(self, heard: list[ClusterError], role: Role = WORKER) -> Pulse:
         """A role's signs of life; ``heard`` gets what they find out."""
         return Pulse(self.channel(), role, self.rhythm, heard.append)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """The master does nothing for the length of a ``with`` block."""
+        go_on = threading.Event()
+        self.rendezvous._call_soon(go_on.wait, SECONDS)
+        try:
+            yield
+        finally:
+            go_on.set()
 
     def stranger(self, timeout_seconds: float = SECONDS) -> socket.socket:
         """A connection of one who has been greeted, and has said nothing yet."""

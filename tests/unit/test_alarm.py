@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 
+import pytest
 from support.commands import ROOT
 
 from hybrid.errors import ClusterError
-from workers.alarm import FAILED, INTERRUPTED, Alarm
+from workers.alarm import FAILED, INTERRUPTED, Alarm, run_interruptibly
 
 SECONDS = 5.0
 START = """
@@ -43,6 +44,31 @@ except ClusterError as error:
 sys.exit("told")
 """
     assert run(program, seconds=SECONDS) == (FAILED, "the master is frozen True\n", "told\n")
+
+
+def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
+    program = """
+from workers.alarm import run_interruptibly
+def deaf():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in a call into torch
+    threading.Timer(0.05, ring).start()
+    time.sleep(20)
+try:
+    with alarm.armed():
+        run_interruptibly(deaf)
+except ClusterError as error:
+    print(error)
+sys.exit("told")
+"""
+    assert run(program, seconds=SECONDS) == (FAILED, "the master is frozen\n", "told\n")
+
+
+def test_a_call_of_that_kind_ends_as_any_other() -> None:
+    done: list[int] = []
+    run_interruptibly(lambda: done.append(1))
+    assert done == [1]
+    with pytest.raises(IndexError, match="pop from empty list"):
+        run_interruptibly(lambda: print([].pop()))
 
 
 def test_where_the_main_thread_hears_nothing_the_process_says_it_and_ends() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import pytest
 from support.commands import eventually
-from support.rendezvous import SECONDS, WORKER, Meeting, meeting
+from support.rendezvous import SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
 from workers.alarm import LostRoleError, StoppedError
 from workers.channel import Channel
-from workers.heartbeat import LIFE, Rhythm
+from workers.heartbeat import LIFE, Pulse
+from workers.rhythm import Rhythm
 
 TIMEOUT = 0.5
 TRAINER = Role(RoleKind.TRAINER, 1)
@@ -23,7 +23,7 @@ def introduced(opened: Meeting) -> Channel:
     """A role that has said who it is, and says nothing more."""
     channel = opened.channel()
     channel.send(LIFE, b"worker 0", b"here", b"7")
-    assert channel.receive(SECONDS) == [b""]
+    assert channel.receive() == [b""]
     return channel
 
 
@@ -66,19 +66,33 @@ def test_a_role_that_is_gone_is_lost_at_once() -> None:
         assert [str(error) for error in opened.lost] == ["lost worker 0 (host here, pid 7)"]
 
 
+def test_a_place_is_claimed_once() -> None:
+    heard: list[ClusterError] = []
+    with meeting(TIMEOUT) as opened, opened.pulse(heard), opened.store() as store:
+        assert not store.check(["twice/worker 0"])
+        with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster: was it started"):
+            opened.pulse([])
+        assert store.check(["twice/worker 0"])
+        with opened.pulse([], TRAINER):
+            pass
+        assert (opened.lost, heard) == ([], []), "the first goes on"
+
+
 def test_a_role_that_fails_says_why() -> None:
     with meeting() as opened:
-        for error, words in (
-            (ConfigError("a.b", "is wrong"), "a.b: is wrong"),
-            (KeyboardInterrupt(), "interrupted"),
+        for index, (error, words) in enumerate(
+            (
+                (ConfigError("a.b", "is wrong"), "a.b: is wrong"),
+                (KeyboardInterrupt(), "interrupted"),
+            )
         ):
             with pytest.raises(type(error)):
-                with opened.pulse([], WORKER):
+                with opened.pulse([], Role(RoleKind.WORKER, index)):
                     raise error
             opened.rendezvous.await_left(SECONDS)
             assert str(opened.lost.pop()).endswith(f") has ended: {words}")
         with pytest.raises(StoppedError):
-            with opened.pulse([], WORKER):
+            with opened.pulse([], TRAINER):
                 raise StoppedError("the master knows")
         opened.rendezvous.await_left(SECONDS)
         assert opened.lost == []
@@ -127,25 +141,11 @@ def test_a_master_that_is_gone_or_frozen_is_noticed() -> None:
     assert isinstance(gone[0], StoppedError)
 
 
-class Frozen:
-    """Stops the event loop of a rendezvous until it is told to go on."""
-
-    def __init__(self, opened: Meeting) -> None:
-        self._go_on = threading.Event()
-        opened.rendezvous._call_soon(self._go_on.wait, SECONDS)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._go_on.set()
-
-
 def test_a_master_that_is_frozen_is_noticed_within_the_timeout() -> None:
     heard: list[ClusterError] = []
     with meeting(TIMEOUT) as opened, opened.pulse(heard):
         began = time.monotonic()
-        with Frozen(opened):
+        with opened.frozen():
             assert eventually(lambda: heard, SECONDS)
         assert time.monotonic() - began < 2 * TIMEOUT
     rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
@@ -153,13 +153,24 @@ def test_a_master_that_is_frozen_is_noticed_within_the_timeout() -> None:
     assert not isinstance(heard[0], StoppedError)
 
 
+def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_noticed() -> None:
+    with meeting(TIMEOUT) as opened:
+        channel = opened.channel()
+        with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life"):
+            Pulse(channel, TRAINER, opened.rhythm, opened.lost.append)
+        channel = opened.channel()
+        opened.rendezvous.__exit__(None, None, None)
+        with pytest.raises(StoppedError, match=r"^the master went away: "):
+            Pulse(channel, TRAINER, opened.rhythm, opened.lost.append)
+
+
 def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
     with meeting(TIMEOUT) as opened:
         channel = introduced(opened)
-        with Frozen(opened):
+        with opened.frozen():
             time.sleep(2 * TIMEOUT)
         channel.send(b"alive")
-        assert channel.receive(SECONDS) == [b""]
+        assert channel.receive() == [b""]
         assert opened.lost == []
         channel.close()
 

@@ -18,6 +18,9 @@ from hybrid.secret import Secret
 from workers import rendezvous
 from workers.channel import GREETING, NONCE_BYTES, PROOF_BYTES, Channel
 from workers.listener import listen
+from workers.rhythm import Rhythm
+
+RHYTHM = Rhythm(SECONDS)
 
 # What there is to send: nothing of it proves anything.
 PAYLOADS: dict[str, bytes] = {
@@ -70,7 +73,7 @@ def test_a_role_with_another_secret_is_told_so(opened: Meeting) -> None:
     with pytest.raises(
         ConfigError, match=r"^cluster.secret_file: the master at \S+ has another .* HYBRID_SECRET"
     ):
-        Channel(ADDRESS, opened.port, Secret.fresh(), SECONDS)
+        Channel(ADDRESS, opened.port, Secret.fresh(), RHYTHM)
 
 
 class Line:
@@ -106,11 +109,11 @@ class Line:
 
 
 def ask_through(line: Line, secret: Secret, *question: bytes) -> list[bytes]:
-    channel = Channel(ADDRESS, line.port, secret, SECONDS)
+    channel = Channel(ADDRESS, line.port, secret, RHYTHM)
     try:
         channel.send(b"store")
         channel.send(*question)
-        return channel.receive(SECONDS)
+        return channel.receive()
     finally:
         channel.close()
 
@@ -150,7 +153,7 @@ def test_a_role_does_not_take_a_stranger_for_its_master(
     said: bytes, error: type[Exception], words: str
 ) -> None:
     with listen(ADDRESS, 0) as listener, ThreadPoolExecutor(1) as pool:
-        role = pool.submit(Channel, ADDRESS, listener.getsockname()[1], Secret.fresh(), SECONDS)
+        role = pool.submit(Channel, ADDRESS, listener.getsockname()[1], Secret.fresh(), RHYTHM)
         with listener.accept()[0] as connection:
             connection.sendall(said)
             with pytest.raises(error, match=words):

@@ -12,10 +12,12 @@ import pytest
 import torch.distributed as dist
 from support.rendezvous import SECONDS, Meeting, meeting
 
+from hybrid.errors import ClusterError
 from workers.channel import LARGEST_FRAME
 from workers.store import Store
 
 MOMENT = timedelta(milliseconds=20)
+FROZEN_SECONDS = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,33 @@ def test_a_value_of_any_size_comes_whole_or_is_refused(store: Store) -> None:
     with pytest.raises(ValueError, match=f"at most {LARGEST_FRAME}"):
         store.set("larger", "x" * LARGEST_FRAME)
     assert store.get("large") == text.encode()
+
+
+@pytest.mark.parametrize("through", ["Python", "C++"])
+def test_a_master_that_is_frozen_is_said_to_be(through: str) -> None:
+    with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
+        asked = store if through == "Python" else dist.PrefixStore("within", store)
+        assert asked.add("number", 1) == 1
+        with opened.frozen():
+            began = time.monotonic()
+            with pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life for 0.3 s \("):
+                asked.add("number", 1)
+            assert 0.9 * FROZEN_SECONDS < time.monotonic() - began < SECONDS
+            with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
+                asked.check(["number"])
+        assert asked.check(["number"])
+
+
+def test_a_long_wait_is_no_silence_of_the_master_until_it_is_over() -> None:
+    with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
+        longer = timedelta(seconds=2 * FROZEN_SECONDS)
+        with pytest.raises(dist.DistStoreError, match=r"waited 0.6 s in vain"):
+            store.wait(["never"], longer)
+        began = time.monotonic()
+        with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen"):
+            store.wait(["never"], longer)
+        assert 2.9 * FROZEN_SECONDS < time.monotonic() - began < 8 * FROZEN_SECONDS
+        assert not store.check(["never"])
 
 
 def test_without_the_master_there_is_an_error_at_once() -> None:

@@ -1,0 +1,33 @@
+"""How often roles hear of each other, and how long one may be silent. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_FEWEST_TURNS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often signs of life are sent, and how many may be missing.
+
+    Args:
+        timeout_seconds: silence after which the other side is taken for frozen.
+    """
+
+    timeout_seconds: float
+
+    @property
+    def turns(self) -> int:
+        """How many turns of at most one second the timeout has."""
+        return max(_FEWEST_TURNS, math.ceil(self.timeout_seconds))
+
+    @property
+    def turn_seconds(self) -> float:
+        return self.timeout_seconds / self.turns
+
+    def frozen(self, who: str) -> str:
+        """What is said of one that was silent for so long."""
+        timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
+        return f"{who} is frozen: no sign of life for {timeout}"
