@@ -27,6 +27,10 @@ class LostRoleError(ClusterError):
     """A role is gone, or gives no sign of life."""
 
 
+class EndedRoleError(LostRoleError):
+    """A role has ended with an error, and tells it itself."""
+
+
 class Alarm:
     """Raises an error in the main thread, wherever it waits; where it cannot be reached, the process ends.
 

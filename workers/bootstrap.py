@@ -108,9 +108,17 @@ def join(
         with membership as cluster:
             run_interruptibly(partial(_start_torch, cluster, config, secret))
             yield cluster
-            wire.stop(section.rpc_timeout_seconds)
+            _leave(section.rpc_timeout_seconds)
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def _leave(timeout_seconds: float) -> None:
+    """Leave the RPC group, when every role does."""
+    try:
+        run_interruptibly(partial(wire.stop, timeout_seconds))
+    except RuntimeError as error:  # torch's, where another role has gone before its time: it says why
+        raise StoppedError(f"another role went away: {first_line(error)}") from error
 
 
 def _choose_interface(interface: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hybrid import errors, wire
 from hybrid.errors import ClusterError, HybridError
 from hybrid.topology import Role
-from workers.alarm import LostRoleError, StoppedError
+from workers.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.bootstrap import Cluster
 from workers.outcome import Cause, Outcome
 
@@ -46,7 +46,7 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
     except LostRoleError as found:  # its signs of life have ended, too
         error, lost = found, []
     if isinstance(error, LostRoleError):
-        return LostRoleError(f"{error} {when}; its log says why, if it could")
+        return type(error)(f"{error} {when}; its log says why, if it could")
     if len(lost) == len(cluster.members) > 1:
         return ClusterError(f"no role answers the master any more: {error} ({when})")
     if lost:
@@ -73,7 +73,7 @@ def describe(role: Role, error: Exception) -> Outcome:
 
 
 def _cause(error: Exception) -> Cause:
-    if isinstance(error, StoppedError):
+    if isinstance(error, StoppedError | EndedRoleError):
         return Cause.ECHO
     kind = type(error)
     if isinstance(error, wire.RemoteError):

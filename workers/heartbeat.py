@@ -17,7 +17,7 @@ from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.topology import Role
-from workers.alarm import LostRoleError, StoppedError, last_words
+from workers.alarm import EndedRoleError, LostRoleError, StoppedError, last_words
 from workers.channel import Channel, MasterChannel
 from workers.rhythm import Rhythm
 
@@ -131,7 +131,7 @@ class Watch:
                 await channel.send(stop_reason().encode())
                 message = await channel.receive()
             if reason := message[1].decode():
-                self._lost(LostRoleError(f"{who} has ended: {reason}"))
+                self._lost(EndedRoleError(f"{who} has ended: {reason}"))
         except (OSError, EOFError):
             self._lost(LostRoleError(f"lost {who}"))
         finally:

@@ -13,6 +13,8 @@ from pathlib import Path
 from hybrid.topology import Role
 from workers.oom import oom_kills
 
+_MOST_LOG_BYTES = 4096
+
 
 class Cause(Enum):
     """Why a role failed."""
@@ -62,6 +64,10 @@ class Child:
     has_ended: bool = False
     failure: Outcome | None = None
     _oom_kills_before: int = field(default_factory=oom_kills)
+    _log_bytes_before: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._log_bytes_before = self.log.stat().st_size if self.log.exists() else 0
 
     def end(self, exit_code: int) -> None:
         """Note how the process ended: with an exit code, or minus the number of a signal."""
@@ -80,11 +86,23 @@ class Child:
     def _seen(self, exit_code: int) -> Outcome:
         who = f"{self.role} (pid {self.pid})"
         if exit_code > 0:
-            return Outcome(f"{who} exited with code {exit_code}; see {self.log}", Cause.SILENT)
+            said = f"exited with code {exit_code}{self._last_words()}"
+            return Outcome(f"{who} {said}; see {self.log}", Cause.SILENT)
         number = signal.Signals(-exit_code)
         is_oom = number is signal.SIGKILL and oom_kills() > self._oom_kills_before
         why = ", probably since memory ran out" if is_oom else ""
         return Outcome(f"{who} was killed by {number.name}{why}; see {self.log}", Cause.KILLED)
+
+    def _last_words(self) -> str:
+        """The error in its log, where its main thread was beyond reach and could not tell it; see Alarm."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
+                last = file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+        except FileNotFoundError:
+            return ""
+        before, _, words = last.partition(f"hybrid {self.role}: ")
+        return f": {words}" if words and not before else ""
 
 
 def report_pipe() -> tuple[Connection, int]:

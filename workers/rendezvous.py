@@ -127,7 +127,8 @@ class Rendezvous:
             return  # a role that closes this connection may go on; its signs of life tell
 
     def _lost(self, error: LostRoleError) -> None:
-        self._ring(error)
+        if not self._failure:  # else the main thread is on its way out, with the error that came first
+            self._ring(error)
         self._loop.call_later(_GRACE_SECONDS, self._stop, str(error))
 
     def _stop(self, reason: str) -> None:

@@ -1,54 +1,22 @@
-"""Every row of docs/failures.md, brought about; and the page is what the tests say."""
+"""docs/failures.md is what the tests say, and says all."""
 
 from __future__ import annotations
 
 import ast
-import json
-import re
-import shutil
-from pathlib import Path
+from itertools import product
 
 import pytest
-from support import faulty_net
-from support.commands import run, settings
-from support.failure_table import CASES, HEARTBEAT_SECONDS, PLANS, TESTS, Case, Row, describe
+from support.failure_plans import FILES, PLANS, STARVED_PLANS, plans_of
+from support.failure_table import CASES, ROW_TEST, TESTS, Case, describe
 
-SECONDS = 100.0
+WAYS = {"SIGKILL", "SIGTERM", "SIGSTOP", "ValueError", "MemoryError"}
 PHASES = {"start", "step", "evaluation", "checkpoint", "shutdown"}
 ROLES = {"master", "trainer", "worker"}
 
 
-def line_of(row: Row) -> str:
-    """What launch says of a row, as a regular expression."""
-    if row.phase == "shutdown":
-        return rf"hybrid launch: {row.pattern}; the run had finished, nothing is lost"
-    lost = r"nothing is lost" if row.phase == "start" else r"(steps \d+ to \d+ are lost|nothing is lost)"
-    return rf"hybrid launch: {row.pattern}; {lost}, (going on from step \d+|starting from the beginning)"
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_launch_goes_on(plan: str, tiny: list[str], tmp_path: Path) -> None:
-    rows = PLANS[plan]
-    shutil.copy(faulty_net.__file__, tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/faults.json").write_text(json.dumps([row.fault for row in rows]))
-    beat = HEARTBEAT_SECONDS if plan == "frozen" else 30  # a busy machine is no frozen one
-    overrides = settings(
-        run={"folder": "run"},
-        dense={"net": "faulty_net:build"},
-        checkpoint={"every_steps": 4},
-        cluster={"max_restarts": len(rows), "heartbeat_timeout_seconds": beat},
-    )
-    ended = run(["launch", *tiny, *overrides], tmp_path, SECONDS)
-    lines = ended.stderr.splitlines()
-    assert len(lines) == len(rows), ended.stderr
-    for row, line in zip(rows, lines, strict=True):
-        assert re.fullmatch(line_of(row), line), (row, line)
-    assert ended.code == 0
-    result = json.loads((tmp_path / "run/result.json").read_text())
-    assert (result["steps"], result["num_samples"]) == (16, 500)
-    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in logged if line["kind"] == "train"] == list(range(1, 17))
+def has_test(file: str, name: str) -> bool:
+    module = ast.parse((TESTS / file).read_text())
+    return name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_the_page_is_what_the_tests_say() -> None:
@@ -58,17 +26,26 @@ def test_the_page_is_what_the_tests_say() -> None:
     )
 
 
-def test_every_role_is_killed_in_every_phase() -> None:
-    rows = [row for plan in PLANS.values() for row in plan]
-    assert len({row.fault for row in rows}) == len(rows)
-    killed = {(row.role.partition(" ")[0], row.phase) for row in rows if row.how == "SIGKILL"}
-    terminated = {(row.role.partition(" ")[0], row.phase) for row in rows if row.how == "SIGTERM"}
-    assert killed | terminated == {(role, phase) for role in ROLES for phase in PHASES}
-    assert {row.role.partition(" ")[0] for row in rows if row.how == "SIGSTOP"} == ROLES
+def test_every_role_fails_in_every_way_at_every_moment() -> None:
+    rows = [(row.role.partition(" ")[0], row.how, row.phase) for plan in PLANS for row in plan.rows]
+    assert sorted(rows) == sorted(product(ROLES, WAYS, PHASES))
+    assert [(plan.kind, plan.how) for plan in PLANS] == [
+        (row.role.partition(" ")[0], row.how) for plan in PLANS for row in plan.rows[:1]
+    ]
+    assert {plan.kind for plan in STARVED_PLANS} == ROLES
+
+
+def test_every_plan_is_brought_about_by_the_file_that_the_page_names() -> None:
+    brought_about = [str(plan) for file in set(FILES.values()) for plan in plans_of(file)]
+    assert sorted(brought_about) == sorted(map(str, PLANS))
+    for plan in PLANS:
+        assert [row for rows in plan.launches for row in rows] == plan.rows
+        file = FILES[plan.how]
+        assert has_test(file, ROW_TEST)
+        assert f'plans_of("{file}")' in (TESTS / file).read_text()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
 def test_a_test_that_the_page_names_is_there(case: Case) -> None:
     file, _, name = case.test.partition("::")
-    module = ast.parse((TESTS / file).read_text())
-    assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}
+    assert has_test(file, name)

@@ -1,4 +1,4 @@
-"""What happens when a role fails: the rows of docs/failures.md, which tests bring about one by one.
+"""What happens when a role fails: docs/failures.md, from the rows that tests bring about one by one.
 
 ``PYTHONPATH=tests python -m support.failure_table`` prints the page.
 """
@@ -6,104 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
+from support.failure_plans import FILES, HOWS, PHASES, ROLES, Row
+
 TESTS = Path(__file__).parents[1]
-TEST_FILE = "cli/test_failure_table.py"
-HEARTBEAT_SECONDS = 3
-
-_KILLED = "{role} (pid N) was killed by {how}; see LOG"
-_FROZEN = "{role} (host H, pid N) is frozen: no sign of life for 10 s ..."
-_AT_ONCE = "at once"
-_BEATS = "after `cluster.heartbeat_timeout_seconds`"
-_SINCE = "steps since the newest checkpoint"
-_FINISHED = "nothing: the run has its result, and `launch` ends with exit code 0"
-_NOTHING = "nothing but the time"
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One failure under ``launch``.
-
-    Attributes:
-        role: who fails.
-        how: a signal, or an exception.
-        phase: of the run: start, step, evaluation, checkpoint or shutdown.
-        pattern: of what is said, as a regular expression; then comes what is lost.
-        said, noticed, lost: for the page.
-    """
-
-    role: str
-    how: str
-    phase: str
-    pattern: str
-    said: str
-    noticed: str
-    lost: str
-
-    @property
-    def fault(self) -> tuple[str, str, str]:
-        """What support/faulty_net.py is told."""
-        return self.role, self.how, self.phase
-
-
-def _lost(phase: str) -> str:
-    return {"start": _NOTHING, "shutdown": _FINISHED}.get(phase, _SINCE)
-
-
-def _killed(role: str, how: str, phase: str) -> Row:
-    pattern = rf"{role} \(pid \d+\) was killed by {how}; see \S+\.log"
-    return Row(role, how, phase, pattern, _KILLED.format(role=role, how=how), _AT_ONCE, _lost(phase))
-
-
-def _frozen(role: str, phase: str) -> Row:
-    silence = rf"is frozen: no sign of life for {HEARTBEAT_SECONDS} s \(cluster.heartbeat_timeout_seconds\).*"
-    who, said = rf"{role} \(host \S+, pid \d+\)", _FROZEN.format(role=role)
-    if role == "master":
-        who, said = "the master", "the master is frozen: no sign of life for 10 s ..."
-    return Row(role, "SIGSTOP", phase, f"{who} {silence}", said, _BEATS, _lost(phase))
-
-
-def _raised(error: str, phase: str) -> Row:
-    pattern = rf"trainer 0 on \S+: {error}: as the test wants it \(.+\)"
-    said = f"trainer 0 on H: {error}: ... (at step N)"
-    return Row("trainer 0", error, phase, pattern, said, _AT_ONCE, _lost(phase))
-
-
-# Each plan is one launch, which lives through its rows one after the other.
-PLANS: dict[str, list[Row]] = {
-    "workers killed": [
-        _killed("worker 0", "SIGKILL", "start"),
-        _killed("worker 1", "SIGTERM", "step"),
-        _killed("worker 0", "SIGKILL", "evaluation"),
-        _killed("worker 1", "SIGKILL", "checkpoint"),
-        _killed("worker 0", "SIGKILL", "shutdown"),
-    ],
-    "trainers killed": [
-        _killed("trainer 0", "SIGKILL", "start"),
-        _killed("trainer 1", "SIGTERM", "step"),
-        _killed("trainer 1", "SIGKILL", "evaluation"),
-        _killed("trainer 0", "SIGKILL", "checkpoint"),
-        _raised("RuntimeError", "step"),
-        _raised("RuntimeError", "evaluation"),
-        _raised("RuntimeError", "checkpoint"),
-        _raised("MemoryError", "step"),
-        _killed("trainer 0", "SIGKILL", "shutdown"),
-    ],
-    "master killed": [
-        _killed("master", "SIGKILL", "start"),
-        _killed("master", "SIGTERM", "step"),
-        _killed("master", "SIGKILL", "evaluation"),
-        _killed("master", "SIGKILL", "checkpoint"),
-        _killed("master", "SIGKILL", "shutdown"),
-    ],
-    "frozen": [
-        _frozen("trainer 0", "start"),
-        _frozen("worker 1", "step"),
-        _frozen("master", "evaluation"),
-        _frozen("worker 0", "checkpoint"),
-    ],
-}
+ROW_TEST = "test_the_run_comes_to_its_end"
+STARVED_FILE = "cli/test_raising_roles.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +65,9 @@ CASES = [
         f"{_FAILURES}::test_launch_goes_on_where_all_its_processes_are_gone",
     ),
     Case(
-        "the kernel ends a process since memory has run out",
+        "the kernel ends a role since memory has run out",
         "as SIGKILL; the line says so where the kernel's count has gone up",
-        "unit/test_outcome.py::test_a_kill_where_memory_ran_out_says_so",
+        "cli/test_raising_roles.py::test_the_kernel_ends_a_role_for_want_of_memory",
     ),
     Case(
         "a second `launch` in the same run folder",
@@ -202,6 +112,33 @@ CASES = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to fail, for the page.
+
+    Attributes:
+        how: as in a row.
+        said: by ``launch``.
+        noticed, back: medians in seconds: until ``launch`` says so, and until the run is at a step again.
+    """
+
+    how: str
+    said: str
+    noticed: float
+    back: float
+
+
+# As support.failure_runs has measured them.
+WAYS = [
+    Way("SIGKILL", "worker 0 (pid N) was killed by SIGKILL; see LOG; ...", 0.0, 0.5),
+    Way("SIGTERM", "worker 0 (pid N) was killed by SIGTERM; see LOG; ...", 0.1, 0.4),
+    Way("SIGSTOP", "worker 0 (host H, pid N) is frozen: no sign of life for 10 s ...", 0.3, 0.7),
+    Way("ValueError", "worker 0: ValueError: ...", 0.1, 0.5),
+    Way("MemoryError", "worker 0: MemoryError: ...", 0.1, 0.5),
+]
+_MEASURED_ON = "22 November 2026"
+
+
 _INTRODUCTION = """\
 # What happens when something fails
 
@@ -213,18 +150,45 @@ last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sec
 started again without a new checkpoint in between.
 
 SIGKILL, SIGTERM, SIGABRT, SIGSEGV and a kill by the kernel for want of memory are the same to the launcher:
-a process that a signal has ended. It sees that at once. A frozen role is silent; the master notices, and
-the other roles notice a silent master.
+a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP) is silent; the master
+notices, and the other roles notice a silent master.
 
 This page is written by `PYTHONPATH=tests python -m support.failure_table > docs/failures.md`, from the rows
 that the tests bring about.
 
-## Roles
+## Every role, in every way, at every moment
+
+"""
+
+_CONSEQUENCES = """
+- *starts again*: from the beginning. Nothing is lost, since no step had been taken.
+- *goes on*: from the newest checkpoint, or from the beginning where there is none yet. The steps since then
+  are lost, and taken again.
+- *ends*: `launch` ends with exit code 1. No step had been taken, and an exception before the first one would
+  come again.
+- *finished*: the run has its result, and nothing is lost; `launch` ends with exit code 0.
+
+Each cell is brought about by its test, which for worker and SIGKILL has the name `[worker SIGKILL]`. The
+exceptions of a trainer come up in a call that the master has made, as those of a net of your own do, those
+of the others in their main thread. Out of memory is Python's `MemoryError` here. Where the kernel ends a role
+for want of memory, it is as SIGKILL, and [tested](../tests/{starved}) with every role.
+
+| how | `launch` says | it says so after | the run is at a step again after |
+|---|---|---:|---:|
+"""
+
+_MEASURED = """
+The times are medians over all roles and moments, with 2 trainers and 2 workers on 2 cores, {on}.
+Those of SIGSTOP come on top of `cluster.heartbeat_timeout_seconds`.
+
+## Everything else
+
+| what | then | test |
+|---|---|---|
 """
 
 
 _CHAOS = """
-
 ## A hundred kills
 
 `scripts/chaos --kills 100 --freeze 0.05 --pause 2 --seed 2026`, 2 trainers and 2 workers on 2 cores,
@@ -246,20 +210,42 @@ the timeout.
 
 def describe() -> str:
     """The page."""
-    lines = [*_INTRODUCTION.splitlines()]
-    for plan, rows in PLANS.items():
-        test = f"[test_launch_goes_on[{plan}]](../tests/{TEST_FILE})"
-        lines += ["", f"Tested by {test}, one after the other in one launch:", ""]
-        lines += ["| role | how | when | `launch` says | noticed | lost |", "|---|---|---|---|---|---|"]
-        lines += [
-            f"| {row.role} | {row.how} | {row.phase} | {row.said} | {row.noticed} | {row.lost} |"
-            for row in rows
-        ]
-    lines += ["", "## Everything else", "", "| what | then | test |", "|---|---|---|"]
+    consequences = _CONSEQUENCES.format(starved=STARVED_FILE)
+    measured = _MEASURED.format(on=_MEASURED_ON)
+    return "".join([_INTRODUCTION, _rows(), consequences, _ways(), measured, _cases(), _CHAOS])
+
+
+def _rows() -> str:
+    heads = " | ".join(f"[{_title(how)}](../tests/{file})" for how, file in FILES.items())
+    lines = [f"| role | when | {heads} |", "|---" * (2 + len(HOWS)) + "|"]
+    for role, phase in product(ROLES, PHASES):
+        cells = " | ".join(_consequence(Row(role, how, phase)) for how in HOWS)
+        lines.append(f"| {role} | {phase} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _title(how: str) -> str:
+    return {"ValueError": "exception", "MemoryError": "out of memory"}.get(how, how)
+
+
+def _consequence(row: Row) -> str:
+    if row.ends_launch:
+        return "ends"
+    return {"start": "starts again", "shutdown": "finished"}.get(row.phase, "goes on")
+
+
+def _ways() -> str:
+    return "".join(
+        f"| {_title(way.how)} | `{way.said}` | {way.noticed:.1f} s | {way.back:.1f} s |\n" for way in WAYS
+    )
+
+
+def _cases() -> str:
+    rows = []
     for case in CASES:
         file, _, name = case.test.partition("::")
-        lines.append(f"| {case.what} | {case.happens} | [{name}](../tests/{file}) |")
-    return "\n".join(lines) + _CHAOS
+        rows.append(f"| {case.what} | {case.happens} | [{name}](../tests/{file}) |\n")
+    return "".join(rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A net that harms the roles of its own run, one after the other, at the moments that faults.json names.
+"""A net that harms the roles of its own run, one after the other, at the moments that its faults name.
 
-A run finds it where it is started, as ``dense.net = "faulty_net:build"``, and the faults in its run folder.
-Trainer 0 does it all; the file struck.txt counts what is done, also over restarts.
+A run names it as ``dense.net = "support.faulty_net:build"`` and has the faults in its folder. Trainer 0 does
+it all: itself it raises, to the others it sends signals, and support/faulty_roles.py has some of these raise.
 """
 
 from __future__ import annotations
@@ -16,31 +16,44 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.faults import (
+    ERRORS,
+    FAULTS_FILE,
+    RAISING,
+    STARVED,
+    STEPPED_FILE,
+    STRUCK_FILE,
+    WORDS,
+    read_times,
+)
+from support.memory_group import starve
 from torch import Tensor, nn
+from torch.distributed import rpc
 
 from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import InputSpec
 
 _ME = "trainer 0"
-_ERRORS = {"RuntimeError": RuntimeError, "MemoryError": MemoryError}
 _STEPS_BEFORE = 2
-_POLL_SECONDS = 0.002
+_NOTICED_SECONDS = 60.0
 
 
 class Faults:
-    """The faults that are still to come: role, what to do to it, and the phase of the run."""
+    """The fault that is next, if it is this process that is to bring it about.
+
+    Args:
+        run: its folder, in which the file of what is done counts over restarts.
+    """
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._struck = run / "struck.txt"
-        done = len(self._struck.read_text().splitlines()) if self._struck.exists() else 0
         self._next: tuple[str, str, str] | None = None
-        faults = json.loads((run / "faults.json").read_text())
-        if self._pid(_ME) == os.getpid() and done < len(faults):
+        self._is_mine = self._pid(_ME) == os.getpid()
+        faults = json.loads((run / FAULTS_FILE).read_text())
+        done = len(read_times(run, STRUCK_FILE))
+        if self._is_mine and done < len(faults):
             self._next = tuple(faults[done])
-        if self._next is not None and self._next[2] == "shutdown":
-            threading.Thread(target=self._await_result, daemon=True).start()
 
     def reach(self, phase: str) -> None:
         """Do what is to be done now, if that is so."""
@@ -48,16 +61,25 @@ class Faults:
             return
         role, action, _ = self._next
         self._next = None
-        with self._struck.open("a") as file:
-            file.write(f"{time.time()} {role} {action} {phase}\n")
-        if action in _ERRORS:
-            raise _ERRORS[action]("as the test wants it")
-        os.kill(self._pid(role), signal.Signals[action])
+        pid = self._pid(role)
+        self._note(STRUCK_FILE)
+        if action in ERRORS and role == _ME:
+            raise ERRORS[action](WORDS)
+        if action == STARVED:
+            starve(pid)
+        else:
+            os.kill(pid, RAISING.get(action) or signal.Signals[action])
+        if action not in ("SIGKILL", "SIGTERM"):  # the run could leave the phase before anybody notices
+            threading.Event().wait(_NOTICED_SECONDS)
 
-    def _await_result(self) -> None:
-        while not (self._run / "result.json").exists():
-            time.sleep(_POLL_SECONDS)
-        self.reach("shutdown")
+    def note_first_step(self) -> None:
+        """Leave the time of this start's first step."""
+        if self._is_mine:
+            self._note(STEPPED_FILE)
+
+    def _note(self, file: str) -> None:
+        with (self._run / file).open("a") as out:
+            out.write(f"{time.time()}\n")
 
     def _pid(self, role: str) -> int:
         log = (self._run / f"logs/{role.replace(' ', '-')}.log").resolve()
@@ -87,6 +109,8 @@ class Bottom(nn.Module):
         self._steps += self.training
         if not self.training:
             self._faults.reach("evaluation")
+        elif self._steps == 1:
+            self._faults.note_first_step()
         elif self._steps > _STEPS_BEFORE:
             self._faults.reach("step")
         return dense_BF
@@ -100,9 +124,21 @@ class SideBySide(nn.Module):
         return torch.cat([dense_BF, pooled_BE], dim=1)
 
 
+def _notice_shutdown(faults: Faults) -> None:
+    """Leaving the RPC group, no role gets further than this process, whose main thread notices it here."""
+    leave = rpc.shutdown
+
+    def shutdown(**arguments: Any) -> None:
+        faults.reach("shutdown")
+        leave(**arguments)
+
+    rpc.shutdown = shutdown  # type: ignore[assignment]  # torch leaves its arguments untyped
+
+
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
     """What trainers call."""
     faults = Faults(Path(config.run.folder))
+    _notice_shutdown(faults)
     faults.reach("start")
     width = len(input_spec.dense_features) + sum(widths)
     head: Any = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0))

@@ -11,7 +11,7 @@ import pytest
 
 from hybrid import errors, wire
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.alarm import LostRoleError, StoppedError
+from workers.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.failure import UnexpectedError, describe
 from workers.oom import oom_kills
 from workers.outcome import Cause, Child, Outcome, report_pipe
@@ -59,6 +59,29 @@ def test_of_one_that_says_nothing_the_system_tells_how_it_ended(
     assert (failure.message, failure.cause) == (f"worker 0 (pid 7) {message}; see worker.log", cause)
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later", "said"),
+    [
+        ("", "a stack\nhybrid worker 0: the master is frozen\n", ": the master is frozen"),
+        ("", "hybrid worker 0: the master is frozen\nsegments\n", ""),
+        ("hybrid worker 0: of an earlier start\n", "", ""),
+        ("", f"{'x' * 10_000}\nhybrid worker 0: it is late\n", ": it is late"),
+    ],
+)
+def test_of_one_that_could_only_write_it_the_log_tells_the_error(
+    earlier: str, later: str, said: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text(earlier)
+    reports, writer = report_pipe()
+    os.close(writer)
+    child = Child(WORKER, log, reports, pid=7)
+    log.write_text(earlier + later)
+    child.end(1)
+    assert child.failure is not None
+    assert child.failure.message == f"worker 0 (pid 7) exited with code 1{said}; see {log}"
+
+
 def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
     monkeypatch.setattr("workers.outcome.oom_kills", lambda: before + 1)
@@ -100,6 +123,7 @@ def remote(kind: str, is_users: bool) -> wire.RemoteError:
         (wire.LostError(WORKER, "no answer"), Cause.LOST),
         (LostRoleError("worker 0 is frozen"), Cause.LOST),
         (StoppedError("stopped by the master"), Cause.ECHO),
+        (EndedRoleError("worker 0 has ended: KeyError"), Cause.ECHO),
         (KeyError("x"), Cause.EXCEPTION),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.value,

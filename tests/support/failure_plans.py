@@ -1,0 +1,140 @@
+"""Every way in which each role may fail at each moment of a run, and what ``launch`` says then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+from support.faults import RAISED, STARVED, WORDS
+
+PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
+ROLES = ("master", "trainer", "worker")
+# How, and the test file that brings it about.
+FILES = {
+    "SIGKILL": "cli/test_killed_roles.py",
+    "SIGTERM": "cli/test_killed_roles.py",
+    "SIGSTOP": "cli/test_frozen_roles.py",
+    "ValueError": "cli/test_raising_roles.py",
+    "MemoryError": "cli/test_raising_roles.py",
+}
+HOWS = tuple(FILES)
+STEPS = 16  # of a run
+CHECKPOINT_STEPS = 4
+HEARTBEAT_SECONDS = 2
+
+# With one trainer and one worker only, nobody would wait for another of his kind.
+_INDICES = {"start": 0, "step": 1, "evaluation": 0, "checkpoint": 1, "shutdown": 1}
+_SIGNALS = {"SIGKILL": "SIGKILL", "SIGTERM": "SIGTERM", STARVED: "SIGKILL, probably since memory ran out"}
+_DOING = {
+    "start": r"at (start|step 0)",
+    "step": r"at step 2",
+    "evaluation": rf"while evaluating after step {STEPS}",
+    "checkpoint": r"(at step \d+|while writing the checkpoint)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One failure under ``launch``.
+
+    Attributes:
+        role: who fails.
+        how: a signal, an exception, or that the kernel ends it for want of memory.
+        phase: of the run.
+    """
+
+    role: str
+    how: str
+    phase: str
+
+    @property
+    def fault(self) -> tuple[str, str, str]:
+        """What support/faulty_net.py is told."""
+        return self.role, self.how, self.phase
+
+    @property
+    def ends_launch(self) -> bool:
+        """Whether ``launch`` fails with it: an exception before the first step would come again."""
+        return self.how in RAISED and self.phase == "start"
+
+    @property
+    def line(self) -> str:
+        """What ``launch`` says, as a regular expression."""
+        if self.ends_launch:
+            return f"hybrid launch: {self._failure}"
+        return f"hybrid launch: {self._failure}; {self._lost}"
+
+    @property
+    def _failure(self) -> str:
+        if self.how in _SIGNALS:
+            return rf"{self.role} \(pid \d+\) was killed by {_SIGNALS[self.how]}; see \S+\.log"
+        if self.how == "SIGSTOP":
+            return self._frozen
+        if self.role == "trainer 0":  # a call to it raises
+            return rf"trainer 0 on \S+: {self.how}: {WORDS} \({_DOING[self.phase]}\)"
+        return f"{self.role}: {self.how}: {WORDS}"
+
+    @property
+    def _frozen(self) -> str:
+        timeout = rf"{HEARTBEAT_SECONDS} s \(cluster\.heartbeat_timeout_seconds\)"
+        who = "the master" if self.role == "master" else rf"{self.role} \(host \S+, pid \d+\)"
+        said = f"{who} is frozen: no sign of life for {timeout}"
+        if self.role == "master" or self.phase == "shutdown":
+            return said
+        return f"{said} {_DOING[self.phase]}; its log says why, if it could"
+
+    @property
+    def _lost(self) -> str:
+        if self.phase == "shutdown":
+            return "the run had finished, nothing is lost"
+        if self.phase == "start":
+            return "nothing is lost, starting from the beginning"
+        if self.phase == "step":
+            return "steps 0 to 1 are lost, starting from the beginning"
+        return r"steps (?P<step>\d+) to \d+ are lost, going on from step (?P=step)"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run, which lives through its rows one after the other.
+
+    Attributes:
+        kind: of the role that fails.
+        how: it fails, every time.
+    """
+
+    kind: str
+    how: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.how}"
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return ("step",) if self.how == STARVED else PHASES
+
+    @property
+    def rows(self) -> list[Row]:
+        return [Row(self._role(phase), self.how, phase) for phase in self.phases]
+
+    @property
+    def launches(self) -> list[list[Row]]:
+        """The rows of each ``launch`` that the run takes."""
+        rows = self.rows
+        return [rows[:1], rows[1:]] if rows[0].ends_launch else [rows]
+
+    def _role(self, phase: str) -> str:
+        if self.kind == "master":
+            return "master"
+        # Trainer 0 raises within a call, as a user's net does, but for the shutdown.
+        raises = self.kind == "trainer" and self.how in RAISED and phase != "shutdown"
+        return f"{self.kind} {0 if raises else _INDICES[phase]}"
+
+
+PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS)]
+STARVED_PLANS = [Plan(kind, STARVED) for kind in ROLES]
+
+
+def plans_of(file: str) -> list[Plan]:
+    """The plans that a test file, by its name under tests, is to bring about."""
+    return [plan for plan in PLANS if FILES[plan.how] == file]
