@@ -26,10 +26,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch.futures import Future
-
+from hybrid.answer import Answer
 from hybrid.clock import Flow, OpenSpan, StepClock
 from hybrid.errors import ClusterError
 from hybrid.update import Purpose, Staleness, Ticket, UpdateMode, UpdateRules
@@ -52,7 +51,7 @@ class Update(Protocol):
 class _Waiting(Generic[Result]):
     ticket: Ticket
     work: Callable[[], Result]
-    future: Future[Result]
+    future: Answer[Result]
     span: OpenSpan | None = None
 
 
@@ -93,7 +92,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._absences: dict[int, list[tuple[int, float]]] = defaultdict(list)
         self._waiting: list[_Waiting[object]] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
-        self._norm_waiting: list[tuple[int, Future[float]]] = []
+        self._norm_waiting: list[tuple[int, Answer[float]]] = []
         self._decisions: dict[int, float | None] = {}
         self._staleness = Staleness()
         self._failure: Exception | None = None
@@ -108,16 +107,16 @@ class UpdateBarrier(Generic[Contribution]):
         """How many updates have been applied; a skipped step counts as one."""
         return self._version
 
-    def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Future[Result]:
+    def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Answer[Result]:
         """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are.
 
         In async mode the ticket's version counts the steps of its own trainer: what that has handed in for
         them must be applied, so that it sees its own updates and cannot run ahead of them.
         """
-        waiting = _Waiting(ticket, work, Future())
+        waiting = _Waiting(ticket, work, Answer())
         with self._changed:
             if self._failure is not None:
-                waiting.future.set_exception(self._failure)  # type: ignore[arg-type]
+                waiting.future.set_exception(self._failure)
                 return waiting.future
             if not self._is_ready(ticket):
                 if ticket.purpose is not Purpose.PREDICT:
@@ -162,12 +161,12 @@ class UpdateBarrier(Generic[Contribution]):
         if taken is not None:
             self._make(*taken)
 
-    def norm(self, step: int) -> Future[float]:
+    def norm(self, step: int) -> Answer[float]:
         """The squared norm of a step's merged gradients, once all of them are in."""
-        future: Future[float] = Future()
+        future: Answer[float] = Answer()
         with self._changed:
             if self._failure is not None:
-                future.set_exception(self._failure)  # type: ignore[arg-type]
+                future.set_exception(self._failure)
                 return future
             if self._norm is None or self._norm[0] < step:
                 self._norm_waiting.append((step, future))
@@ -371,7 +370,7 @@ class UpdateBarrier(Generic[Contribution]):
         try:
             waiting.future.set_result(waiting.work())
         except Exception as error:  # handed on to whoever waits
-            waiting.future.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+            waiting.future.set_exception(error)
             return
         ticket = waiting.ticket
         if ticket.purpose is Purpose.PREFETCH:
@@ -386,5 +385,6 @@ class UpdateBarrier(Generic[Contribution]):
             self._changed.notify_all()
             waiting, self._waiting = self._waiting, []
             norm_waiting, self._norm_waiting = self._norm_waiting, []
-        for future in [*(w.future for w in waiting), *(future for _, future in norm_waiting)]:
-            future.set_exception(error)  # type: ignore[attr-defined]
+        failed: list[Answer[Any]] = [*(w.future for w in waiting), *(future for _, future in norm_waiting)]
+        for future in failed:
+            future.set_exception(error)

@@ -31,6 +31,7 @@ from torch.distributed.nn import RemoteModule
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hybrid import errors
+from hybrid.answer import Answer
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.routes import Item
 from hybrid.embedding.shard import TableShards
@@ -41,7 +42,14 @@ from hybrid.own_code import described, name_of, resolved
 from hybrid.secret import Secret
 from hybrid.topology import Role, Topology
 from hybrid.trust.allowed import hosted
-from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
+from hybrid.trust.pickler import (
+    RAISED_LATER,
+    REFUSED,
+    SignedPickler,
+    addressed_to,
+    install,
+    plain_collectives,
+)
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Signatures
 from hybrid.trust.sockets import sealed_after
@@ -56,8 +64,6 @@ _modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _module_numbers = itertools.count()
 _MIN_RPC_THREADS = 16
 _DONE_SECONDS = 1.0
-# What torch puts before the exception of a worker that was raised while its answer was on the way.
-_IN_CALLBACK = "when running the callback: "
 
 
 def start(
@@ -192,7 +198,7 @@ class Pending:
         try:
             value = self._future.wait()
         except RuntimeError as error:
-            if _IN_CALLBACK in str(error):  # it did answer, with an exception
+            if RAISED_LATER in str(error):  # it did answer, with an exception
                 raise
             if REFUSED in str(error):
                 raise RefusedError(self.role, error) from error
@@ -395,8 +401,8 @@ def _exchange(
     try:
         answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
     except Exception as error:  # comes back like an error of the answer
-        answer = torch.futures.Future()
-        answer.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+        answer = Answer()
+        answer.set_exception(error)
     return answer
 
 
@@ -454,9 +460,9 @@ def _invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
 def _failure(error: Exception) -> Failure:
     kind, users = type(error).__name__, isinstance(error, HybridError)
     message = str(error) if users else f"{type(error).__name__}: {first_line(error)}"
-    if _IN_CALLBACK in message:
+    if RAISED_LATER in message:
         # What went wrong while a worker prepared an answer says so itself, after the name of its class.
-        message = message.rpartition(_IN_CALLBACK)[2]
+        message = message.rpartition(RAISED_LATER)[2]
         kind, _, told = message.partition(": ")
         if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
             message, users = told, True

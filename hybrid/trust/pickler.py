@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 
+from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code import name_of
 from hybrid.trust.allowed import Unpickler, dtype_name, reference_to, tensor_beside
@@ -29,6 +29,8 @@ from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
 
 # How an error tells that a payload was refused.
 REFUSED = "a message was refused: "
+# How it tells that the call was accepted, and what its answer waited for has failed.
+RAISED_LATER = "raised while the answer was waited for: "
 # What torch's processes tell each other when they start and stop: the same for all of them.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
 # Its result stays where it runs.
@@ -58,7 +60,7 @@ class addressed_to:  # as a generator it would cost twice as much
         _target.name = None
 
 
-class _Answer(NamedTuple):
+class _Answered(NamedTuple):
     """What a call has returned, and the sender number of its caller."""
 
     to: bytes
@@ -90,21 +92,25 @@ class _Served:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         try:
-            result = self._function(*args, **keywords)
+            with serving(self):
+                result = self._function(*args, **keywords)
         except Exception as error:  # the caller's to know
             kind = next((kept for kept in _KEPT.values() if isinstance(error, kept)), RuntimeError)
             return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._to)
-        if isinstance(result, torch.futures.Future):
-            return result.then(self._answer)
-        return _Answer(self._to, result)
+        return result if isinstance(result, Answer) else self.answered(result)
 
-    def _answer(self, future: torch.futures.Future[Any]) -> _Answer:
-        # RPC would send an exception set on the future as a value; one raised in a callback it sends as such.
-        return _Answer(self._to, future.value())
+    def answered(self, value: Any) -> _Answered:
+        """See :class:`Caller`."""
+        return _Answered(self._to, value)
+
+    def failed(self, error: Exception) -> _Raised:
+        """See :class:`Caller`."""
+        return _raised(f"{RAISED_LATER}{type(error).__name__}: {error}", RuntimeError, self._to)
 
 
 def _raised(message: str, kind: type[Exception], to: bytes | None) -> _Raised:
-    raised = _Raised(message, kind)
+    # Where it arrives, torch takes it for escaped text.
+    raised = _Raised(message.encode("unicode_escape").decode(), kind)
     raised.to = to
     return raised
 
@@ -134,7 +140,7 @@ class SignedPickler(internal._InternalRPCPickler):
         """
         if isinstance(obj, internal.PythonUDF):
             return self._seal(*self._call(obj))
-        if isinstance(obj, _Answer):
+        if isinstance(obj, _Answered):
             return self._seal(Kind.ANSWER, obj.to, obj.value)
         if isinstance(obj, internal.RemoteException):
             if not isinstance(obj, _Raised) or obj.to is None:

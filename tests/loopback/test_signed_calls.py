@@ -21,6 +21,7 @@ from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import config, wire
+from hybrid.answer import Answer
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.own_code import name_of
 from hybrid.secret import Secret
@@ -234,6 +235,31 @@ def test_an_answer_cannot_pass_for_an_error(worker: Process, trainer: Process) -
     forged = payload[:16] + bytes([Kind.ERROR]) + payload[17:]
     assert "not signed" in trainer.refuses(forged, sent)
     assert not trainer.refuses(payload, sent)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "later"])
+def test_an_error_is_told_to_its_caller_as_it_was_raised(
+    later: bool, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "größer als C:\\new\nund mehr"
+    answer: list[Answer[Any]] = []
+
+    def fail(number: int, step: int) -> Answer[Any]:
+        if not later:
+            raise ValueError(text)
+        answer.append(Answer())
+        return answer[0]
+
+    monkeypatch.setitem(worker.pickler._calls, "hybrid.wire:_norm", fail)
+    raised = internal._run_function(worker.pickler.deserialize(*trainer.call("worker0")))
+    if later:
+        answer[0].set_exception(ValueError(text))
+        raised = raised.wait()
+    payload, sent = worker.pickler.serialize(raised)
+    assert "not signed" in Process("trainer0").refuses(payload, sent)
+    with pytest.raises(RuntimeError if later else ValueError) as told:
+        internal._handle_exception(trainer.pickler.deserialize(payload, sent))
+    assert (f"ValueError: {text}" if later else repr(text)) in str(told.value)
 
 
 def test_to_one_that_is_refused_nothing_is_told(worker: Process) -> None:

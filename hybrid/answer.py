@@ -1,0 +1,67 @@
+"""What a call returns that is answered later.
+
+A call by RPC is answered for its caller alone (``hybrid/trust``). What it returns at once is addressed where
+it returns; a future knows its caller from the moment at which it is made, and addresses its own value: one
+more callback on every answer would cost more than the signature.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from torch.futures import Future
+
+Result = TypeVar("Result")
+
+
+class Caller(Protocol):
+    """Who waits for an answer."""
+
+    def answered(self, value: Any) -> Any:
+        """``value``, for the caller."""
+        ...
+
+    def failed(self, error: Exception) -> Any:
+        """What tells the caller that there is no answer, since an exception was raised instead."""
+        ...
+
+
+_serving = threading.local()
+
+
+class serving:  # as a generator it would cost twice as much
+    """While it is entered, answers that this thread makes are for this caller."""
+
+    __slots__ = ("_caller",)
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        _serving.caller = self._caller
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _serving.caller = None
+
+
+class Answer(Future[Result]):
+    """A future that whoever makes it completes; for the caller that is being served, if one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._caller: Caller | None = getattr(_serving, "caller", None)
+
+    def set_result(self, result: Result) -> None:
+        """Complete it."""
+        super().set_result(result if self._caller is None else self._caller.answered(result))
+
+    def set_exception(self, error: Exception) -> None:  # type: ignore[override]  # torch's annotation is wrong
+        """Complete it with an exception, which RPC would send as a value."""
+        if self._caller is None:
+            super().set_exception(error)  # type: ignore[arg-type]
+        else:
+            super().set_result(self._caller.failed(error))

@@ -1,0 +1,54 @@
+"""An answer knows whom it is for from the moment at which it is made."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from hybrid.answer import Answer, serving
+
+
+class Named:
+    """A caller that sees its name on everything."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def answered(self, value: Any) -> str:
+        return f"{self._name}: {value}"
+
+    def failed(self, error: Exception) -> str:
+        return f"{self._name}: raised {error}"
+
+
+def test_it_is_for_the_caller_that_was_served_when_it_was_made() -> None:
+    with serving(Named("first")):
+        first: Answer[Any] = Answer()
+    with serving(Named("second")):
+        second: Answer[Any] = Answer()
+        first.set_result(1)
+        second.set_exception(ValueError("two"))
+    assert (first.wait(), second.wait()) == ("first: 1", "second: raised two")
+
+
+def test_another_thread_may_complete_it() -> None:
+    with serving(Named("caller")):
+        answer: Answer[Any] = Answer()
+        thread = threading.Thread(target=lambda: answer.set_result(3))
+        thread.start()
+        assert answer.wait() == "caller: 3"
+        thread.join(5.0)
+
+
+def test_where_nobody_is_served_it_is_a_future() -> None:
+    with pytest.raises(KeyError), serving(Named("before")):
+        raise KeyError
+    answer: Answer[int] = Answer()
+    answer.set_result(4)
+    failed: Answer[int] = Answer()
+    failed.set_exception(ValueError("plain"))
+    assert answer.wait() == 4
+    with pytest.raises(ValueError, match="plain"):
+        failed.wait()
