@@ -125,6 +125,9 @@ class Signatures:
             RefusedPayload: nobody of this run has signed it for this process, it was changed on the way, or
                 it has come before.
         """
+        # What does not lie in one piece nobody has signed, and must not be read as if it did.
+        if not all(map(is_in_one_piece, tensors)):
+            raise RefusedPayload(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
         known = self._receiving.get(start) or (self._line_of(start), ReplayWindow())
         _, kind, aead = known[0]
@@ -166,15 +169,9 @@ def _nonce(number: bytes, index: int) -> bytes:
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
-    """The bytes of tensors, where they lie; one part for each that is not huge.
-
-    Raises:
-        ValueError: a tensor does not lie in one piece; nobody has signed such a one.
-    """
+    """The bytes of tensors, each in one piece, where they lie; one part for each that is not huge."""
     parts: list[memoryview | bytes] = []
     for tensor in tensors:
-        if not is_in_one_piece(tensor):
-            raise ValueError("not in one piece")
         if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
             parts.append(b"")
             continue
