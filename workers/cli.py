@@ -19,10 +19,10 @@ from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.imports import lasting_imports
+from workers.launching.imports import lasting_imports
+from workers.launching.resume import check_same_model, resumed_config, unfinished_run
+from workers.launching.run_lock import run_lock
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
-from workers.resume import check_same_model, resumed_config, unfinished_run
-from workers.run_lock import run_lock
 from workers.task import CompareTask, OwnTask, TrainTask
 
 INTERRUPTED = 130
@@ -197,14 +197,14 @@ def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
 
 
 def _launch(options: argparse.Namespace, started_at: float) -> None:
-    from workers.launch import launch
+    from workers.launching.launch import launch
 
     config, folder, is_resumed = _wanted_run(options)
     launch(config, folder, TrainTask(folder, is_resumed, started_at))
 
 
 def _compare(options: argparse.Namespace, started_at: float) -> None:
-    from workers.launch import launch
+    from workers.launching.launch import launch
 
     if options.steps < 1:
         raise ConfigError("--steps", "must be at least 1", options.steps)
@@ -221,7 +221,7 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
 
 
 def _run(options: argparse.Namespace, started_at: float) -> None:
-    from workers.launch import launch
+    from workers.launching.launch import launch
 
     if not re.fullmatch(OWN_FUNCTION, options.function):
         raise ConfigError("FUNCTION", "must be module:function", options.function)

@@ -8,9 +8,9 @@ from typing import Any
 from hybrid import errors, wire
 from hybrid.errors import ClusterError, HybridError
 from hybrid.topology import Role
-from workers.alarm import EndedRoleError, LostRoleError, StoppedError
-from workers.bootstrap import Cluster
-from workers.outcome import Cause, Outcome
+from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
+from workers.joining.bootstrap import Cluster
+from workers.launching.outcome import Cause, Outcome
 
 _POLL_SECONDS = 0.02
 _PING_SECONDS = 2.0

@@ -19,16 +19,16 @@ from hybrid.data.prepared import prepare
 from hybrid.errors import first_line
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
-from workers.alarm import LostRoleError
-from workers.bootstrap import announce_stop, join
-from workers.compare import Comparison
 from workers.failure import diagnose
-from workers.listener import listen
-from workers.own import OwnJob
+from workers.jobs.compare import Comparison
+from workers.jobs.own import OwnJob
+from workers.jobs.training import Training
+from workers.joining.alarm import LostRoleError
+from workers.joining.bootstrap import announce_stop, join
+from workers.joining.listener import listen
 from workers.paths import cache_folder
+from workers.reporting.terminal import TerminalView
 from workers.task import CompareTask, OwnTask, Task, TrainTask
-from workers.terminal import TerminalView
-from workers.training import Training
 
 _POLL_SECONDS = 0.05
 

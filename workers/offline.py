@@ -33,7 +33,7 @@ from hybrid.model import HybridModel
 from hybrid.step import predict_step
 from hybrid.update import Purpose, Ticket, UpdateRules
 from workers.paths import cache_folder
-from workers.terminal import bad_row_lines
+from workers.reporting.terminal import bad_row_lines
 
 
 class TrainedModel:

@@ -34,11 +34,11 @@ from hybrid.metrics import Metrics
 from hybrid.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.update import Staleness, UpdateRules
-from workers.capacity import check_memory, has_memory_for_copies
 from workers.failure import gather
-from workers.profile import Profile
-from workers.saving import NO_PROGRESS, Progress, Saving
-from workers.tally import metrics_of
+from workers.jobs.capacity import check_memory, has_memory_for_copies
+from workers.jobs.saving import NO_PROGRESS, Progress, Saving
+from workers.jobs.tally import metrics_of
+from workers.reporting.profile import Profile
 from workers.trainer import Job, Report, Trainer
 
 EVAL_STEPS_PER_CALL = 20

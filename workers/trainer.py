@@ -38,7 +38,7 @@ from hybrid.tensor_file import write_tensors
 from hybrid.topology import Role, RoleKind
 from hybrid.update import Purpose, Ticket, UpdateRules
 from hybrid.wire import RemoteHost, RemoteNet, RemoteTables
-from workers.bootstrap import await_stop, join
+from workers.joining.bootstrap import await_stop, join
 
 
 @dataclass(frozen=True, slots=True)

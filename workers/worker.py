@@ -7,7 +7,7 @@ import torch
 from hybrid.config import RunConfig
 from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
-from workers.bootstrap import await_stop, join
+from workers.joining.bootstrap import await_stop, join
 
 
 def run(config: RunConfig, index: int, secret: Secret) -> None:

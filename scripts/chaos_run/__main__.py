@@ -17,7 +17,7 @@ from chaos_run.report import save, show
 from chaos_run.running import Kill, Plan, Run
 from chaos_run.sameness import differences
 from hybrid.errors import HybridError
-from workers.restarts import FILE_NAME
+from workers.launching.restarts import FILE_NAME
 
 FAILED = 1
 INTERRUPTED = 130

@@ -33,7 +33,7 @@ from support.commands import (
 from support.tables import write_csv
 
 from workers.cli import main
-from workers.listener import listen
+from workers.joining.listener import listen
 
 START_SECONDS = 60.0
 STOP_SECONDS = 5.0

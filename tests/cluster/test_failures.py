@@ -11,8 +11,8 @@ from support.jobs import opened
 
 from hybrid.config import RunConfig
 from hybrid.wire import RemoteError
-from workers.bootstrap import Cluster
 from workers.failure import diagnose, gather
+from workers.joining.bootstrap import Cluster
 
 
 def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:

@@ -20,8 +20,8 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.bootstrap import join
-from workers.listener import listen
+from workers.joining.bootstrap import join
+from workers.joining.listener import listen
 
 START_SECONDS = 20.0
 HEARTBEAT_SECONDS = 1.0

@@ -25,12 +25,12 @@ from hybrid.checkpoint import DENSE_FILE, PROGRESS_FILE, Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.manifest import Files, Manifest, step_folder
-from workers.bootstrap import Cluster
 from workers.failure import gather
+from workers.jobs.training import Training
+from workers.joining.bootstrap import Cluster
+from workers.reporting.terminal import Progress, TerminalView
 from workers.session import DatasetSession
 from workers.task import TrainTask
-from workers.terminal import Progress, TerminalView
-from workers.training import Training
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -73,7 +73,7 @@ def sessions_closed() -> Iterator[None]:
         made.append(DatasetSession(*args))
         return made[-1]
 
-    with patch("workers.training.DatasetSession", make):
+    with patch("workers.jobs.training.DatasetSession", make):
         try:
             yield
         except InterruptedRunError:

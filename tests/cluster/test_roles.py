@@ -19,9 +19,9 @@ from hybrid.config import RunConfig
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers import trainer, worker
-from workers.bootstrap import Cluster, announce_stop, join
 from workers.failure import gather
-from workers.listener import listen
+from workers.joining.bootstrap import Cluster, announce_stop, join
+from workers.joining.listener import listen
 
 SECONDS = 10.0
 

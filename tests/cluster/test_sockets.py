@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 from support.cluster import Clusters
 
-from workers.bootstrap import Cluster
+from workers.joining.bootstrap import Cluster
 
 
 def listening_addresses(cluster: Cluster) -> dict[str, set[str]]:

@@ -25,8 +25,8 @@ from hybrid import wire
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to
-from workers.bootstrap import Cluster
 from workers.failure import gather
+from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
 _CONNECT_SECONDS = 0.3

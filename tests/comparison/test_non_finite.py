@@ -11,7 +11,7 @@ from support.cluster import Clusters
 from support.matrix import STEPS, Case, train_case
 
 from hybrid.batch import Batch
-from workers.snapshot import reference_snapshot
+from workers.jobs.snapshot import reference_snapshot
 
 BAD_STEPS = (3, 4, 11)
 

@@ -8,7 +8,7 @@ from support.cluster import CaseError, Clusters
 from support.matrix import STEPS, Case, train_case
 
 from hybrid.batch import Batch
-from workers.snapshot import reference_snapshot
+from workers.jobs.snapshot import reference_snapshot
 
 ROUNDS = 3
 

@@ -13,7 +13,7 @@ from support.rendezvous import SECONDS, Meeting, meeting
 
 from hybrid import wire
 from hybrid.topology import MASTER, Topology
-from workers.store import Store
+from workers.joining.store import Store
 
 
 class Noted(Store):

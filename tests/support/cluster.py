@@ -23,8 +23,8 @@ from hybrid.config import RunConfig
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers import trainer, worker
-from workers.bootstrap import Cluster, announce_stop, join
-from workers.listener import listen
+from workers.joining.bootstrap import Cluster, announce_stop, join
+from workers.joining.listener import listen
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from support.commands import settings
 from support.failure_plans import CHECKPOINT_STEPS, HEARTBEAT_SECONDS, HOWS, PLANS, STEPS, Plan
 from support.faults import FAULTS_FILE, STEPPED_FILE, STRUCK_FILE, read_times
 
-from workers import launch
 from workers.cli import main
-from workers.fork_server import ForkServer
+from workers.launching import launch
+from workers.launching.fork_server import ForkServer
 
 TEST_SAMPLES = 500
 NOTICED_SECONDS = 10.0

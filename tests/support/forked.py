@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from workers.fork_server import ForkServer, Started
+from workers.launching.fork_server import ForkServer, Started
 
 SECONDS = 10.0
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from hybrid.checkpoint import DENSE_FILE, unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from workers.bootstrap import Cluster
-from workers.compare import Comparison
+from workers.jobs.compare import Comparison
+from workers.jobs.snapshot import Snapshot, snapshot
+from workers.joining.bootstrap import Cluster
+from workers.reporting.terminal import TerminalView
 from workers.session import DatasetSession
-from workers.snapshot import Snapshot, snapshot
-from workers.terminal import TerminalView
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.embedding.tables import plan_tables
 from hybrid.reference import Reference
 from hybrid.update import Staleness
-from workers.bootstrap import Cluster
+from workers.jobs.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
+from workers.joining.bootstrap import Cluster
 from workers.session import Session
-from workers.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
-from workers.channel import GREETING, NONCE_BYTES, Channel
-from workers.heartbeat import Pulse
-from workers.listener import listen
-from workers.rendezvous import Rendezvous
-from workers.rhythm import Rhythm
-from workers.store import Store
+from workers.joining.channel import GREETING, NONCE_BYTES, Channel
+from workers.joining.heartbeat import Pulse
+from workers.joining.listener import listen
+from workers.joining.rendezvous import Rendezvous
+from workers.joining.rhythm import Rhythm
+from workers.joining.store import Store
 
 SECONDS = 5.0
 ADDRESS = "127.0.0.1"

@@ -12,13 +12,13 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.errors import ClusterError
-from workers.alarm import FAILED, INTERRUPTED, Alarm, run_interruptibly
+from workers.joining.alarm import FAILED, INTERRUPTED, Alarm, run_interruptibly
 
 SECONDS = 5.0
 START = """
 import signal, sys, threading, time
 from hybrid.errors import ClusterError
-from workers.alarm import Alarm
+from workers.joining.alarm import Alarm
 alarm = Alarm("hybrid worker 0", {seconds})
 ring = lambda: alarm.ring(ClusterError("the master is frozen"))
 """
@@ -48,7 +48,7 @@ sys.exit("told")
 
 def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
     program = """
-from workers.alarm import run_interruptibly
+from workers.joining.alarm import run_interruptibly
 def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in a call into torch
     threading.Timer(0.05, ring).start()

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from hybrid.secret import Secret
-from workers.channel import LARGEST_FRAME, ChannelError, Seal, sealed_length
+from workers.joining.channel import LARGEST_FRAME, ChannelError, Seal, sealed_length
 
 NONCES = os.urandom(64)
 HEADER = 4

@@ -16,7 +16,7 @@ from support import forked
 from support.commands import eventually
 
 from hybrid.errors import ClusterError
-from workers.fork_server import Ended, ForkServer, Started
+from workers.launching.fork_server import Ended, ForkServer, Started
 
 SECONDS = forked.SECONDS
 

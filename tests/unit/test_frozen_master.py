@@ -20,10 +20,10 @@ from support.rendezvous import ADDRESS, SECONDS, meeting
 from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
-from workers.bootstrap import _connect
-from workers.channel import GREETING, LARGEST_FRAME, NONCE_BYTES, PROOF_BYTES
-from workers.listener import listen
-from workers.rhythm import Rhythm
+from workers.joining.bootstrap import _connect
+from workers.joining.channel import GREETING, LARGEST_FRAME, NONCE_BYTES, PROOF_BYTES
+from workers.joining.listener import listen
+from workers.joining.rhythm import Rhythm
 
 TIMEOUT = 0.3
 FROZEN = rf"^the master is frozen: no sign of life for {TIMEOUT} s \(cluster.heartbeat_timeout_seconds\)$"
@@ -84,8 +84,8 @@ def test_a_role_that_was_stopped_itself_waits_anew() -> None:
     """Master and role were stopped, as by a pause of their host, and the master goes on a little later."""
     timeout = 1.0
     program = (
-        "import sys; from hybrid.secret import Secret; from workers.channel import Channel; "
-        "from workers.rhythm import Rhythm; "
+        "import sys; from hybrid.secret import Secret; from workers.joining.channel import Channel; "
+        "from workers.joining.rhythm import Rhythm; "
         f"Channel({ADDRESS!r}, int(sys.argv[1]), Secret.fresh(), Rhythm({timeout}))"
     )
     with listen(ADDRESS, 0) as listener:

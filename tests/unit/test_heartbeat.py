@@ -10,10 +10,10 @@ from support.rendezvous import SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
-from workers.alarm import LostRoleError, StoppedError
-from workers.channel import Channel
-from workers.heartbeat import LIFE, Pulse
-from workers.rhythm import Rhythm
+from workers.joining.alarm import LostRoleError, StoppedError
+from workers.joining.channel import Channel
+from workers.joining.heartbeat import LIFE, Pulse
+from workers.joining.rhythm import Rhythm
 
 TIMEOUT = 0.5
 TRAINER = Role(RoleKind.TRAINER, 1)

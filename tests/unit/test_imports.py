@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.imports import lasting_imports
+from workers.launching.imports import lasting_imports
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import pytest
 
 from hybrid import errors, wire
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.failure import UnexpectedError, describe
-from workers.oom import oom_kills
-from workers.outcome import Cause, Child, Outcome, report_pipe
+from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
+from workers.launching.oom import oom_kills
+from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 
 WORKER = Role(RoleKind.WORKER, 0)
 
@@ -84,7 +84,7 @@ def test_of_one_that_could_only_write_it_the_log_tells_the_error(
 
 def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
-    monkeypatch.setattr("workers.outcome.oom_kills", lambda: before + 1)
+    monkeypatch.setattr("workers.launching.outcome.oom_kills", lambda: before + 1)
     failure = ended_child(-signal.SIGKILL).failure
     assert failure is not None
     assert failure.message == (

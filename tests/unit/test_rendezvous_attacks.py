@@ -15,10 +15,10 @@ from support.rendezvous import ADDRESS, SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.secret import Secret
-from workers import rendezvous
-from workers.channel import GREETING, NONCE_BYTES, PROOF_BYTES, Channel
-from workers.listener import listen
-from workers.rhythm import Rhythm
+from workers.joining import rendezvous
+from workers.joining.channel import GREETING, NONCE_BYTES, PROOF_BYTES, Channel
+from workers.joining.listener import listen
+from workers.joining.rhythm import Rhythm
 
 RHYTHM = Rhythm(SECONDS)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hybrid.errors import ClusterError
-from workers.outcome import Cause, Outcome
-from workers.restarts import FILE_NAME, Restarts
+from workers.launching.outcome import Cause, Outcome
+from workers.launching.restarts import FILE_NAME, Restarts
 
 KILLED = Outcome("worker 0 was killed", Cause.KILLED)
 

@@ -9,8 +9,8 @@ import pytest
 
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
+from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.paths import run_path
-from workers.resume import check_same_model, resumed_config, unfinished_run
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:

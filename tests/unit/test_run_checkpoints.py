@@ -26,10 +26,10 @@ from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError
 from hybrid.manifest import Manifest, step_folder, write_text
 from hybrid.metrics import Metrics
-from workers.checkpoints import Checkpoints, Moment
-from workers.report import RunFolder
-from workers.saving import Progress, Saving
-from workers.tally import Tally
+from workers.jobs.checkpoints import Checkpoints, Moment
+from workers.jobs.saving import Progress, Saving
+from workers.jobs.tally import Tally
+from workers.reporting.report import RunFolder
 
 
 @dataclass
@@ -134,7 +134,7 @@ def test_they_are_due_by_steps(start: Start) -> None:
 
 def test_they_are_due_by_minutes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("workers.checkpoints.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("workers.jobs.checkpoints.time.monotonic", lambda: clock[0])
     run = start(every_steps=0, every_minutes=0.5, keep_last=9)
     assert run.checkpoints.steps_to_next(7) == math.inf
     for step in range(1, 13):
@@ -274,7 +274,7 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content)
 
-    monkeypatch.setattr("workers.appended_file.os.write", write_if_room)
+    monkeypatch.setattr("workers.reporting.appended_file.os.write", write_if_room)
     assert eventually(partial.exists, PATIENCE_SECONDS)
     run.folder.log_evaluation(10, Metrics(0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 10))
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1

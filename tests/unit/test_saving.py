@@ -18,7 +18,7 @@ from hybrid.errors import CheckpointError
 from hybrid.manifest import Files, Manifest, write_text
 from hybrid.topology import Role, RoleKind
 from hybrid.wire import Failure, LostError, RemoteError
-from workers.saving import Saving
+from workers.jobs.saving import Saving
 
 WORKER = Role(RoleKind.WORKER, 0)
 

@@ -27,7 +27,7 @@ from hybrid.schedule import Schedule
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.update import Staleness
 from workers import paths
-from workers.listener import listen
+from workers.joining.listener import listen
 
 
 class TestTopology:

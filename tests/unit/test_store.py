@@ -13,8 +13,8 @@ import torch.distributed as dist
 from support.rendezvous import SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError
-from workers.channel import LARGEST_FRAME
-from workers.store import Store
+from workers.joining.channel import LARGEST_FRAME
+from workers.joining.store import Store
 
 MOMENT = timedelta(milliseconds=20)
 FROZEN_SECONDS = 0.3

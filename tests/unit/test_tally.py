@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hybrid.clock import PHASES
 from hybrid.tensor_file import write_tensors
 from hybrid.update import Staleness
-from workers.tally import Interval, Tally
+from workers.jobs.tally import Interval, Tally
 from workers.trainer import Report
 
 SIZE = 5

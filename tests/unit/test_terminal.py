@@ -16,7 +16,7 @@ from rich.console import Console
 from hybrid.clock import PHASES
 from hybrid.metrics import Metrics
 from hybrid.update import Staleness
-from workers.terminal import ProfileSummary, Progress, Summary, TerminalView
+from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
 
 PROGRESS = Progress(
     step=1200,
@@ -212,7 +212,7 @@ def test_no_thread_draws() -> None:
 
 def test_a_pipe_gets_no_escape_codes_even_where_colour_is_forced() -> None:
     code = (
-        "import sys\nfrom workers.terminal import TerminalView\n"
+        "import sys\nfrom workers.reporting.terminal import TerminalView\n"
         "with TerminalView() as view: view.status('[bold]starting')\nsys.exit('torch' in sys.modules)"
     )
     environment = {"FORCE_COLOR": "1", "TERM": "xterm"}

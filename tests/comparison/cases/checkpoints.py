@@ -9,9 +9,9 @@ from support.matrix import Case
 
 from hybrid.batch import Batch
 from hybrid.checkpoint import Checkpoint
-from workers.bootstrap import Cluster
+from workers.jobs.snapshot import Snapshot, snapshot
+from workers.joining.bootstrap import Cluster
 from workers.session import Session
-from workers.snapshot import Snapshot, snapshot
 
 STEPS = 3
 

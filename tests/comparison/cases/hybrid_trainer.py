@@ -40,8 +40,8 @@ from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling
 from hybrid.feed import Feed, evened
 from hybrid.model import HybridModel, MicroBatch
 from hybrid.update import UpdateMode, UpdateRules
-from workers.bootstrap import Cluster
 from workers.failure import gather
+from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
 RATE = 0.125  # a power of two: sums and products of these small numbers stay exact

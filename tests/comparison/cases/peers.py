@@ -28,8 +28,8 @@ from hybrid.embedding.pending import Nothing
 from hybrid.feed import evened
 from hybrid.model import HybridModel, MicroBatch
 from hybrid.update import Ticket
-from workers.bootstrap import Cluster
 from workers.failure import gather
+from workers.joining.bootstrap import Cluster
 
 SECONDS = 20.0
 

@@ -17,8 +17,8 @@ from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.update import Ticket, UpdateRules
-from workers.bootstrap import Cluster
 from workers.failure import gather
+from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
 RATE = 1.0

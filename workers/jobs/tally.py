@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid.clock import PHASES
 from hybrid.metrics import Metrics, binary_metrics
 from hybrid.update import Staleness
-from workers.saving import Progress
+from workers.jobs.saving import Progress
 from workers.trainer import Report
 
 

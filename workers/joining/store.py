@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from workers.channel import Channel
-from workers.keys import LATE, STORE
+from workers.joining.channel import Channel
+from workers.joining.keys import LATE, STORE
 
 
 class Store(dist.Store):

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.own_code import load_function
 from hybrid.topology import Topology
-from workers.terminal import TerminalView
+from workers.reporting.terminal import TerminalView
 
 
 class OwnJob:

@@ -17,11 +17,11 @@ from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.secret import Secret
-from workers.alarm import LostRoleError
-from workers.channel import ChannelError, MasterChannel, welcome
-from workers.heartbeat import LIFE, TAKEN, Watch
-from workers.keys import Keys
-from workers.rhythm import Rhythm
+from workers.joining.alarm import LostRoleError
+from workers.joining.channel import ChannelError, MasterChannel, welcome
+from workers.joining.heartbeat import LIFE, TAKEN, Watch
+from workers.joining.keys import Keys
+from workers.joining.rhythm import Rhythm
 
 STOP, VERDICT = "stop", "verdict"  # the keys under which roles wait for the master's word
 TWICE = "twice"  # the keys of roles that were claimed more than once: twice/ROLE

@@ -17,8 +17,7 @@ from hybrid.dense.nets import build_dense_net, build_remote_net
 from hybrid.metrics import Metrics, binary_metrics
 from hybrid.reference import Reference
 from hybrid.topology import Topology
-from workers.session import DatasetSession
-from workers.snapshot import (
+from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
     Difference,
@@ -28,7 +27,8 @@ from workers.snapshot import (
     reference_snapshot,
     snapshot,
 )
-from workers.terminal import TerminalView
+from workers.reporting.terminal import TerminalView
+from workers.session import DatasetSession
 
 # Epoch, first step in it, number of steps, steps before.
 Run: TypeAlias = tuple[int, int, int, int]

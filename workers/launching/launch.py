@@ -20,13 +20,13 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER
-from workers.fork_server import ForkServer
-from workers.listener import listen
-from workers.outcome import Outcome
+from workers.joining.listener import listen
+from workers.launching.fork_server import ForkServer
+from workers.launching.outcome import Outcome
+from workers.launching.restarts import Restarts
+from workers.launching.role_processes import RoleProcesses
+from workers.launching.run_lock import run_lock
 from workers.paths import log_path
-from workers.restarts import Restarts
-from workers.role_processes import RoleProcesses
-from workers.run_lock import run_lock
 from workers.task import Task, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.

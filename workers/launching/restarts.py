@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from hybrid.errors import ClusterError
-from workers.outcome import Cause, Outcome
-from workers.run_state import RunState
+from workers.launching.outcome import Cause, Outcome
+from workers.launching.run_state import RunState
 
 FILE_NAME = "restarts.jsonl"
 

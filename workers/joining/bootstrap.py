@@ -10,8 +10,8 @@
     compares configurations, says "go"  ───► waits for the master's word
                      all: join the RPC group
 
-Every connection begins with a proof of the cluster's secret (:mod:`workers.channel`). The claim is a role's
-first sign of life (:mod:`workers.heartbeat`).
+Every connection begins with a proof of the cluster's secret (:mod:`workers.joining.channel`). The claim is
+a role's first sign of life (:mod:`workers.joining.heartbeat`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hybrid.errors import ClusterError, ConfigError, first_line
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.trust.sockets import sealed_after
-from workers.alarm import Alarm, StoppedError, last_words, run_interruptibly
-from workers.channel import Channel
-from workers.heartbeat import Pulse
-from workers.rendezvous import STOP, TWICE, VERDICT, Rendezvous
-from workers.rhythm import Rhythm
-from workers.store import Store
+from workers.joining.alarm import Alarm, StoppedError, last_words, run_interruptibly
+from workers.joining.channel import Channel
+from workers.joining.heartbeat import Pulse
+from workers.joining.rendezvous import STOP, TWICE, VERDICT, Rendezvous
+from workers.joining.rhythm import Rhythm
+from workers.joining.store import Store
 
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0

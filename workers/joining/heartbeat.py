@@ -17,9 +17,9 @@ from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.topology import Role
-from workers.alarm import EndedRoleError, LostRoleError, StoppedError, last_words
-from workers.channel import Channel, MasterChannel
-from workers.rhythm import Rhythm
+from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError, last_words
+from workers.joining.channel import Channel, MasterChannel
+from workers.joining.rhythm import Rhythm
 
 _FAREWELL_SECONDS = 1.0
 _ALIVE, _FAREWELL = b"alive", b"farewell"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from workers.channel import ChannelError, MasterChannel
+from workers.joining.channel import ChannelError, MasterChannel
 
 STORE = b"store"  # what the connection is for
 LATE = b"late"

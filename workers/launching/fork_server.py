@@ -37,7 +37,7 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
-from workers.imports import lasting_imports
+from workers.launching.imports import lasting_imports
 
 _END_SECONDS = 2.0
 _POLL_SECONDS = 0.01
@@ -73,7 +73,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         with theirs:
             code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from workers.fork_server import serve; "
+                f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
                 f"serve({theirs.fileno()}, {os.getpid()}, {list(preload)!r})"
             )
             # Ctrl-C is not meant for it: blocked until it has said so itself.

@@ -13,13 +13,13 @@ from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
 from hybrid.topology import Topology
-from workers.checkpoints import Checkpoints, Moment
+from workers.jobs.checkpoints import Checkpoints, Moment
+from workers.jobs.tally import Interval, Tally
 from workers.paths import RESULT_FILE, own_command
-from workers.report import RunFolder
+from workers.reporting.report import RunFolder
+from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
 from workers.session import DatasetSession
-from workers.tally import Interval, Tally
 from workers.task import TrainTask
-from workers.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
 from workers.trainer import Report
 
 _SPANS_SHOWN = 6  # of a profile, at the end of a run

@@ -6,8 +6,8 @@ versions.json       software, machine and start time
 metrics.jsonl       one JSON line for every log step, every evaluation, and every checkpoint
 events.out.tfevents the same for TensorBoard
 curves.png          loss, AUC, throughput, and where the time of a step goes
-profile             what every role does in a step, where asked for: see workers/profile.py
-checkpoints         see hybrid/manifest.py and workers/checkpoints.py
+profile             what every role does in a step, where asked for: see workers/reporting/profile.py
+checkpoints         see hybrid/manifest.py and workers/jobs/checkpoints.py
 result.json         the outcome; it is there only if the run came to its end
 =================== ===============================================================
 """
@@ -34,11 +34,11 @@ from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
 from hybrid.errors import HybridError
 from hybrid.metrics import Metrics
-from workers.appended_file import AppendedFile
-from workers.curves import Record, draw_curves
 from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing
-from workers.profile import Profile
-from workers.terminal import Progress
+from workers.reporting.appended_file import AppendedFile
+from workers.reporting.curves import Record, draw_curves
+from workers.reporting.profile import Profile
+from workers.reporting.terminal import Progress
 
 
 class RunFolder:

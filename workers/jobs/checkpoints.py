@@ -15,9 +15,9 @@ from hybrid import manifest
 from hybrid.config import CheckpointSection
 from hybrid.errors import CheckpointError
 from hybrid.metrics import Metrics
-from workers.report import RunFolder
-from workers.saving import Progress, Saving
-from workers.tally import Tally
+from workers.jobs.saving import Progress, Saving
+from workers.jobs.tally import Tally
+from workers.reporting.report import RunFolder
 
 _BEST = "best"  # of the values in Progress
 _LOWER_IS_BETTER = ("log_loss",)

@@ -17,8 +17,8 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.fork_server import Ended, ForkServer, Started
-from workers.outcome import Cause, Child, Outcome, report_pipe
+from workers.launching.fork_server import Ended, ForkServer, Started
+from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path
 from workers.task import Task
 

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.topology import Role
-from workers.oom import oom_kills
+from workers.launching.oom import oom_kills
 
 _MOST_LOG_BYTES = 4096
 

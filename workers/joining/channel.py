@@ -31,7 +31,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.secret import VARIABLE, Secret
-from workers.rhythm import Rhythm
+from workers.joining.rhythm import Rhythm
 
 GREETING = b"hybrid-1"
 NONCE_BYTES = PROOF_BYTES = 32
