@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cluster import Clusters
+
+# As commands set it before they import torch; processes that are forked here have imported it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,6 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = [*tiny, *settings(run={"folder": folder / "run"}, checkpoint={"every_steps": 5})]
-    ended = run(["launch", *arguments], folder)
+    ended = run(["launch", *arguments], folder, afresh=True)
     assert (ended.code, ended.stderr) == (0, "")
     return TrainedRun(folder / "run", ended, tiny)

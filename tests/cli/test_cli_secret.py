@@ -66,7 +66,7 @@ def pester(port: int) -> None:
 
 
 def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str], tmp_path: Path) -> None:
-    with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path) as (master, trainer, worker):
+    with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path, afresh=True) as (master, trainer, worker):
         assert eventually(lambda: "\nstep 5/" in master.stdout, START_SECONDS), master.stderr
         secret = (tmp_path / "secret").read_text().strip()
         for command in (master, trainer, worker):
@@ -107,7 +107,7 @@ def test_launch_shows_its_secret_to_nobody(one_each: list[str], tmp_path: Path) 
     main(["secret", str(file)])
     secret = file.read_text().strip()
     overrides = settings(cluster={"secret_file": file}, run={"folder": "run"})
-    with started(["launch", *one_each, *overrides], tmp_path) as command:
+    with started(["launch", *one_each, *overrides], tmp_path, afresh=True) as command:
         assert eventually(lambda: "\nstep 5/" in command.stdout, START_SECONDS), command.stderr
         processes = command.processes()
         assert len(processes) >= 4

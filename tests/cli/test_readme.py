@@ -46,7 +46,7 @@ def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch
     (tmp_path / "clicks.toml").write_text(block("toml"))
     write_clicks(tmp_path / "clicks.csv")
     own_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]
-    ended = run(["launch", "--config", "clicks.toml", *own_net], tmp_path)
+    ended = run(["launch", "--config", "clicks.toml", *own_net], tmp_path, afresh=True)
     assert ended.code == 0, ended.stderr
     assert json.loads((tmp_path / "trained/result.json").read_text())["auc"] > 0.75
     monkeypatch.chdir(tmp_path)

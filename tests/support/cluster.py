@@ -31,7 +31,14 @@ T = TypeVar("T")
 
 STOP_SECONDS = 20.0
 CASE_SECONDS = 60.0
-PRELOAD = ["torch._dynamo", "workers.session", "workers.trainer", "workers.worker", "support.cluster"]
+PRELOAD = [
+    "torch._dynamo",
+    "workers.master",
+    "workers.trainer",
+    "workers.worker",
+    "support.cluster",
+    "support.forked_commands",
+]
 
 SMALL = RunConfig()
 SMALL = SMALL.replace(

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+from support.forked_commands import ForkedCommand
 
 from hybrid.secret import Secret
 
@@ -73,10 +74,9 @@ class Ended:
 
 @dataclass
 class Command:
-    """A command that is running, in a process group of its own; its output goes to files."""
+    """A command that is running, in a session of its own; its output goes to files."""
 
-    process: subprocess.Popen[bytes]
-    mark: str
+    process: subprocess.Popen[bytes] | ForkedCommand
     output: Path
     started_at: float = field(default_factory=time.monotonic)
 
@@ -100,7 +100,13 @@ class Command:
 
     def processes(self) -> list[psutil.Process]:
         """All living processes that the command started, itself included, whoever their parent is now."""
-        return marked(self.mark)
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                is_zombie = process.status() == psutil.STATUS_ZOMBIE
+                if not is_zombie and os.getsid(process.pid) == self.process.pid:
+                    found.append(process)
+        return found
 
     def role(self, name: str) -> psutil.Process:
         """The process of a role under ``launch``, found by its open log."""
@@ -112,6 +118,7 @@ class Command:
 
     def kill(self) -> None:
         """End everything of the command, whatever state it is in."""
+        self.process.kill()
         for process in self.processes():
             process.kill()
         self.process.wait(COMMAND_SECONDS)
@@ -149,39 +156,54 @@ def fresh_secret(folder: Path) -> list[str]:
 
 @contextmanager
 def by_hand(
-    roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path
+    roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path, *, afresh: bool = False
 ) -> Iterator[list[Command]]:
     """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port."""
     port = [*settings(cluster={"master_port": free_port()}), *fresh_secret(folder)]
     with ExitStack() as stack:
-        yield [stack.enter_context(started([*role, *arguments, *port], folder)) for role in roles]
+        yield [
+            stack.enter_context(started([*role, *arguments, *port], folder, afresh=afresh)) for role in roles
+        ]
 
 
 @contextmanager
-def started(arguments: Sequence[object], folder: Path) -> Iterator[Command]:
-    """A command started in ``folder``; whatever is left of it at the end of the block is killed."""
-    mark = uuid.uuid4().hex
-    output = folder / f"output-{mark[:8]}"
-    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
-        process = subprocess.Popen(
-            [*HYBRID, *map(str, arguments)],
-            cwd=folder,
-            env=marked_environment(mark),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
-    command = Command(process, mark, output)
+def started(arguments: Sequence[object], folder: Path, *, afresh: bool = False) -> Iterator[Command]:
+    """A command started in ``folder``; whatever is left of it at the end of the block is killed.
+
+    Args:
+        afresh: by a new interpreter, as a user starts it; else see :mod:`support.forked_commands`.
+    """
+    output = folder / f"output-{uuid.uuid4().hex[:8]}"
+    text = [str(argument) for argument in arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    start = _start_afresh if afresh else ForkedCommand
+    command = Command(start(text, folder, environment, output), output)
     try:
         yield command
     finally:
         command.kill()
 
 
-def run(arguments: Sequence[object], folder: Path, seconds: float = COMMAND_SECONDS) -> Ended:
-    """Run a command in ``folder`` to its end."""
-    with started(arguments, folder) as command:
+def _start_afresh(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+) -> subprocess.Popen[bytes]:
+    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        return subprocess.Popen(
+            [*HYBRID, *arguments],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def run(
+    arguments: Sequence[object], folder: Path, seconds: float = COMMAND_SECONDS, *, afresh: bool = False
+) -> Ended:
+    """Run a command in ``folder`` to its end; see :func:`started`."""
+    with started(arguments, folder, afresh=afresh) as command:
         return command.wait(seconds)
 
 

@@ -72,21 +72,24 @@ class ForkServer:
     def __init__(self, preload: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            code = (
-                f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
-                f"serve({theirs.fileno()}, {os.getpid()}, {list(preload)!r})"
-            )
-            # Ctrl-C is not meant for it: blocked until it has said so itself.
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-                )
-            finally:
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            self._process = self._start_server(theirs, preload)
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         self._pids: dict[str, int] = {}
+
+    def _start_server(self, theirs: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.fork_server import serve; "
+            f"serve({theirs.fileno()}, {os.getpid()}, {list(preload)!r})"
+        )
+        # Ctrl-C is not meant for it: blocked until it has said so itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,127 @@
+"""Commands without the seconds that it takes to import torch: forked from a process that has imported it.
+
+Of ``python -m workers`` only the start of the interpreter is left out, twice: that of the command, and under
+``launch`` that of the server which forks the roles.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support.cluster import PRELOAD
+
+from workers.cli import main
+from workers.launching import launch
+from workers.launching.fork_server import ForkServer, serve
+
+_POLL_SECONDS = 0.005
+_FIRST_FILE = 3  # after those of input and output
+
+
+class ForkedCommand:
+    """A command in a session of its own; what there is of it is as of :class:`subprocess.Popen`.
+
+    Args:
+        arguments: of the command, after ``hybrid``.
+        output: of this name with the suffixes ``.out`` and ``.err``.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+    ) -> None:
+        for file in _files(output):
+            file.touch()
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._process = context.Process(
+            target=_main, args=(list(arguments), folder, dict(environment), output), name="hybrid"
+        )
+        self._process.start()
+        self.pid: int = self._process.pid or 0
+
+    def wait(self, timeout: float) -> int:
+        """The exit code, or minus the number of the signal that ended it."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("hybrid", timeout)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it is there."""
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+
+def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for descriptor, path in enumerate((Path(os.devnull), *_files(output))):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    with mock.patch.object(launch, "ForkServer", _ForkedServer):
+        main(arguments)
+
+
+def _files(output: Path) -> tuple[Path, Path]:
+    return output.with_suffix(".out"), output.with_suffix(".err")
+
+
+class _ForkedServer(ForkServer):
+    def _start_server(self, theirs: socket.socket, preload: Sequence[str]) -> Any:
+        launcher = os.getpid()
+        if pid := os.fork():
+            return _Child(pid)
+        try:
+            # As in a new interpreter: no handlers, and no files but those that it is given.
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            kept = theirs.fileno()
+            os.closerange(_FIRST_FILE, kept)
+            os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
+            serve(kept, launcher, preload)
+        finally:
+            sys.stdout.flush()
+            os._exit(1)
+
+
+class _Child:
+    """The server, as of :class:`subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the server", timeout)
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
