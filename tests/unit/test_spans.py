@@ -32,11 +32,13 @@ def names(clock: StepClock) -> list[str]:
 
 def test_spans_within_each_other_and_within_phases() -> None:
     clock = recording(4)
+    before = time.perf_counter()
     with clock.phase("dense"):
         with clock.span("bottom"), clock.span("layer"):
             pass
         with clock.span("head"):
             pass
+    longest = time.perf_counter() - before
     clock.end_step()
     layer, bottom, head, dense, step = clock.take_spans()
     assert [span.name for span in (layer, bottom, head, dense, step)] == [
@@ -47,7 +49,7 @@ def test_spans_within_each_other_and_within_phases() -> None:
         assert inner.thread == outer.thread == "steps"
     assert bottom.end_ns <= head.start_ns
     assert {span.step for span in (layer, bottom, head, dense, step)} == {4}
-    assert clock.take()["dense"] == pytest.approx(1e-9 * (dense.end_ns - dense.start_ns), rel=0.5)
+    assert 1e-9 * (dense.end_ns - dense.start_ns) <= clock.take()["dense"] <= longest
 
 
 def test_spans_are_taken_once() -> None:
