@@ -13,17 +13,18 @@ Pipelined, a trainer looks up step 8 with the gradients of step 6, so those rows
 That update waits until the lookups that it follows are answered: every lookup sees exactly the updates it
 asked for, never more, and the result does not depend on who was quick.
 
-Asynchronous, whatever trainers have handed in is applied as soon as the update before is; a lookup waits
-only for its own trainer's gradients.
+Asynchronous, whatever trainers have handed in is applied as soon as the update before is, the steps of each
+trainer in their order, even where one message overtakes another; a lookup waits only for its own trainer's
+gradients.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -37,6 +38,7 @@ Contribution = TypeVar("Contribution")
 Result = TypeVar("Result")
 
 _MAX_LOOKUP_THREADS = 4
+_NEVER = sys.maxsize  # a step that does not come
 
 
 class Update(Protocol):
@@ -87,9 +89,10 @@ class UpdateBarrier(Generic[Contribution]):
         self._version = 0
         self._shares: dict[tuple[int, int], _Share[Contribution]] = {}  # by step and trainer
         self._applying: list[tuple[int, int]] = []
+        self._next_steps = [0] * rules.num_trainers  # each trainer's after its last that was applied
         self._served: dict[tuple[int, int], int] = {}  # answered lookups by step and trainer
         # The steps in which a trainer takes no part: first, and the first in which it does again.
-        self._absences: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        self._absences: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._waiting: list[_Waiting[object]] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
         self._norm_waiting: list[tuple[int, Answer[float]]] = []
@@ -110,8 +113,8 @@ class UpdateBarrier(Generic[Contribution]):
     def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Answer[Result]:
         """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are.
 
-        In async mode the ticket's version counts the steps of its own trainer: what that has handed in for
-        them must be applied, so that it sees its own updates and cannot run ahead of them.
+        In async mode the ticket's version counts the steps of its own trainer: all those must be applied, so
+        that it sees its own updates and cannot run ahead of them.
         """
         waiting = _Waiting(ticket, work, Answer())
         with self._changed:
@@ -146,8 +149,8 @@ class UpdateBarrier(Generic[Contribution]):
                 raise self._failure
             if not self._takes_part(trainer, step):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} after its end")
-            is_past = self._rules.mode is not UpdateMode.ASYNC and step < self._version
             share = self._shares.get((step, trainer))
+            is_past = step < self._next_steps[trainer]
             if is_past or (step, trainer) in self._applying or (share and ticket.part in share.parts):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} twice")
             if share is None:
@@ -184,14 +187,15 @@ class UpdateBarrier(Generic[Contribution]):
     def finish(self, trainer: int, step: int) -> None:
         """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
         with self._changed:
-            self._absences[trainer].append((step, math.inf))
+            self._absences[trainer].append((step, _NEVER))
             self._changed.notify_all()
 
     def rejoin(self, trainer: int, step: int) -> None:
         """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
         with self._changed:
             # None of those that are over, nor any after a restart, which has ended them.
-            current = [(first, again) for first, again in self._absences[trainer] if again > self._version]
+            begun = self._next_steps[trainer]
+            current = [(first, again) for first, again in self._absences[trainer] if again > begun]
             self._absences[trainer] = [(first, min(again, step)) for first, again in current]
 
     def fail(self, reason: str) -> None:
@@ -227,6 +231,7 @@ class UpdateBarrier(Generic[Contribution]):
             assert not self._applying
             assert not self._waiting
             self._version = version
+            self._next_steps = [version] * self._rules.num_trainers
             self._served.clear()
             self._absences.clear()
             self._norm = None
@@ -311,11 +316,26 @@ class UpdateBarrier(Generic[Contribution]):
     def _complete(self) -> list[tuple[int, int]]:
         """Step and trainer of every share of the next update; none where it lacks something."""
         if self._rules.mode is UpdateMode.ASYNC:
-            return [key for key in self._shares if self._is_whole(*key)]
+            return [key for trainer in range(self._rules.num_trainers) for key in self._whole_of(trainer)]
         trainers = self._expected(self._version)
         if not all(self._is_whole(self._version, trainer) for trainer in trainers):
             return []
         return [(self._version, trainer) for trainer in trainers]
+
+    def _whole_of(self, trainer: int) -> Iterator[tuple[int, int]]:
+        """Step and trainer of each share of one trainer that can be applied, with those before it."""
+        step = self._next_step(trainer)
+        while self._is_whole(step, trainer):
+            yield step, trainer
+            step += 1
+
+    def _next_step(self, trainer: int) -> int:
+        """The first step that a trainer takes part in and that is not applied."""
+        step = self._next_steps[trainer]
+        for first, again in self._absences[trainer]:
+            if first <= step:
+                step = max(step, again)
+        return step
 
     def _expected(self, step: int) -> list[int]:
         return [t for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
@@ -333,8 +353,7 @@ class UpdateBarrier(Generic[Contribution]):
     def _is_ready(self, ticket: Ticket) -> bool:
         if self._rules.mode is not UpdateMode.ASYNC:
             return ticket.version <= self._version
-        unapplied = (*self._applying, *self._shares)
-        return not any(trainer == ticket.trainer and step < ticket.version for step, trainer in unapplied)
+        return ticket.version <= self._next_step(ticket.trainer)
 
     def _seconds_left(self) -> float | None:
         """How long the step under way may still wait for its last trainer; None where no step is."""
@@ -354,8 +373,9 @@ class UpdateBarrier(Generic[Contribution]):
 
     def _release(self) -> None:
         with self._changed:
-            for key in self._applying:
-                self._served.pop(key, None)
+            for step, trainer in self._applying:
+                self._served.pop((step, trainer), None)
+                self._next_steps[trainer] = step + 1
             self._version += 1
             self._applying = []
             self._changed.notify_all()
