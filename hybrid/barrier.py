@@ -20,16 +20,15 @@ gradients.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from hybrid.answer import Answer
+from hybrid.attendance import Attendance
 from hybrid.clock import Flow, OpenSpan, StepClock
 from hybrid.errors import ClusterError
 from hybrid.update import Purpose, Staleness, Ticket, UpdateMode, UpdateRules
@@ -38,7 +37,6 @@ Contribution = TypeVar("Contribution")
 Result = TypeVar("Result")
 
 _MAX_LOOKUP_THREADS = 4
-_NEVER = sys.maxsize  # a step that does not come
 
 
 class Update(Protocol):
@@ -89,10 +87,8 @@ class UpdateBarrier(Generic[Contribution]):
         self._version = 0
         self._shares: dict[tuple[int, int], _Share[Contribution]] = {}  # by step and trainer
         self._applying: list[tuple[int, int]] = []
-        self._next_steps = [0] * rules.num_trainers  # each trainer's after its last that was applied
+        self._attendance = Attendance(rules.num_trainers)
         self._served: dict[tuple[int, int], int] = {}  # answered lookups by step and trainer
-        # The steps in which a trainer takes no part: first, and the first in which it does again.
-        self._absences: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._waiting: list[_Waiting[object]] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
         self._norm_waiting: list[tuple[int, Answer[float]]] = []
@@ -147,11 +143,11 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if not self._takes_part(trainer, step):
+            if not self._attendance.takes_part(trainer, step):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} after its end")
             share = self._shares.get((step, trainer))
-            is_past = step < self._next_steps[trainer]
-            if is_past or (step, trainer) in self._applying or (share and ticket.part in share.parts):
+            is_past = self._attendance.is_applied(trainer, step) or (step, trainer) in self._applying
+            if is_past or (share and ticket.part in share.parts):
                 raise ClusterError(f"trainer {trainer} sent gradients of step {step} twice")
             if share is None:
                 share = _Share(ticket.followed, time.monotonic(), read_at=read_at)
@@ -187,16 +183,13 @@ class UpdateBarrier(Generic[Contribution]):
     def finish(self, trainer: int, step: int) -> None:
         """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
         with self._changed:
-            self._absences[trainer].append((step, _NEVER))
+            self._attendance.finish(trainer, step)
             self._changed.notify_all()
 
     def rejoin(self, trainer: int, step: int) -> None:
         """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
         with self._changed:
-            # None of those that are over, nor any after a restart, which has ended them.
-            begun = self._next_steps[trainer]
-            current = [(first, again) for first, again in self._absences[trainer] if again > begun]
-            self._absences[trainer] = [(first, min(again, step)) for first, again in current]
+            self._attendance.rejoin(trainer, step)
 
     def fail(self, reason: str) -> None:
         """Let everybody who waits here, now and later, know that the run has failed elsewhere."""
@@ -231,9 +224,8 @@ class UpdateBarrier(Generic[Contribution]):
             assert not self._applying
             assert not self._waiting
             self._version = version
-            self._next_steps = [version] * self._rules.num_trainers
+            self._attendance.restart(version)
             self._served.clear()
-            self._absences.clear()
             self._norm = None
             self._decisions.clear()
 
@@ -317,31 +309,17 @@ class UpdateBarrier(Generic[Contribution]):
         """Step and trainer of every share of the next update; none where it lacks something."""
         if self._rules.mode is UpdateMode.ASYNC:
             return [key for trainer in range(self._rules.num_trainers) for key in self._whole_of(trainer)]
-        trainers = self._expected(self._version)
+        trainers = self._attendance.at(self._version)
         if not all(self._is_whole(self._version, trainer) for trainer in trainers):
             return []
         return [(self._version, trainer) for trainer in trainers]
 
     def _whole_of(self, trainer: int) -> Iterator[tuple[int, int]]:
         """Step and trainer of each share of one trainer that can be applied, with those before it."""
-        step = self._next_step(trainer)
+        step = self._attendance.next_step(trainer)
         while self._is_whole(step, trainer):
             yield step, trainer
             step += 1
-
-    def _next_step(self, trainer: int) -> int:
-        """The first step that a trainer takes part in and that is not applied."""
-        step = self._next_steps[trainer]
-        for first, again in self._absences[trainer]:
-            if first <= step:
-                step = max(step, again)
-        return step
-
-    def _expected(self, step: int) -> list[int]:
-        return [t for t in range(self._rules.num_trainers) if self._takes_part(t, step)]
-
-    def _takes_part(self, trainer: int, step: int) -> bool:
-        return not any(first <= step < again for first, again in self._absences[trainer])
 
     def _is_whole(self, step: int, trainer: int) -> bool:
         """Whether all of a share is in, and the lookups are answered that must not see its update."""
@@ -353,18 +331,19 @@ class UpdateBarrier(Generic[Contribution]):
     def _is_ready(self, ticket: Ticket) -> bool:
         if self._rules.mode is not UpdateMode.ASYNC:
             return ticket.version <= self._version
-        return ticket.version <= self._next_step(ticket.trainer)
+        return ticket.version <= self._attendance.next_step(ticket.trainer)
 
     def _seconds_left(self) -> float | None:
         """How long the step under way may still wait for its last trainer; None where no step is."""
         step = self._version
-        arrived = [s.arrived_at for t in self._expected(step) if (s := self._shares.get((step, t)))]
+        expected = self._attendance.at(step)
+        arrived = [s.arrived_at for t in expected if (s := self._shares.get((step, t)))]
         if self._rules.mode is UpdateMode.ASYNC or not arrived:
             return None
         timeout = self._rules.timeout_seconds
         left = min(arrived) + timeout - time.monotonic()
         if left <= 0:
-            missing = [t for t in self._expected(step) if not self._is_whole(step, t)]
+            missing = [t for t in expected if not self._is_whole(step, t)]
             raise ClusterError(
                 f"step {step}: no gradients from {', '.join(f'trainer {t}' for t in missing)} "
                 f"for {timeout:g} s (cluster.step_timeout_seconds)"
@@ -375,7 +354,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             for step, trainer in self._applying:
                 self._served.pop((step, trainer), None)
-                self._next_steps[trainer] = step + 1
+                self._attendance.apply(trainer, step)
             self._version += 1
             self._applying = []
             self._changed.notify_all()
