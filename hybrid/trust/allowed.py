@@ -42,7 +42,9 @@ DATA = frozenset(
         "hybrid.schedule": "Schedule",
         "hybrid.topology": "Role RoleKind Topology",
         "hybrid.update": "Purpose Staleness Ticket UpdateMode UpdateRules",
-        "hybrid.wire": "Failure ModuleRef Remote RemoteHost RemoteNet RemoteTables Vitals _construct_module",
+        "hybrid.wire.calls": "Vitals construct_module",
+        "hybrid.wire.failure": "Failure",
+        "hybrid.wire.stubs": "ModuleRef RemoteNet RemoteTables",
         "workers.trainer": "Job Report",
     }.items()
     for name in names.split()

@@ -15,11 +15,11 @@ import psutil
 from support.cluster import PRELOAD, small_config
 from support.commands import eventually
 
-from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.wire import group
 from workers.joining.bootstrap import join
 from workers.joining.listener import listen
 
@@ -44,7 +44,7 @@ def take_part(
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(wire, "_connect_to_all", freeze))
+            stack.enter_context(mock.patch.object(group, "_connect_to_all", freeze))
         try:
             with join(role, config, secret, listener):
                 said.send("joined")

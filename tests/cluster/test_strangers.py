@@ -25,6 +25,7 @@ from hybrid import wire
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to
+from hybrid.wire import calls, group
 from workers.failure import gather
 from workers.joining.bootstrap import Cluster
 
@@ -118,7 +119,7 @@ def open_process() -> Iterator[str]:
     """This process, in an RPC group of one, with its sockets still open; gives its address."""
     store = dist.HashStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "sealed_after", nullcontext)
+        patch.setattr(group, "sealed_after", nullcontext)
         wire.start(
             MASTER,
             Topology(0, 0),
@@ -141,7 +142,7 @@ def recorded_call() -> bytes:
     pickler = internal._internal_rpc_pickler
     assert isinstance(pickler, SignedPickler)
     with addressed_to("master"):
-        payload, _ = pickler.serialize(internal.PythonUDF(wire._vitals, (), {}))
+        payload, _ = pickler.serialize(internal.PythonUDF(calls.vitals, (), {}))
     assert not isinstance(pickler.deserialize(payload, []), internal.RemoteException)
     return payload
 

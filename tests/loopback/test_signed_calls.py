@@ -30,10 +30,11 @@ from hybrid.trust import allowed, signature
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Kind, Signatures
+from hybrid.wire import calls
 
 WORKER = Role(RoleKind.WORKER)
 SECRET, RUN = Secret.fresh(), b"a run"
-CALL = internal.PythonUDF(wire._norm, (7, 3), {})
+CALL = internal.PythonUDF(calls.norm, (7, 3), {})
 
 made: list[str] = []
 
@@ -43,7 +44,7 @@ class Process:
 
     def __init__(self, name: str, secret: Secret = SECRET, run: bytes = RUN) -> None:
         self.refusals = Refusals()
-        self.pickler = SignedPickler(Signatures(secret, run, name), wire._CALLS, self.refusals)
+        self.pickler = SignedPickler(Signatures(secret, run, name), calls.CALLS, self.refusals)
 
     def call(self, to: str, udf: internal.PythonUDF = CALL) -> tuple[bytes, list[Tensor]]:
         with addressed_to(to):
@@ -82,7 +83,7 @@ def tensors(*sizes: int) -> list[Tensor]:
 
 
 def test_a_call_of_this_run_for_this_process_is_loaded(worker: Process, trainer: Process) -> None:
-    payload, sent = trainer.call("worker0", internal.PythonUDF(wire._greet, tuple(tensors(3, 9000, 0)), {}))
+    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, tuple(tensors(3, 9000, 0)), {}))
     _, args, _ = worker.pickler.deserialize(payload, sent)
     assert [arg.tolist() for arg in args] == [each.tolist() for each in tensors(3, 9000, 0)]
     assert worker.refusals.count == 0
@@ -129,7 +130,7 @@ def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Proces
 def test_a_tensor_that_was_changed_on_the_way_is_refused(
     worker: Process, trainer: Process, size: int, tamper: Any
 ) -> None:
-    udf = internal.PythonUDF(wire._greet, tuple(tensors(size)), {})
+    udf = internal.PythonUDF(calls.greet, tuple(tensors(size)), {})
     payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [tamper(sent)])
     assert not worker.refuses(*trainer.call("worker0", udf))
@@ -139,24 +140,24 @@ def test_a_tensor_that_was_changed_on_the_way_is_refused(
 def test_a_tensor_of_the_same_bytes_in_another_shape_is_refused(
     worker: Process, trainer: Process, shape: tuple[int, int]
 ) -> None:
-    udf = internal.PythonUDF(wire._greet, (torch.rand(shape),), {})
+    udf = internal.PythonUDF(calls.greet, (torch.rand(shape),), {})
     payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [sent.view(shape[::-1])])
     assert not worker.refuses(*trainer.call("worker0", udf))
 
 
 def test_tensors_that_were_swapped_dropped_or_added_are_refused(worker: Process, trainer: Process) -> None:
-    udf = internal.PythonUDF(wire._greet, (torch.zeros(9000), torch.ones(9000)), {})
+    udf = internal.PythonUDF(calls.greet, (torch.zeros(9000), torch.ones(9000)), {})
     payload, (zeros, ones) = trainer.call("worker0", udf)
     for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], [torch.zeros(18000)], []):
         assert "not signed" in worker.refuses(payload, wrong)
-    empty, (none,) = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.empty(0),), {}))
+    empty, (none,) = trainer.call("worker0", internal.PythonUDF(calls.greet, (torch.empty(0),), {}))
     for wrong in ([], [none, none]):
         assert "not signed" in worker.refuses(empty, wrong)
 
 
 def test_every_byte_is_signed(worker: Process, trainer: Process) -> None:
-    payload, sent = trainer.call("worker0", internal.PythonUDF(wire._greet, (torch.ones(2),), {}))
+    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, (torch.ones(2),), {}))
     for at in range(len(payload)):
         changed = bytearray(payload)
         changed[at] ^= 1
@@ -185,14 +186,14 @@ def test_what_may_not_travel_is_refused_though_it_is_signed(
     """Of it nothing is called, nor imported."""
     made.clear()
     assert "may not travel" in worker.refuses(
-        *trainer.call("worker0", internal.PythonUDF(wire._norm, (named,), {}))
+        *trainer.call("worker0", internal.PythonUDF(calls.norm, (named,), {}))
     )
     assert not made
 
 
 def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
     """Only what torch tells all roles at start and end is."""
-    payload, sent = trainer.pickler._seal(Kind.GATHER, b"", ("hybrid.wire:_norm", (7, 3), {}))
+    payload, sent = trainer.pickler._seal(Kind.GATHER, b"", ("hybrid.wire.calls:norm", (7, 3), {}))
     assert "called in another way" in worker.refuses(payload, sent)
 
 
@@ -216,7 +217,7 @@ def test_a_call_without_a_receiver_is_not_sent(trainer: Process) -> None:
 
 def answer_to(caller: Process, served: Process) -> tuple[bytes, list[Tensor]]:
     """What ``served`` answers to a call of ``caller``."""
-    greeting = internal.PythonUDF(wire._greet, (torch.ones(2),), {})
+    greeting = internal.PythonUDF(calls.greet, (torch.ones(2),), {})
     udf = served.pickler.deserialize(*caller.call("worker0", greeting))
     return served.pickler.serialize(internal._run_function(udf))
 
@@ -250,7 +251,7 @@ def test_an_error_is_told_to_its_caller_as_it_was_raised(
         answer.append(Answer())
         return answer[0]
 
-    monkeypatch.setitem(worker.pickler._calls, "hybrid.wire:_norm", fail)
+    monkeypatch.setitem(worker.pickler._calls, "hybrid.wire.calls:norm", fail)
     raised = internal._run_function(worker.pickler.deserialize(*trainer.call("worker0")))
     if later:
         answer[0].set_exception(ValueError(text))
@@ -314,7 +315,7 @@ def test_within_a_message_no_number_comes_twice(
             return self._aead.encrypt(nonce, *args)
 
     monkeypatch.setattr(signature, "AESGCM", Noting)
-    udf = internal.PythonUDF(wire._greet, tuple(tensors(9000, 3, 0, 9000)), {})
+    udf = internal.PythonUDF(calls.greet, tuple(tensors(9000, 3, 0, 9000)), {})
     assert not worker.refuses(*trainer.call("worker0", udf))
     assert len(set(nonces)) == len(nonces) == 4 + 1 + 1 + 4
 

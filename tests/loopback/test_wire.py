@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
@@ -26,6 +27,7 @@ from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling
 from hybrid.errors import ConfigError
 from hybrid.topology import MASTER
 from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.wire import calls
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -237,6 +239,20 @@ def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after
         assert str(caught.value) == f"step 0: the gradient of {what} is not finite"
 
 
+@pytest.mark.parametrize("method", ["lookup", "norm", "train_net"])
+def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
+    caller: wire.Remote[Caller], method: str
+) -> None:
+    """Those between two roles that others may reach; here they wait for gradients that do not come."""
+    seconds = rpc.get_rpc_timeout()
+    rpc._set_rpc_timeout(0.2)
+    try:
+        with pytest.raises(wire.RemoteError, match=r"^master on \S+: master does not answer \(RPCErr.*\)$"):
+            caller.call(method, 1, timeout_seconds=seconds).wait()
+    finally:
+        rpc._set_rpc_timeout(seconds)
+
+
 class AheadTrainer:
     """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
 
@@ -301,7 +317,7 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     module = wire.create_module(MASTER, Choosy, "dlrm")
     gone = weakref.ref(module.rref.local_value())
     number = module.number
-    assert wire._modules[number] is gone()
+    assert calls.modules[number] is gone()
     del module
     gc.collect()
     # The reference dies at the owner when it hears of it; a call there and back comes after that.
@@ -309,14 +325,14 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     while gone() is not None and time.monotonic() < deadline:
         wire.ping(MASTER, 5.0).wait()
     assert gone() is None
-    assert number not in wire._modules
+    assert number not in calls.modules
 
 
 def test_each_module_has_a_number_of_its_own() -> None:
     modules = [wire.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
     assert len({module.number for module in modules}) == 3
     for module in modules:
-        assert wire._modules[module.number] is module.rref.local_value()
+        assert calls.modules[module.number] is module.rref.local_value()
 
 
 class AsyncCaller:

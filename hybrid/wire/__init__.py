@@ -1,0 +1,52 @@
+"""Everything that crosses process borders by RPC. Nothing else touches ``torch.distributed.rpc``.
+
+::
+
+    caller                                              owner
+    ──────                                              ─────
+    Remote.call, RemoteTables.lookup, create (stubs)
+       │ a function of calls.CALLS, its arguments ──►  the function (calls) finds the object, runs a method
+       ▼                                                │
+    Pending.wait: the value, or RemoteError        ◄── a value, tensors, or a Failure (failure)
+
+A call runs a method of an object on the process that owns it; what it returns or raises comes back as a
+value (:class:`Failure`), because RPC keeps the type of three kinds of exception only. Lookups are the
+exception: they take part in distributed autograd, so their answer must be bare tensors.
+
+Calls and answers are signed, and only the functions of ``calls.CALLS`` can be called (``hybrid/trust``);
+a process joins and leaves with ``start`` and ``stop`` (``group``).
+"""
+
+from hybrid.wire.calls import Vitals
+from hybrid.wire.failure import Failure, LostError, RefusedError, RemoteError
+from hybrid.wire.group import start, stop
+from hybrid.wire.stubs import (
+    ModuleRef,
+    Pending,
+    Remote,
+    RemoteHost,
+    RemoteNet,
+    RemoteTables,
+    create,
+    create_module,
+    ping,
+)
+
+__all__ = [
+    "Failure",
+    "LostError",
+    "ModuleRef",
+    "Pending",
+    "RefusedError",
+    "Remote",
+    "RemoteError",
+    "RemoteHost",
+    "RemoteNet",
+    "RemoteTables",
+    "Vitals",
+    "create",
+    "create_module",
+    "ping",
+    "start",
+    "stop",
+]

@@ -1,0 +1,156 @@
+"""What other processes can call here, and nothing else of what they can name."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed import autograd as dist_autograd
+from torch.distributed import rpc
+
+from hybrid.answer import Answer
+from hybrid.dense.remote import NetHost
+from hybrid.embedding.shard import TableShards
+from hybrid.host import Host
+from hybrid.memory import available_memory_bytes
+from hybrid.own_code import resolved
+from hybrid.trust.allowed import hosted
+from hybrid.update import Ticket
+from hybrid.wire.failure import Failure, failure_of
+
+# What others have constructed here, as long as they keep it.
+modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_module_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Vitals:
+    """What a process says of itself, and of the memory its host has free.
+
+    Attributes:
+        available_bytes: of the host.
+        resident_bytes: that the process takes.
+        threads, open_files: that it has.
+        live_contexts: of distributed autograd.
+    """
+
+    host: str
+    pid: int
+    available_bytes: int
+    resident_bytes: int
+    threads: int
+    open_files: int
+    live_contexts: int
+
+
+def greet(tensor: Tensor) -> Tensor:
+    """Answer with a tensor, so that both sides have connected for tensors as well."""
+    return tensor
+
+
+def vitals() -> Vitals:
+    """What this process says of itself."""
+    process = psutil.Process()
+    contexts = int(dist_autograd._get_debug_info()["num_autograd_contexts"])
+    return Vitals(
+        socket.gethostname(),
+        process.pid,
+        available_memory_bytes(),
+        process.memory_info().rss,
+        process.num_threads(),
+        process.num_fds(),
+        contexts,
+    )
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def lookup(
+    number: int, ticket: tuple[Any, ...], items: list[tuple[int, Any]]
+) -> torch.futures.Future[list[Tensor]]:
+    """See :meth:`TableShards.lookup`."""
+    tables: TableShards = modules[number]
+    return tables.lookup(Ticket(*ticket), items)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def exchange(
+    number: int,
+    ticket: tuple[Any, ...],
+    grads: list[Tensor],
+    next_ticket: tuple[Any, ...],
+    items: list[tuple[int, Any]],
+) -> torch.futures.Future[list[Tensor]]:
+    """See :meth:`TableShards.exchange`."""
+    tables: TableShards = modules[number]
+    try:
+        answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
+    except Exception as error:  # comes back like an error of the answer
+        answer = Answer()
+        answer.set_exception(error)
+    return answer
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
+    """See :meth:`NetHost.call`."""
+    host: NetHost = modules[number]
+    return host.call(Ticket(*ticket), hidden_BH)
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def norm(number: int, step: int) -> torch.futures.Future[float]:
+    """See :meth:`UpdateBarrier.norm`."""
+    host: Host = modules[number]
+    return host.norm(step)
+
+
+def construct(cls: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
+    """A reference to ``cls(*args)``, which now lives here."""
+    try:
+        return rpc.RRef(hosted(cls)(*map(resolved, args)))
+    except Exception as error:  # comes back as a value
+        return failure_of(error)
+
+
+class _Unbuilt(nn.Module):
+    """In the place of a module whose constructor has failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
+
+
+def construct_module(cls: str, args: tuple[Any, ...]) -> nn.Module:
+    """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
+    try:
+        module: nn.Module = hosted(cls)(*map(resolved, args))
+        return module
+    except Exception as error:  # comes back as a value
+        return _Unbuilt(failure_of(error))
+
+
+def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
+    """The number of a module that lives here, once it is there."""
+    module = rref.local_value()
+    if isinstance(module, _Unbuilt):
+        return module.failure
+    number = next(_module_numbers)
+    modules[number] = module
+    return number
+
+
+def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
+    """What a method of an object that lives here returns."""
+    try:
+        return getattr(rref.local_value(), method)(*map(resolved, args))
+    except Exception as error:  # comes back as a value
+        return failure_of(error)
+
+
+CALLS = (greet, vitals, lookup, exchange, call_net, norm, construct, await_module, invoke)

@@ -1,0 +1,88 @@
+"""How a call fails, on its owner's side and on its caller's."""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from dataclasses import dataclass
+from typing import NoReturn
+
+from hybrid import errors
+from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.topology import Role
+from hybrid.trust.pickler import RAISED_LATER, REFUSED
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception that a call raised on the process where it ran.
+
+    Attributes:
+        message: what it says.
+        kind: name of its class.
+        is_users: whether it says all by itself, wherever it was raised.
+        host, stack: where.
+    """
+
+    message: str
+    kind: str
+    is_users: bool
+    host: str
+    stack: str
+
+
+class RemoteError(ClusterError):
+    """A role answered a call with an exception of its own."""
+
+    def __init__(self, role: Role, failure: Failure) -> None:
+        where = f"{role} on {failure.host}: "
+        super().__init__(failure.message if failure.is_users else where + failure.message)
+        self.role = role
+        self.failure = failure
+
+
+class LostError(ClusterError):
+    """A role did not answer: it is gone, frozen, or out of reach."""
+
+    def __init__(self, role: Role, cause: str) -> None:
+        super().__init__(f"{role} does not answer ({cause})")
+        self.role = role
+
+
+class RefusedError(ClusterError):
+    """A call or its answer was refused: it was not signed for its receiver, or holds what may not travel."""
+
+    def __init__(self, role: Role, error: Exception) -> None:
+        reason = str(error).partition(REFUSED)[2].splitlines()[0]
+        super().__init__(f"a call to {role} failed: {REFUSED}{reason}")
+        self.role = role
+
+
+def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
+    """Raise what RPC means by the error that a call to ``role`` has come to.
+
+    Raises:
+        RuntimeError: what the answer waited for has failed; :func:`failure_of` makes it readable.
+        RefusedError: the role refused the call, or this process its answer.
+        LostError: no answer came within the call's timeout, or the connection broke.
+    """
+    if RAISED_LATER in str(error):  # it did answer, with an exception
+        raise error
+    if REFUSED in str(error):
+        raise RefusedError(role, error) from error
+    raise LostError(role, first_line(error)) from error
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a caller is told of an exception."""
+    kind, is_ours = type(error).__name__, isinstance(error, HybridError)
+    # Who misses another one may be out of reach itself: it says who it is.
+    is_users = is_ours and not isinstance(error, LostError)
+    message = str(error) if is_ours else f"{kind}: {first_line(error)}"
+    if RAISED_LATER in message:
+        # What went wrong while a worker prepared an answer says so itself, after the name of its class.
+        message = message.rpartition(RAISED_LATER)[2]
+        kind, _, told = message.partition(": ")
+        if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
+            message, is_users = told, True
+    return Failure(message, kind, is_users, socket.gethostname(), traceback.format_exc())

@@ -1,0 +1,88 @@
+"""Joining the RPC group of a cluster, and leaving it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hybrid.secret import Secret
+from hybrid.topology import Role, Topology
+from hybrid.trust.pickler import SignedPickler, install, plain_collectives
+from hybrid.trust.refusals import Refusals
+from hybrid.trust.signature import Signatures
+from hybrid.trust.sockets import sealed_after
+from hybrid.wire.calls import CALLS
+from hybrid.wire.stubs import greet
+
+_scheme_numbers = itertools.count()
+_MIN_RPC_THREADS = 16
+
+
+def start(
+    role: Role,
+    topology: Topology,
+    store: dist.Store,
+    *,
+    secret: Secret,
+    run_id: bytes,
+    interface: str,
+    transport: str,
+    timeout_seconds: float,
+) -> None:
+    """Join the RPC group of a cluster; returns when every role has joined.
+
+    Args:
+        store: the cluster's key-value store, connected.
+        secret: the cluster's; who does not have it can call nothing.
+        run_id: the same for all roles, and drawn anew at each start of the cluster.
+        interface: network interface that this process listens on.
+        transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
+        timeout_seconds: of every call, unless it names its own.
+    """
+    os.environ["TP_SOCKET_IFNAME"] = interface
+    rank, world_size = topology.rank(role), topology.world_size
+    scheme = f"hybrid{next(_scheme_numbers)}"
+    register_rendezvous_handler(
+        scheme, lambda *_args, **_kwargs: iter([(dist.PrefixStore("rpc", store), rank, world_size)])
+    )
+    if transport == "auto":
+        # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
+        transport = "uv" if world_size > (os.cpu_count() or 1) else "shm"
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=max(_MIN_RPC_THREADS, world_size + 4),
+        rpc_timeout=timeout_seconds,
+        init_method=f"{scheme}://",
+        _transports=["uv"] if transport == "uv" else ["shm", "uv"],
+    )
+    name = str(role.rpc_name)  # not an enum: torch pickles it
+    install(SignedPickler(Signatures(secret, run_id, name), CALLS, Refusals()))
+    with warnings.catch_warnings(), plain_collectives(), sealed_after():
+        # torch warns of a use of its own within init_rpc.
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        _connect_to_all(topology, timeout_seconds)
+
+
+def _connect_to_all(topology: Topology, timeout_seconds: float) -> None:
+    """Return when every role is connected to every other, and to itself: nobody needs to be let in later."""
+    for greeting in [greet(role) for role in topology.roles]:
+        greeting.wait()
+    rpc.api._all_gather(None, timeout=timeout_seconds)
+
+
+def stop(timeout_seconds: float, graceful: bool = True) -> None:
+    """Leave the RPC group.
+
+    Args:
+        timeout_seconds: how long to wait for the other roles.
+        graceful: wait until every role leaves; False where one may be gone.
+    """
+    try:
+        rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+    finally:
+        install(None)
