@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,9 +17,6 @@ from hybrid.clock import Span
 from hybrid.config import RunConfig
 from hybrid.config_file import load_config, to_toml
 from hybrid.config_rules import recorded_steps
-from hybrid.data import encode
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.storage import PreparedDataset
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import build_remote_net, interaction_width
 from hybrid.dense.optimizer import make_optimizer
@@ -28,7 +24,7 @@ from hybrid.dense.remote import NetHost
 from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import InputSpec
 from hybrid.embedding.tables import plan_tables
-from hybrid.errors import CheckpointError, ClusterError, ConfigError
+from hybrid.errors import ClusterError, ConfigError
 from hybrid.manifest import Manifest
 from hybrid.metrics import Metrics
 from hybrid.schedule import Schedule
@@ -37,11 +33,9 @@ from hybrid.update import Staleness, UpdateRules
 from workers.failure import gather
 from workers.jobs.capacity import check_memory, has_memory_for_copies
 from workers.jobs.saving import NO_PROGRESS, Progress, Saving
-from workers.jobs.tally import metrics_of
 from workers.reporting.profile import Profile
 from workers.trainer import Job, Report, Trainer
 
-EVAL_STEPS_PER_CALL = 20
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 
@@ -283,70 +277,3 @@ class Session:
         widths = [table_of[f.name].dim for f in spec.sparse_features]
         module = wire.create_module(role, RemoteMlp, self._config, spec, widths, self._rules)
         return wire.RemoteNet(role, module)
-
-
-class DatasetSession(Session):
-    """A session that trains and evaluates on a prepared data set.
-
-    Attributes:
-        steps_per_epoch: steps that pass over all training samples.
-        bad_rows: reports of the rows skipped, of training and test files.
-        best_auc: what no model can beat on the test samples, where the data tell; else None.
-        limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
-        total_steps: that the run takes.
-    """
-
-    def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
-        self._data_folder = data_folder
-        train = PreparedDataset.open(data_folder, "train")
-        test = PreparedDataset.open(data_folder, "test")
-        if not test.num_samples:
-            raise ConfigError("data.test_fraction", "leaves no test rows; raise it, or set data.test_path")
-        self.best_auc = test.report.best_auc
-        self.bad_rows = (train.report.bad_rows, test.report.bad_rows)
-        self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
-        self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
-        ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
-        if config.train.max_steps:
-            ends["train.max_steps"] = config.train.max_steps
-        self.limit = min(ends, key=lambda key: ends[key])
-        self.total_steps = ends[self.limit]
-        super().__init__(
-            topology,
-            config,
-            train.input_spec,
-            self.total_steps,
-            ids_per_sample=train.ids_per_sample,
-            data_folder=data_folder,
-        )
-
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
-        """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
-        timeout = self._timeout_seconds(num_steps)
-        return self._on_trainers("train", timeout, epoch, first_step, num_steps, steps_before)
-
-    def evaluate(self, steps_before: int) -> Metrics:
-        """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
-        reports: list[Report] = []
-        for first in range(0, self._test_steps, EVAL_STEPS_PER_CALL):
-            count = min(EVAL_STEPS_PER_CALL, self._test_steps - first)
-            timeout = self._timeout_seconds(count)
-            reports += self._on_trainers("evaluate", timeout, first, count, steps_before)
-        return metrics_of(reports)
-
-    def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint; CheckpointError where it is of another model or other data."""
-        if FeatureEncoder.load(stored.folder) != FeatureEncoder.load(self._data_folder):
-            raise CheckpointError(
-                f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
-                "resume with the same files"
-            )
-        super().load(stored)
-
-    def _texts(self) -> dict[str, str]:
-        features = (self._data_folder / encode.FILE_NAME).read_text(encoding="utf-8")
-        return {**super()._texts(), encode.FILE_NAME: features}
-
-    def _timeout_seconds(self, num_steps: int) -> float:
-        cluster = self._config.cluster
-        return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds

@@ -25,11 +25,11 @@ from hybrid.checkpoint import DENSE_FILE, PROGRESS_FILE, Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.manifest import Files, Manifest, step_folder
+from workers.dataset_session import DatasetSession
 from workers.failure import gather
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
 from workers.reporting.terminal import Progress, TerminalView
-from workers.session import DatasetSession
 from workers.task import TrainTask
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch

@@ -13,9 +13,9 @@ from support.traces import arrows, slices
 from hybrid.checkpoint import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
+from workers.dataset_session import DatasetSession
 from workers.joining.bootstrap import Cluster
 from workers.reporting.profile import Profile
-from workers.session import DatasetSession
 
 FIRST, STEPS, TAKEN = 2, 3, 6
 PROFILE = {"first_step": FIRST, "steps": STEPS}

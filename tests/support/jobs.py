@@ -15,11 +15,11 @@ from torch import Tensor
 from hybrid.checkpoint import DENSE_FILE, unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
+from workers.dataset_session import DatasetSession
 from workers.jobs.compare import Comparison
 from workers.jobs.snapshot import Snapshot, snapshot
 from workers.joining.bootstrap import Cluster
 from workers.reporting.terminal import TerminalView
-from workers.session import DatasetSession
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hybrid.dense.nets import build_dense_net, build_remote_net
 from hybrid.metrics import Metrics, binary_metrics
 from hybrid.reference import Reference
 from hybrid.topology import Topology
+from workers.dataset_session import DatasetSession
 from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
@@ -28,7 +29,6 @@ from workers.jobs.snapshot import (
     snapshot,
 )
 from workers.reporting.terminal import TerminalView
-from workers.session import DatasetSession
 
 # Epoch, first step in it, number of steps, steps before.
 Run: TypeAlias = tuple[int, int, int, int]

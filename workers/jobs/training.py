@@ -13,12 +13,12 @@ from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
 from hybrid.topology import Topology
+from workers.dataset_session import DatasetSession
 from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
 from workers.paths import RESULT_FILE, own_command
 from workers.reporting.report import RunFolder
 from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
-from workers.session import DatasetSession
 from workers.task import TrainTask
 from workers.trainer import Report
 
