@@ -1,0 +1,100 @@
+"""The update barrier where messages overtake each other: all is answered, and applied in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from support.barriers import Applied, Barrier, answer, barrier, give, nothing
+from torch.futures import Future
+
+from hybrid.update import Purpose, Ticket, UpdateMode
+
+NUM_TRAINERS, NUM_PARTS, NUM_EPOCHS, NUM_STEPS = 2, 2, 3, 4
+
+
+class Trainer:
+    """Looks up two steps ahead, as :class:`hybrid.feed.Feed` does; its messages lie in ``in_flight``."""
+
+    def __init__(self, each: Barrier, index: int, chance: random.Random) -> None:
+        self.in_flight: list[Callable[[], None]] = []
+        self._each = each
+        self._index = index
+        self._chance = chance
+        self._answers: dict[int, list[Future[None]]] = {}
+        self._step = self._first = self._end = 0
+
+    def begin(self, first: int, end: int) -> None:
+        self._step, self._first, self._end = first, first, end
+        self._answers = {step: [] for step in range(first, end)}
+        for step in range(first, min(first + 2, end)):
+            self.in_flight += [self._lookup(step, part) for part in range(NUM_PARTS)]
+
+    def unanswered(self) -> list[Future[None]]:
+        return [lookup for lookups in self._answers.values() for lookup in lookups if not lookup.done()]
+
+    def can_step(self) -> bool:
+        if self._step == self._end:
+            return False
+        lookups = self._answers[self._step]
+        return len(lookups) == NUM_PARTS and all(lookup.done() for lookup in lookups)
+
+    def take_step(self) -> None:
+        self.in_flight += [self._exchange(self._step, part) for part in range(NUM_PARTS)]
+        self._step += 1
+
+    def _lookup(self, step: int, part: int) -> Callable[[], None]:
+        version = max(self._first, step - 1)
+        ticket = Ticket(self._index, step, version, part, Purpose.PREFETCH)
+        return lambda: self._answers[step].append(self._each.when(ticket, nothing))
+
+    def _exchange(self, step: int, part: int) -> Callable[[], None]:
+        """A step's gradients, with the lookup of the step after the next, if there is one."""
+        lookup = self._lookup(step + 2, part) if step + 2 < self._end else nothing
+        contribution = f"t{self._index} s{step:02} p{part}"
+        followed, helps = step + 1 < self._end, self._chance.random() < 0.8
+
+        def arrive() -> None:
+            give(self._each, self._index, step, contribution, part=part, followed=followed, helps=helps)
+            lookup()
+
+        return arrive
+
+
+def train(trainers: list[Trainer], chance: random.Random) -> None:
+    """Do whatever can be done next, in any order, until the epoch is over."""
+    while True:
+        messages = [(t, place) for t in trainers for place in range(len(t.in_flight))]
+        steps = [t for t in trainers if t.can_step()]
+        if messages and chance.random() < len(messages) / (len(messages) + len(steps)):
+            trainer, place = chance.choice(messages)
+            trainer.in_flight.pop(place)()
+        elif steps:
+            chance.choice(steps).take_step()
+        elif unanswered := [lookup for t in trainers for lookup in t.unanswered()]:
+            answer(unanswered[0])  # by another thread
+        else:
+            return
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("mode", [UpdateMode.PIPELINED, UpdateMode.ASYNC])
+def test_everything_is_answered_and_applied_in_whatever_order_it_arrives(mode: UpdateMode, seed: int) -> None:
+    chance = random.Random(seed)
+    applied: Applied = []
+    with barrier(NUM_TRAINERS, applied.append, mode, parts=NUM_PARTS) as each:
+        trainers = [Trainer(each, index, chance) for index in range(NUM_TRAINERS)]
+        for epoch in range(NUM_EPOCHS):
+            end = (epoch + 1) * NUM_STEPS
+            for trainer in trainers:
+                trainer.begin(epoch * NUM_STEPS, end)
+            train(trainers, chance)
+            for index in range(NUM_TRAINERS):
+                answer(each.when(Ticket(index, end, end, purpose=Purpose.PREDICT), nothing))
+        each.drain()
+        assert not each._served
+    for index in range(NUM_TRAINERS):
+        own = [share for update in applied for share in update if share.startswith(f"t{index}")]
+        assert own == sorted(own)
+        assert len(own) == NUM_EPOCHS * NUM_STEPS * NUM_PARTS
