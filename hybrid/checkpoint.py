@@ -6,6 +6,7 @@ of workers loads it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,20 +96,30 @@ class Checkpoint:
         if table not in self.manifest.tables:
             raise CheckpointError(f"{self.folder}: holds no table {table}; it is of another model")
         _, _, num_shards = self.manifest.tables[table]
-        rows_R = torch.arange(len(into["weight"])) * count + index
         for shard in range(num_shards):
-            mine_R = rows_R % num_shards == shard
-            if not mine_R.any():
+            if (both := _rows_of_both(index, count, shard, num_shards)) is None:
                 continue
-            source = rows_R[mine_R] // num_shards
+            here, there = both
             on_disk = self.tensors(shard_file(table, shard, num_shards))
             widths = {name: tensor.shape[1:] for name, tensor in on_disk.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
-            if int(source[-1]) >= len(on_disk["weight"]):
-                raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
             for name, tensor in into.items():
-                tensor[mine_R] = on_disk[name][source]
+                # From the mapped file to its place: memory for a copy between them there may not be.
+                to, source = tensor[here], on_disk[name][there]
+                if len(source) < len(to):
+                    raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
+                to.copy_(source[: len(to)])
+
+
+def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:
+    """The rows of shard ``index`` of ``count`` that are also of another way to split: where in either."""
+    common = math.gcd(count, other_count)
+    if (other - index) % common:
+        return None
+    first = next(row for row in range(other_count) if (row * count + index) % other_count == other)
+    here = slice(first, None, other_count // common)
+    return here, slice((first * count + index) // other_count, None, count // common)
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:

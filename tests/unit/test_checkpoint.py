@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.errors import CheckpointError
-from hybrid.manifest import MANIFEST_FILE, step_folder
+from hybrid.manifest import MANIFEST_FILE, Manifest, shard_file, step_folder
 from hybrid.tensor_file import write_tensors
 
 
@@ -31,6 +31,32 @@ def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(tmp_path: Path) -
         Checkpoint.open(folder).tensors(DENSE_FILE)
     with pytest.raises(CheckpointError, match="cannot be read"):
         Checkpoint.open(folder).tensors("absent.safetensors")
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 13])
+@pytest.mark.parametrize("then", range(1, 7))
+def test_rows_written_in_any_number_of_shards_are_read_in_any_other(
+    tmp_path: Path, num_rows: int, then: int
+) -> None:
+    values_RD = torch.arange(2.0 * num_rows).view(num_rows, 2)
+    for shard in range(then):
+        tensors = {"weight": values_RD[shard::then], "sum": -values_RD[shard::then, 0]}
+        write_tensors(tmp_path, shard_file("t", shard, then), tensors)
+    stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (num_rows, 2, then)}, {}, {}, {}))
+    for now in range(1, 7):
+        for index in range(now):
+            values = values_RD[index::now]
+            into = {
+                "weight": torch.full_like(values, torch.nan),
+                "sum": torch.full((len(values),), torch.nan),
+            }
+            stored.load_rows("t", index, now, into)
+            assert torch.equal(into["weight"], values)
+            assert torch.equal(into["sum"], -values[:, 0])
+    with pytest.raises(CheckpointError, match="table t has fewer rows than the model's"):
+        stored.load_rows(
+            "t", 0, 1, {"weight": torch.zeros(num_rows + 1, 2), "sum": torch.zeros(num_rows + 1)}
+        )
 
 
 class TestNewestGood:
