@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
 from hybrid.manifest import MANIFEST_FILE, Manifest, check_sizes, shard_file, stored
+from hybrid.tensor_file import map_arrays
 
 CONFIG_FILE = "config.toml"
 DENSE_FILE = "dense.safetensors"
@@ -84,6 +86,18 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from error
 
+    def mapped_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
+        """The rows of every shard of a table, in their files: see :func:`map_arrays`.
+
+        Raises:
+            CheckpointError: the table is not there, or has another shape.
+        """
+        shards = range(self._num_shards(table))
+        weights = [self._map(table, shard, len(shards))["weight"] for shard in shards]
+        if {w.shape[1:] for w in weights} != {(dim,)} or sum(map(len, weights)) != num_rows:
+            raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
+        return weights
+
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Fill the tensors of one shard, split in whatever way, from the shards on disk.
 
@@ -93,23 +107,29 @@ class Checkpoint:
         Raises:
             CheckpointError: the table is not there, or has another shape or optimizer.
         """
-        if table not in self.manifest.tables:
-            raise CheckpointError(f"{self.folder}: holds no table {table}; it is of another model")
-        _, _, num_shards = self.manifest.tables[table]
+        num_shards = self._num_shards(table)
         for shard in range(num_shards):
             if (both := _rows_of_both(index, count, shard, num_shards)) is None:
                 continue
             here, there = both
-            on_disk = self.tensors(shard_file(table, shard, num_shards))
-            widths = {name: tensor.shape[1:] for name, tensor in on_disk.items()}
+            on_disk = self._map(table, shard, num_shards)
+            widths = {name: array.shape[1:] for name, array in on_disk.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
             for name, tensor in into.items():
                 # From the mapped file to its place: memory for a copy between them there may not be.
-                to, source = tensor[here], on_disk[name][there]
+                to, source = tensor.numpy()[here], on_disk[name][there]
                 if len(source) < len(to):
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
-                to.copy_(source[: len(to)])
+                to[:] = source[: len(to)]
+
+    def _num_shards(self, table: str) -> int:
+        if table not in self.manifest.tables:
+            raise CheckpointError(f"{self.folder}: holds no table {table}; it is of another model")
+        return self.manifest.tables[table][2]
+
+    def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
+        return map_arrays(self.folder / shard_file(table, shard, num_shards))
 
 
 def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:

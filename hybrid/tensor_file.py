@@ -1,4 +1,4 @@
-"""Writing a safetensors file straight from the tensors, with its checksum: no second copy of them in memory.
+"""Safetensors files without a second copy in memory: written straight from tensors, read where they lie.
 
 The format (https://github.com/huggingface/safetensors#format)::
 
@@ -15,8 +15,12 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid.errors import CheckpointError
@@ -42,6 +46,8 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# Of rows and their optimizer's state.
+_ARRAY_TYPES = {"F64": np.float64, "F32": np.float32}
 _CHUNK_BYTES = 4 << 20  # hashed while it is in the cache
 _ALIGNMENT = 8
 
@@ -72,6 +78,33 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Fil
     except OSError as error:
         raise cannot_write(path, error, size - written) from error
     return {name: (size, digest.hexdigest())}
+
+
+def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The named tensors of a file, mapped into memory and read when they are touched; they are not writable.
+
+    The library would map the file such that the system must have memory for all of it.
+
+    Raises:
+        CheckpointError: it cannot be read, or a tensor is of another type than rows are.
+    """
+    try:
+        with safe_open(path, framework="numpy"):  # sees whether the header is right
+            pass
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        # A plain array of the map: each operation on a numpy.memmap makes another of those.
+        content = np.asarray(np.memmap(path, np.uint8, "r"))[8 + length :]
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    arrays = {}
+    for name, entry in header.items():
+        if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
+            raise CheckpointError(f"{path}: {name} is of type {dtype}; rows are {' or '.join(_ARRAY_TYPES)}")
+        first, last = entry["data_offsets"]
+        arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
+    return arrays
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor]) -> bytes:

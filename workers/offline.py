@@ -25,19 +25,19 @@ from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import LocalTables, TableShards
+from hybrid.embedding.stored import StoredTables
 from hybrid.embedding.tables import table_specs
 from hybrid.errors import HybridError
 from hybrid.metrics import binary_metrics
 from hybrid.model import HybridModel
 from hybrid.step import predict_step
-from hybrid.update import Purpose, Ticket, UpdateRules
+from hybrid.update import Purpose, Ticket
 from workers.paths import cache_folder
 from workers.reporting.terminal import bad_row_lines
 
 
 class TrainedModel:
-    """A model out of a checkpoint, whole in this process; close it, or use it in a ``with``.
+    """A model out of a checkpoint, in this process; the rows of its tables stay in their files.
 
     Args:
         folder: a run folder, or one of its checkpoints.
@@ -51,15 +51,7 @@ class TrainedModel:
         self.step = stored.manifest.step
         self.config = load_config(stored.folder / CONFIG_FILE)
         self.encoder = FeatureEncoder.load(stored.folder)
-        self._shards, self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
-
-    @contextmanager
-    def opened(self) -> Iterator[TrainedModel]:
-        """The model, its background thread ended afterwards."""
-        try:
-            yield self
-        finally:
-            self._shards.close()
+        self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
 
     def logits(self, dataset: PreparedDataset) -> tuple[Tensor, Tensor]:
         """``logits_N`` and ``labels_N`` of all samples of ``dataset``, in its order."""
@@ -76,16 +68,14 @@ class TrainedModel:
 
 def _assemble(
     config: RunConfig, encoder: FeatureEncoder, stored: Checkpoint
-) -> tuple[TableShards, Embeddings, HybridModel]:
+) -> tuple[Embeddings, HybridModel]:
     spec = encoder.input_spec
     tables = table_specs(config, spec, extra_columns(config.dense.net))
     # Everything lies on the one worker that this process is.
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
     placement = plan(tables, num_workers=1)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
-    shards = TableShards(placement, 0, UpdateRules(num_trainers=1), dtype)
-    shards.load(stored.folder, stored.manifest.step)
-    embeddings = Embeddings(tables, spec, placement, {0: LocalTables(shards)})
+    embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, dtype)})
     net = build_dense_net(config, spec, embeddings.widths).to(dtype)
     load_state(net, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
     remote_net = None
@@ -93,7 +83,7 @@ def _assemble(
         at_hand = build_remote_net(config, spec, embeddings.widths).to(dtype).eval()
         load_state(at_hand, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
         remote_net = partial(_call_at_hand, at_hand)
-    return shards, embeddings, HybridModel.of(config, net, remote_net).eval()
+    return embeddings, HybridModel.of(config, net, remote_net).eval()
 
 
 def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
@@ -103,7 +93,8 @@ def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
 
 def evaluate(folder: Path, inputs: Sequence[str]) -> None:
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
-    with TrainedModel(folder).opened() as trained, _dataset(trained, inputs, with_labels=True) as dataset:
+    trained = TrainedModel(folder)
+    with _dataset(trained, inputs, with_labels=True) as dataset:
         metrics = binary_metrics(*trained.logits(dataset))
         console = Console()
         for name, value in metrics.as_dict().items():
@@ -123,7 +114,8 @@ def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
     """
     if output.exists():
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
-    with TrainedModel(folder).opened() as trained, _dataset(trained, inputs, with_labels=False) as dataset:
+    trained = TrainedModel(folder)
+    with _dataset(trained, inputs, with_labels=False) as dataset:
         logits_N, _ = trained.logits(dataset)
         _write(output, dataset, logits_N.sigmoid())
         console = Console()

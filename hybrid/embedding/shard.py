@@ -295,30 +295,6 @@ class TableShards(Host):
         return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
 
 
-class LocalTables:
-    """Tables of this very process, for those who look up without RPC."""
-
-    def __init__(self, shards: TableShards) -> None:
-        self._shards = shards
-
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.lookup`."""
-        return self._shards.lookup(ticket, items)
-
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[None]:
-        """See :meth:`TableShards.receive`."""
-        self._shards.receive(ticket, grads)
-        sent: Future[None] = Future()
-        sent.set_result(None)
-        return sent
-
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.exchange`."""
-        return self._shards.exchange(ticket, grads, next_ticket, items)
-
-
 class _Lookup(torch.autograd.Function):
     """Pooling whose backward hands the gradients to the update barrier, without a sparse tensor."""
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from hybrid import manifest
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import LocalTables, TableShards
+from hybrid.embedding.routes import Item
+from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.manifest import Files, Manifest
 from hybrid.update import Purpose, Ticket, UpdateRules
@@ -41,6 +43,30 @@ def specs(placement: str = "table", optimizer: str = "adam", dim: int = 3) -> li
         TableSpec(name, rows, dim, Pooling.SUM, (name,), OptimizerSpec(optimizer, 0.1), 1.0, placement)
         for name, rows in NUM_ROWS.items()
     ]
+
+
+class LocalTables:
+    """Tables of this very process, for those who look up without RPC."""
+
+    def __init__(self, shards: TableShards) -> None:
+        self._shards = shards
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.lookup`."""
+        return self._shards.lookup(ticket, items)
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[None]:
+        """See :meth:`TableShards.receive`."""
+        self._shards.receive(ticket, grads)
+        sent: Future[None] = Future()
+        sent.set_result(None)
+        return sent
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.exchange`."""
+        return self._shards.exchange(ticket, grads, next_ticket, items)
 
 
 class Cluster:

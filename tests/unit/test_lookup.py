@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.shards import LocalTables
 from torch import Tensor
 from torch.futures import Future
 
@@ -14,7 +15,7 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import LocalTables, TableShards
+from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ClusterError, DataError
 from hybrid.update import Purpose, Ticket, UpdateRules

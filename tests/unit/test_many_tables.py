@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
+from support.shards import LocalTables
 from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
@@ -18,7 +19,7 @@ from hybrid.embedding import loops
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import LocalTables, TableShards
+from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
 from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
 

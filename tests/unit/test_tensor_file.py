@@ -1,4 +1,4 @@
-"""Our writer of safetensors files: the library reads what it writes, and its checksums are right."""
+"""Safetensors files: the library reads what we write, its checksums are right, and so is what we map."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid import tensor_file
 from hybrid.errors import CheckpointError
-from hybrid.tensor_file import write_tensors
+from hybrid.tensor_file import map_arrays, write_tensors
 
 DTYPES = list(tensor_file._DTYPES)
 
@@ -53,9 +53,38 @@ def test_the_library_reads_tensors_of_every_type_and_shape(tmp_path: Path) -> No
     assert files == {"deep/all.safetensors": (len(content), hashlib.sha256(content).hexdigest())}
 
 
+def test_what_is_mapped_is_what_was_written_and_stays_so(tmp_path: Path) -> None:
+    tensors = {
+        "rows": torch.randn(5, 3),
+        "steps": torch.randn(5),
+        "nothing": torch.empty(0, 7),
+        "double": torch.randn(2, 3, dtype=torch.float64),
+    }
+    write_tensors(tmp_path, "rows.safetensors", tensors)
+    mapped = map_arrays(tmp_path / "rows.safetensors")
+    assert_same({name: torch.from_numpy(array.copy()) for name, array in mapped.items()}, tensors)
+    with pytest.raises(ValueError, match="read-only"):
+        mapped["rows"][0] = 0.0
+
+
+def test_what_cannot_be_mapped_is_an_error_of_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    write_tensors(tmp_path, path.name, {"weight": torch.ones(3, dtype=torch.bfloat16)})
+    with pytest.raises(CheckpointError, match=f"^{path}: weight is of type BF16; rows are F64 or F32$"):
+        map_arrays(path)
+    for content in (b"", b"x" * 100, path.read_bytes()[:-1]):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"^{path}: cannot be read: .*$"):
+            map_arrays(path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"^{path}: cannot be read: .*$"):
+        map_arrays(path)
+
+
 def test_a_file_without_tensors_is_one(tmp_path: Path) -> None:
     write_tensors(tmp_path, "none.safetensors", {})
     assert load_file(tmp_path / "none.safetensors") == {}
+    assert map_arrays(tmp_path / "none.safetensors") == {}
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
