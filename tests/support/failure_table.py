@@ -192,7 +192,8 @@ _CHAOS = """
 ## A hundred kills
 
 `scripts/chaos --kills 100 --freeze 0.05 --pause 2 --seed 2026`, 2 trainers and 2 workers on 2 cores,
-on 22 November 2026: a random role at a random moment, in eight runs one after another, since a run has an end.
+on 22 November 2026: a random role at a random moment, in eight runs one after another, since a run
+has an end.
 
 | role | start | step | evaluation | checkpoint | all | of them frozen |
 |---|---:|---:|---:|---:|---:|---:|
@@ -202,8 +203,8 @@ on 22 November 2026: a random role at a random moment, in eight runs one after a
 | worker 0 | 3 | 21 | 2 | 3 | 29 | 0 |
 | worker 1 | 0 | 21 | 0 | 3 | 24 | 1 |
 
-All eight ended with the tables, nets and optimizer states of an undisturbed run, bit for bit. After a kill, the
-run was back at a step within 0.5 s (median, and at most); after a freeze within 10.8 s, of which 10 s are
+All eight ended with the tables, nets and optimizer states of an undisturbed run, bit for bit. After a kill,
+the run was back at a step within 0.5 s (median, and at most); after a freeze within 10.8 s, of which 10 s are
 the timeout.
 """
 

@@ -23,13 +23,28 @@ class Trainer:
         self._index = index
         self._chance = chance
         self._answers: dict[int, list[Future[None]]] = {}
-        self._step = self._first = self._end = 0
+        self._step = self._first = self._end = self._last_end = 0
+        self.has_finished = False
 
-    def begin(self, first: int, end: int) -> None:
-        self._step, self._first, self._end = first, first, end
+    def begin(self, first: int, end: int, last_end: int) -> None:
+        """Train from step ``first`` to before ``end``, while others go on to before ``last_end``."""
+        self._step, self._first, self._end, self._last_end = first, first, end, last_end
         self._answers = {step: [] for step in range(first, end)}
-        for step in range(first, min(first + 2, end)):
-            self.in_flight += [self._lookup(step, part) for part in range(NUM_PARTS)]
+        for step in (first, first + 1):
+            if not self._ends_at(step):
+                self.in_flight += [self._lookup(step, part) for part in range(NUM_PARTS)]
+
+    def rejoin(self, step: int) -> None:
+        if self.has_finished:
+            self._each.rejoin(self._index, step)
+            self.has_finished = False
+
+    def _ends_at(self, step: int) -> bool:
+        """Whether there is nothing to look up for a step; the barrier is told of the first such step."""
+        if self._end <= step < self._last_end and not self.has_finished:
+            self._each.finish(self._index, step)
+            self.has_finished = True
+        return step >= self._end
 
     def unanswered(self) -> list[Future[None]]:
         return [lookup for lookups in self._answers.values() for lookup in lookups if not lookup.done()]
@@ -41,17 +56,18 @@ class Trainer:
         return len(lookups) == NUM_PARTS and all(lookup.done() for lookup in lookups)
 
     def take_step(self) -> None:
-        self.in_flight += [self._exchange(self._step, part) for part in range(NUM_PARTS)]
-        self._step += 1
+        step, self._step = self._step, self._step + 1
+        is_last = self._ends_at(step + 2)
+        self.in_flight += [self._exchange(step, part, is_last) for part in range(NUM_PARTS)]
 
     def _lookup(self, step: int, part: int) -> Callable[[], None]:
         version = max(self._first, step - 1)
         ticket = Ticket(self._index, step, version, part, Purpose.PREFETCH)
         return lambda: self._answers[step].append(self._each.when(ticket, nothing))
 
-    def _exchange(self, step: int, part: int) -> Callable[[], None]:
+    def _exchange(self, step: int, part: int, is_last: bool) -> Callable[[], None]:
         """A step's gradients, with the lookup of the step after the next, if there is one."""
-        lookup = self._lookup(step + 2, part) if step + 2 < self._end else nothing
+        lookup = nothing if is_last else self._lookup(step + 2, part)
         contribution = f"t{self._index} s{step:02} p{part}"
         followed, helps = step + 1 < self._end, self._chance.random() < 0.8
 
@@ -79,22 +95,31 @@ def train(trainers: list[Trainer], chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("is_even", [True, False])
 @pytest.mark.parametrize("mode", [UpdateMode.PIPELINED, UpdateMode.ASYNC])
-def test_everything_is_answered_and_applied_in_whatever_order_it_arrives(mode: UpdateMode, seed: int) -> None:
+def test_everything_is_answered_and_applied_in_whatever_order_it_arrives(
+    mode: UpdateMode, is_even: bool, seed: int
+) -> None:
     chance = random.Random(seed)
     applied: Applied = []
+    expected: list[list[str]] = [[] for _ in range(NUM_TRAINERS)]
     with barrier(NUM_TRAINERS, applied.append, mode, parts=NUM_PARTS) as each:
         trainers = [Trainer(each, index, chance) for index in range(NUM_TRAINERS)]
-        for epoch in range(NUM_EPOCHS):
-            end = (epoch + 1) * NUM_STEPS
-            for trainer in trainers:
-                trainer.begin(epoch * NUM_STEPS, end)
+        first = 0
+        for _ in range(NUM_EPOCHS):
+            own_ends = [first + (NUM_STEPS if is_even else chance.randint(0, NUM_STEPS)) for _ in trainers]
+            end = max(own_ends)
+            for index, (trainer, own_end) in enumerate(zip(trainers, own_ends, strict=True)):
+                trainer.begin(first, own_end, end)
+                steps = range(first, own_end)
+                expected[index] += [f"t{index} s{s:02} p{p}" for s in steps for p in range(NUM_PARTS)]
             train(trainers, chance)
-            for index in range(NUM_TRAINERS):
+            for index, trainer in enumerate(trainers):
+                trainer.rejoin(end)
                 answer(each.when(Ticket(index, end, end, purpose=Purpose.PREDICT), nothing))
+            first = end
         each.drain()
         assert not each._served
     for index in range(NUM_TRAINERS):
         own = [share for update in applied for share in update if share.startswith(f"t{index}")]
-        assert own == sorted(own)
-        assert len(own) == NUM_EPOCHS * NUM_STEPS * NUM_PARTS
+        assert own == expected[index]
