@@ -79,17 +79,20 @@ def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path
     assert not (tmp_path / "run/result.json").exists()
 
 
-def test_launch_goes_on_where_all_its_processes_are_gone(endless: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("end", "how"), [("kill", "has ended"), ("suspend", "was frozen")])
+def test_launch_goes_on_where_all_its_processes_are_gone(
+    endless: list[str], tmp_path: Path, end: str, how: str
+) -> None:
     overrides = settings(run={"folder": "run"})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
         await_step(command)
-        command.role("master").parent().kill()
-        starts = command.stdout.count("\nstep 1/")
-        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, START_SECONDS), command.stderr
-        said = command.stderr
+        getattr(command.role("master").parent(), end)()
+        assert eventually(lambda: command.stderr.endswith("\n"), START_SECONDS)
+        steps, said = command.stdout.count("\nstep "), command.stderr
+        assert eventually(lambda: command.stdout.count("\nstep ") > steps, START_SECONDS), command.stderr
     assert re.fullmatch(
-        r"hybrid launch: the process that starts the roles \(pid \d+\) has ended; steps 0 to \d+ are lost, "
-        r"starting from the beginning\n",
+        rf"hybrid launch: the process that starts the roles \(pid \d+\) {how}; steps \d+ to \d+ are lost, "
+        r"(starting from the beginning|going on from step \d+)\n",
         said,
     )
 

@@ -60,7 +60,7 @@ CASES = [
         f"{_FAILURES}::test_what_only_a_trainer_finds_out",
     ),
     Case(
-        "the process that forks the roles is killed",
+        "the process that forks the roles is killed, or frozen for some seconds",
         "the roles end with it, and the run goes on as after any other kill",
         f"{_FAILURES}::test_launch_goes_on_where_all_its_processes_are_gone",
     ),

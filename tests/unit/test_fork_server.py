@@ -94,16 +94,42 @@ def test_nothing_happens_for_a_while(server: ForkServer) -> None:
     assert server.event(0.01) is None
 
 
-def test_a_server_that_was_killed_takes_its_processes_with_it(server: ForkServer) -> None:
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "was frozen")],
+    ids=["killed", "frozen"],
+)
+def test_a_server_that_is_gone_takes_its_processes_with_it(
+    server: ForkServer, number: signal.Signals, how: str
+) -> None:
     server.start("one", forked.pause, (), [])
     process = started(server, "one")
-    psutil.Process(process.ppid()).kill()
-    with pytest.raises(ClusterError, match=r"the process that starts the roles \(pid \d+\) has ended"):
+    psutil.Process(process.ppid()).send_signal(number)
+    with pytest.raises(ClusterError, match=rf"the process that starts the roles \(pid \d+\) {how}$"):
         server.event(SECONDS)
     assert is_gone(process)
     assert not server.is_running()
     with pytest.raises(ClusterError, match="has ended"):
         server.start("two", forked.pause, (), [])
+
+
+def test_a_server_that_goes_on_in_time_was_not_frozen(
+    server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.start("one", forked.pause, (), [])
+    frozen = psutil.Process(started(server, "one").ppid())
+    looks = []
+
+    def poll(seconds: float) -> bool:
+        # Stopped at every second look.
+        looks.append(seconds)
+        frozen.suspend() if len(looks) % 2 else frozen.resume()
+        return False
+
+    monkeypatch.setattr(server._connection, "poll", poll)
+    assert server.event(0.3) is None
+    frozen.resume()
+    assert len(looks) > 2
 
 
 def test_processes_end_with_the_block() -> None:

@@ -41,6 +41,8 @@ from workers.launching.imports import lasting_imports
 
 _END_SECONDS = 2.0
 _POLL_SECONDS = 0.01
+# Who stops a launch with Ctrl-Z and goes on stops the server as well: it must be stopped at two looks.
+_LOOK_SECONDS = 2.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_DESCRIPTORS = 8
 _MARKER = b"."  # ancillary data needs a byte to travel with
@@ -136,11 +138,18 @@ class ForkServer:
         """The next thing that has happened, or None where nothing does in time.
 
         Raises:
-            ClusterError: the server has ended, and with it every process.
+            ClusterError: the server has ended, and with it every process; one that is frozen is ended.
         """
+        deadline, was_frozen = time.monotonic() + timeout_seconds, False
         try:
-            if not self._connection.poll(max(0.0, timeout_seconds)):
-                return None
+            while not self._connection.poll(min(max(0.0, deadline - time.monotonic()), _LOOK_SECONDS)):
+                if time.monotonic() >= deadline:
+                    return None
+                is_frozen = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+                if is_frozen and was_frozen:
+                    self._process.kill()
+                    raise self._gone("was frozen")
+                was_frozen = is_frozen
             event: Started | Ended = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
@@ -162,10 +171,10 @@ class ForkServer:
         except OSError as error:
             raise self._gone() from error
 
-    def _gone(self) -> ClusterError:
+    def _gone(self, how: str = "has ended") -> ClusterError:
         self._process.wait(_END_SECONDS)
         self._await_end()
-        return ClusterError(f"the process that starts the roles (pid {self._process.pid}) has ended")
+        return ClusterError(f"the process that starts the roles (pid {self._process.pid}) {how}")
 
 
 def _is_alive(pid: int) -> bool:
