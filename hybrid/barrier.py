@@ -335,10 +335,12 @@ class UpdateBarrier(Generic[Contribution]):
 
     def _seconds_left(self) -> float | None:
         """How long the step under way may still wait for its last trainer; None where no step is."""
+        if self._rules.mode is UpdateMode.ASYNC:
+            return None
         step = self._version
         expected = self._attendance.at(step)
         arrived = [s.arrived_at for t in expected if (s := self._shares.get((step, t)))]
-        if self._rules.mode is UpdateMode.ASYNC or not arrived:
+        if not arrived:
             return None
         timeout = self._rules.timeout_seconds
         left = min(arrived) + timeout - time.monotonic()

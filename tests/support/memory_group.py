@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
+from workers.launching.fork_server import is_alive
 
 _HIERARCHY = Path("/sys/fs/cgroup/memory")  # version 1; a group of version 2 with processes has no children
 _MORE_BYTES = 8 << 20
@@ -65,17 +65,10 @@ def _starve(pid: int) -> None:
         with mmap.mmap(-1, _MOST_BYTES) as memory:
             for offset in range(0, _MOST_BYTES, mmap.PAGESIZE):
                 memory[offset] = 1
-                if not _is_alive(pid):  # the next would be another process
+                if not is_alive(pid):  # the next would be another process
                     break
     finally:
         limit.write_text(str(_NO_LIMIT))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 if __name__ == "__main__":

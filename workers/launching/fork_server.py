@@ -162,7 +162,7 @@ class ForkServer:
     def _await_end(self) -> None:
         """Without the server its processes are ending; return once they have."""
         deadline = time.monotonic() + _END_SECONDS
-        while any(map(_is_alive, self._pids.values())) and time.monotonic() < deadline:
+        while any(map(is_alive, self._pids.values())) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def _ask(self, *request: object) -> None:
@@ -177,7 +177,8 @@ class ForkServer:
         return ClusterError(f"the process that starts the roles (pid {self._process.pid}) {how}")
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Whether a process is there that has not ended."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
