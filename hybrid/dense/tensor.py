@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from hybrid.dense.thread_state import keep_thread_state
-from hybrid.trust.sockets import sealed_after
+from hybrid.trust.sockets import closed_after
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
@@ -52,7 +53,8 @@ def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
 def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: str) -> DeviceMesh:
     # DTensor takes meshes of the same shape for the same: what it has found out for one it does on the
     # groups of that one, and two ranks that remember different ones would wait for each other for ever.
-    with sealed_after():
+    names = dist.PrefixStore(f"mesh {shape} {device_type}", distributed_c10d._get_default_store())
+    with closed_after(names, dist.get_rank(), dist.get_world_size()):
         return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 

@@ -15,7 +15,7 @@ from hybrid.topology import Role, Topology
 from hybrid.trust.pickler import SignedPickler, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Signatures
-from hybrid.trust.sockets import sealed_after
+from hybrid.trust.sockets import closed_after
 from hybrid.wire.calls import CALLS
 from hybrid.wire.stubs import greet
 
@@ -47,9 +47,8 @@ def start(
     os.environ["TP_SOCKET_IFNAME"] = interface
     rank, world_size = topology.rank(role), topology.world_size
     scheme = f"hybrid{next(_scheme_numbers)}"
-    register_rendezvous_handler(
-        scheme, lambda *_args, **_kwargs: iter([(dist.PrefixStore("rpc", store), rank, world_size)])
-    )
+    names = dist.PrefixStore("rpc", store)
+    register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
     if transport == "auto":
         # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
         transport = "uv" if world_size > (os.cpu_count() or 1) else "shm"
@@ -61,7 +60,7 @@ def start(
     )
     name = str(role.rpc_name)  # not an enum: torch pickles it
     install(SignedPickler(Signatures(secret, run_id, name), CALLS, Refusals()))
-    with warnings.catch_warnings(), plain_collectives(), sealed_after():
+    with warnings.catch_warnings(), plain_collectives(), closed_after(names, rank, world_size):
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import selectors
-import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,7 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.cluster import PRELOAD, STOP_SECONDS, Clusters
+from support.cluster import PRELOAD, STOP_SECONDS
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
@@ -35,53 +33,13 @@ _CONNECT_SECONDS = 0.3
 HUGE = struct.pack("<Q", 1 << 62)
 
 
-def listening_ports(cluster: Cluster) -> dict[str, list[int]]:
-    """Every port that a role listens on."""
-    pids = {"master": os.getpid()} | {str(role): member.pid for role, member in cluster.members.items()}
-    ports = {}
-    for name, pid in pids.items():
-        connections = psutil.Process(pid).net_connections("inet")
-        ports[name] = [c.laddr.port for c in connections if c.status == psutil.CONN_LISTEN]
-    return ports
-
-
-def connected(ports: list[int]) -> list[int]:
-    """Those ports that let a stranger in."""
-    let_in = []
-    with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for port in ports:
-            client = stack.enter_context(socket.socket())
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", port))
-            selector.register(client, selectors.EVENT_WRITE, port)
-        while events := selector.select(_CONNECT_SECONDS):
-            for key, _ in events:
-                sock = key.fileobj
-                assert isinstance(sock, socket.socket)
-                selector.unregister(sock)
-                if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    let_in.append(key.data)
-    return let_in
-
-
 def vitals(cluster: Cluster) -> int:
     """How many roles answer."""
     return len(gather([wire.ping(role, SECONDS) for role in cluster.topology.roles]))
 
 
-def test_once_a_cluster_runs_no_port_of_rpc_lets_anybody_in(clusters: Clusters) -> None:
-    """But that of the rendezvous, which asks for the secret."""
-    cluster = clusters.get(2, 2)
-    ports = cluster.run(listening_ports)
-    assert all(ports.values())
-    let_in = {name: connected(of_role) for name, of_role in ports.items()}
-    assert len(let_in.pop("master")) <= 1
-    assert set(map(tuple, let_in.values())) == {()}
-    assert cluster.run(vitals) == 5
-
-
-def attack(address: str, payloads: list[bytes], mark: Path, told: Connection) -> None:
-    """Join nothing, and speak torch's RPC with the process at ``address`` all the same."""
+def stranger_at(address: str) -> rpc.WorkerInfo:
+    """Join nothing, and have torch's RPC speak with the process at ``address`` all the same."""
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     store = dist.HashStore()
     for key, value in {"names/0": "master", "addrs/master": address, "rpcIsStaticGroup": "true"}.items():
@@ -90,7 +48,12 @@ def attack(address: str, payloads: list[bytes], mark: Path, told: Connection) ->
     agent = rpc.TensorPipeAgent(store, "stranger", 1, 2, options, {}, [])
     torch.distributed.autograd._init(1)
     api._init_rpc_states(agent)
-    victim = agent.get_worker_info("master")
+    return agent.get_worker_info("master")
+
+
+def attack(address: str, payloads: list[bytes], mark: Path, told: Connection) -> None:
+    """Try what a stranger may try."""
+    victim = stranger_at(address)
 
     def send(payload: Any) -> Any:
         return rpc._invoke_rpc_python_udf(victim, payload, [], SECONDS, False).wait()
@@ -107,6 +70,15 @@ def attack(address: str, payloads: list[bytes], mark: Path, told: Connection) ->
     os._exit(0)
 
 
+def call_twice(address: str, told: Connection) -> None:
+    """Have an operator of torch run, which asks for no signature; and again when told so."""
+    stranger_at(address)
+    for _ in range(2):
+        told.send(_outcome(lambda: rpc.rpc_sync("master", torch.neg, args=(torch.ones(1),))))
+        told.recv()
+    os._exit(0)
+
+
 def _outcome(attempt: Callable[[], Any]) -> str:
     try:
         return f"answered {attempt()}"
@@ -115,26 +87,47 @@ def _outcome(attempt: Callable[[], Any]) -> str:
 
 
 @contextmanager
-def open_process() -> Iterator[str]:
-    """This process, in an RPC group of one, with its sockets still open; gives its address."""
-    store = dist.HashStore()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "sealed_after", nullcontext)
-        wire.start(
-            MASTER,
-            Topology(0, 0),
-            store,
-            secret=Secret.fresh(),
-            run_id=b"run",
-            interface="lo",
-            transport="uv",
-            timeout_seconds=SECONDS,
-        )
+def process_of_a_stranger(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """Another process that runs ``target(*args, connection)``; the other end of the connection."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*args, theirs))
+    process.start()
     try:
-        (key,) = [key for key in store.list_keys() if key.endswith("addrs/master")]
-        yield store.get(key).decode()
+        yield ours
+    finally:
+        process.kill()
+        process.join(STOP_SECONDS)
+
+
+def answer_of(stranger: Connection) -> Any:
+    assert stranger.poll(STOP_SECONDS)
+    return stranger.recv()
+
+
+@contextmanager
+def started(store: dist.Store) -> Iterator[None]:
+    """This process, in an RPC group of one."""
+    wire.start(
+        MASTER,
+        Topology(0, 0),
+        store,
+        secret=Secret.fresh(),
+        run_id=b"run",
+        interface="lo",
+        transport="uv",
+        timeout_seconds=SECONDS,
+    )
+    try:
+        yield
     finally:
         wire.stop(SECONDS, graceful=False)
+
+
+def address_in(store: dist.HashStore) -> str:
+    (key,) = [key for key in store.list_keys() if key.endswith("addrs/master")]
+    return store.get(key).decode()
 
 
 def recorded_call() -> bytes:
@@ -147,25 +140,20 @@ def recorded_call() -> bytes:
     return payload
 
 
-def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(tmp_path: Path) -> None:
+def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not a pickle that runs code, nor a call that was heard, nor one changed, nor nonsense."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    ours, theirs = context.Pipe()
-    with open_process() as address:
+    monkeypatch.setattr(group, "closed_after", lambda *_: nullcontext())
+    store = dist.HashStore()
+    with started(store):
         pickler = internal._internal_rpc_pickler
         assert isinstance(pickler, SignedPickler)
         heard = recorded_call()
         payloads = [heard, heard[:-1] + bytes([heard[-1] ^ 1]), heard[:40], b"", os.urandom(1000), HUGE * 100]
-        stranger = context.Process(target=attack, args=(address, payloads, tmp_path / "mark", theirs))
         memory = psutil.Process().memory_info().rss
-        stranger.start()
-        try:
-            assert ours.poll(STOP_SECONDS)
-            outcomes = ours.recv()
-        finally:
-            stranger.kill()
-            stranger.join(STOP_SECONDS)
+        with process_of_a_stranger(attack, address_in(store), payloads, tmp_path / "mark") as stranger:
+            outcomes = answer_of(stranger)
         # It learns nothing but that it was not answered.
         assert {outcome.partition(":")[0] for outcome in outcomes} <= {"RuntimeError", "EOFError"}
         assert len(outcomes) == 5 + len(payloads)
@@ -177,3 +165,20 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(tmp_path: Path) ->
     assert not any(
         isinstance(each, SignedPickler) for each in (internal._internal_rpc_pickler, api._default_pickler)
     )
+
+
+def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, connect_to_all = dist.HashStore(), group._connect_to_all
+    with ExitStack() as stack:
+        strangers: list[Connection] = []
+
+        def connect_with_a_stranger(topology: Topology, timeout_seconds: float) -> None:
+            strangers.append(stack.enter_context(process_of_a_stranger(call_twice, address_in(store))))
+            assert answer_of(strangers[0]).startswith("answered"), "the window is no window"
+            connect_to_all(topology, timeout_seconds)
+
+        monkeypatch.setattr(group, "_connect_to_all", connect_with_a_stranger)
+        with started(store):
+            strangers[0].send("again")
+            assert answer_of(strangers[0]).startswith("RuntimeError")
+            assert wire.ping(MASTER, SECONDS).wait().pid == os.getpid()

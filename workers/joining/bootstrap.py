@@ -38,7 +38,7 @@ from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.errors import ClusterError, ConfigError, first_line
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.trust.sockets import sealed_after
+from hybrid.trust.sockets import closed_after
 from workers.joining.alarm import Alarm, StoppedError, last_words, run_interruptibly
 from workers.joining.channel import Channel
 from workers.joining.heartbeat import Pulse
@@ -230,10 +230,11 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
     device = choose_devices(config.dense, role.index)[0]
     store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
     devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
-    with sealed_after():
+    names = dist.PrefixStore("trainers", store)
+    with closed_after(names, role.index, section.trainers):
         dist.init_process_group(
             choose_backend(devices),
-            store=dist.PrefixStore("trainers", store),
+            store=names,
             rank=role.index,
             world_size=section.trainers,
             timeout=timedelta(seconds=section.rpc_timeout_seconds),
