@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import site
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping
@@ -22,8 +23,14 @@ from hybrid.errors import ConfigError
 
 # Their functions and classes are called by lists of their own.
 _PROJECT = ("hybrid", "workers")
+# Debian's Python keeps its packages where sysconfig names none.
 _LIBRARIES = tuple(
-    Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    Path(folder).resolve()
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
 )
 
 
@@ -98,7 +105,10 @@ def resolved(value: Any) -> Any:
         keywords = {name: resolved(each) for name, each in value.keywords.items()}
         return functools.partial(load_own(value.name), *map(resolved, value.args), **keywords)
     if isinstance(value, OwnValue):
-        return load_own(value.name)(**{name: resolved(each) for name, each in value.fields.items()})
+        cls = load_own(value.name)
+        if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+            raise ConfigError("FUNCTION", "is no dataclass, and no other value travels", value.name)
+        return cls(**{name: resolved(each) for name, each in value.fields.items()})
     return value
 
 

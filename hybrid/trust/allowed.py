@@ -1,25 +1,29 @@
 """What a payload may name: data types, by their exact names, and what a role may be asked to construct.
 
-A pickle can name anything that can be imported, and have it called. Here it can name what is listed below,
-all of which only holds data. Classes to construct, and functions of the user's own, travel as their names,
-and are looked up where they are used: the project's in the list below, the user's by their modules
-(``hybrid/own_code.py``).
+A pickle can name anything that can be imported, and have it called or changed. Here it can name what is
+listed below, all of which only holds data, and call it. What enumerations, dataclasses, named tuples and
+paths hold travels beside their names (:func:`by_value`), and not in the form that a version of Python gives.
+Classes to construct, and functions of the user's own, travel as their names, and are looked up where they are
+used: the project's in the list below, the user's by their modules (``hybrid/own_code.py``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from functools import cache
-from typing import Any
+from pathlib import PurePath
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from hybrid.own_code import load_own
+from hybrid.own_code import load_own, name_of
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.signature import UNSIGNED
 
@@ -27,7 +31,7 @@ DATA = frozenset(
     f"{module}:{name}"
     for module, names in {
         "builtins": "range slice frozenset complex bytearray",
-        "pathlib": "Path PosixPath PurePosixPath",
+        "pathlib": "Path",
         "torch": "Size device bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
         "hybrid.batch": "Batch SparseFeatures",
         "hybrid.clock": "Span",
@@ -53,6 +57,10 @@ HOSTED = frozenset(
     {"hybrid.embedding.shard:TableShards", "workers.session:RemoteMlp", "workers.trainer:Trainer"}
 )
 
+# How a pickle makes a value: by calling something with these arguments.
+Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
+Reducer: TypeAlias = Callable[[Any], Reduced]
+
 
 class Unpickler(pickle.Unpickler):
     """Loads plain data, tensors that came beside it, and references to objects of other processes.
@@ -66,23 +74,62 @@ class Unpickler(pickle.Unpickler):
         self._tensors = tensors
 
     def find_class(self, module: str, name: str) -> Any:
-        """What ``module`` calls ``name``, if it is on the list.
+        """What ``module`` calls ``name``, if it is on the list, to be called only.
 
         Raises:
             RefusedPayload: it is not.
         """
         if module == __name__:
             if name == tensor_beside.__name__:
-                return self._tensor
-            if name == reference_to.__name__:
-                return rpc.PyRRef._deserialize
-        return _listed(module, name)
+                return _Callable(self._tensor)
+            if name in _MARKS:
+                return _MARKS[name]
+        found = _listed(f"{module}:{name}")
+        return _Callable(found) if callable(found) else found
 
     def _tensor(self, index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._tensors[index]
         if dtype_name(tensor.dtype) != dtype or tensor.shape != shape:
             raise RefusedPayload(UNSIGNED)
         return tensor
+
+
+class _Callable:
+    """What a pickle names, in a form that it can call and not change: neither attributes nor state."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._function(*args, **keywords)
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise RefusedPayload("it would change what it names")
+
+
+@cache
+def by_value(kind: type[Any]) -> Reducer | None:
+    """How a pickle makes values of a class, of its name and what they hold; None for other classes."""
+    name = name_of(kind)
+    if issubclass(kind, Enum):
+        return lambda value: (made, (name, (value.value,), {}))
+    if issubclass(kind, PurePath):  # Python 3.13 has the class elsewhere
+        return lambda value: (made, ("pathlib:Path", (str(value),), {}))
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return lambda value: (made, (name, tuple(value), {}))
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return lambda value: (made, (name, (), {each: getattr(value, each) for each in names}))
+    if kind is complex:
+        return lambda value: (complex, (value.real, value.imag))
+    return None
+
+
+def made(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What the listed class ``name`` makes of what it is to hold."""
+    return _listed(name)(*args, **keywords)
 
 
 def tensor_beside(index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -93,6 +140,9 @@ def tensor_beside(index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def reference_to(fork: tuple[Any, ...]) -> rpc.RRef[Any]:
     """What a pickle names where an RRef was; :class:`Unpickler` puts one there."""
     raise NotImplementedError(f"reference {fork} of no message")
+
+
+_MARKS = {made.__name__: _Callable(made), reference_to.__name__: _Callable(rpc.PyRRef._deserialize)}
 
 
 @cache
@@ -107,16 +157,17 @@ def hosted(name: str) -> type[Any]:
     Raises:
         ConfigError: there is no such class.
     """
-    found: type[Any] = _found(*name.split(":")) if name in HOSTED else load_own(name)
+    found: type[Any] = _found(name) if name in HOSTED else load_own(name)
     return found
 
 
-def _listed(module: str, name: str) -> Any:
-    if f"{module}:{name}" not in DATA:
-        raise RefusedPayload(f"{module}:{name} may not travel; hybrid/trust/allowed.py lists what may")
-    return _found(module, name)
+def _listed(name: str) -> Any:
+    if name not in DATA:
+        raise RefusedPayload(f"{name} may not travel; hybrid/trust/allowed.py lists what may")
+    return _found(name)
 
 
 @cache
-def _found(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _found(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -23,7 +23,15 @@ from torch.distributed.rpc import api, internal
 from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code import name_of
-from hybrid.trust.allowed import Unpickler, dtype_name, reference_to, tensor_beside
+from hybrid.trust.allowed import (
+    Reduced,
+    Reducer,
+    Unpickler,
+    by_value,
+    dtype_name,
+    reference_to,
+    tensor_beside,
+)
 from hybrid.trust.refusals import Refusals, RefusedPayload
 from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
 
@@ -169,9 +177,13 @@ class SignedPickler(internal._InternalRPCPickler):
         try:
             kind, to, pickled = self._signatures.open(binary_data, tensor_table)
             return self._load(kind, to, Unpickler(pickled, tensor_table).load())
-        except RefusedPayload as refused:
-            self._refusals.add(str(refused))
-            return _raised(REFUSED + str(refused), RuntimeError, to)
+        except ClusterError:  # the alarm's, which rings in whatever the main thread is at
+            raise
+        except Exception as error:  # a pickle may have anything raised, for want of memory too
+            is_known = isinstance(error, RefusedPayload)
+            reason = str(error) if is_known else f"it holds no call or answer ({type(error).__name__})"
+            self._refusals.add(reason)
+            return _raised(REFUSED + reason, RuntimeError, to)
 
     def _load(self, kind: Kind, sender: bytes, content: Any) -> Any:
         if kind is Kind.ANSWER:
@@ -191,24 +203,33 @@ def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
     """The pickle of ``content``, and the tensors in it, of which it has dtypes and shapes."""
     tensors: list[Tensor] = []
 
-    def reduce_tensor(tensor: Tensor) -> tuple[Any, tuple[int, str, tuple[int, ...]]]:
+    def reduce_tensor(tensor: Tensor) -> Reduced:
         # In one piece, as it is signed; within a context this is part of the graph.
         tensors.append(tensor if is_in_one_piece(tensor) else tensor.contiguous())
         return tensor_beside, (len(tensors) - 1, dtype_name(tensor.dtype), tuple(tensor.shape))
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = {
-        Tensor: reduce_tensor,
-        rpc.PyRRef: _reduce_reference,
-        rpc.RRef: _reduce_reference,
-    }
+    pickler.dispatch_table = reducers = _Reducers(_REFERENCES)
+    reducers[Tensor] = reduce_tensor
     pickler.dump(content)
     return file.getvalue(), tensors
 
 
-def _reduce_reference(reference: Any) -> tuple[Any, tuple[Any]]:
+def _reduce_reference(reference: Any) -> Reduced:
     return reference_to, (reference._serialize(),)
+
+
+_REFERENCES: dict[type[Any], Reducer] = {rpc.PyRRef: _reduce_reference, rpc.RRef: _reduce_reference}
+
+
+class _Reducers(dict[type[Any], Reducer]):
+    """How a pickle makes values, by their class; see :func:`by_value` for those that are not named."""
+
+    def __missing__(self, kind: type[Any]) -> Reducer:
+        if (reducer := by_value(kind)) is None:  # type: ignore[arg-type]  # a class can be hashed
+            raise KeyError(kind)  # the pickler knows by itself
+        return reducer
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:

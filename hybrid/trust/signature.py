@@ -14,8 +14,8 @@ other devices than the CPU that is all.
 
 GCM's one rule is that no nonce comes twice under a key. So each key belongs to one sender, which is a random
 number of a process, to a kind, and to a receiver; and a nonce is the number of the message, counted by the
-process, and that of the part: 1 and up for those with tags of their own, and how many parts there are for
-the pickle.
+process, and an index: of a part with a tag of its own, from 1, and of the pickle how many parts there are,
+above all indices of parts. So no tag of a tensor can pass for a pickle.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
 # The library takes less than 2 GiB at once.
 _LARGEST_PART = 1 << 30
 _READ_ONLY = 0x100  # PyBUF_READ
+_OF_PICKLE = 1 << 31  # more parts than this no message has
 
 UNSIGNED = "it is not signed for this process by a role of this run"
 
@@ -115,7 +116,7 @@ class Signatures:
         number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
         parts, encrypt = _parts(tensors), line.aead.encrypt
         tags = [encrypt(_nonce(number, i), b"", parts[i]) for i in range(1, len(parts))]
-        sealed = encrypt(_nonce(number, len(parts)), pickled, parts[0] if parts else None)
+        sealed = encrypt(_nonce(number, _OF_PICKLE | len(parts)), pickled, parts[0] if parts else None)
         return b"".join((line.start, number, *tags, sealed))
 
     def open(self, payload: bytes, tensors: Sequence[Tensor]) -> Opened:
@@ -137,7 +138,8 @@ class Signatures:
             for i in range(1, len(parts)):
                 aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], parts[i])
                 at += _TAG_BYTES
-            pickled = aead.decrypt(_nonce(number, len(parts)), payload[at:], parts[0] if parts else None)
+            nonce = _nonce(number, _OF_PICKLE | len(parts))
+            pickled = aead.decrypt(nonce, payload[at:], parts[0] if parts else None)
         except (InvalidTag, ValueError) as error:  # the library says ValueError where bytes are missing
             raise RefusedPayload(UNSIGNED) from error
         _, window = self._receiving.setdefault(start, known)

@@ -17,6 +17,7 @@ from torch.distributed import rpc
 from hybrid.answer import Answer
 from hybrid.dense.remote import NetHost
 from hybrid.embedding.shard import TableShards
+from hybrid.errors import ClusterError
 from hybrid.host import Host
 from hybrid.memory import available_memory_bytes
 from hybrid.own_code import resolved
@@ -146,8 +147,10 @@ def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
 
 
 def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
-    """What a method of an object that lives here returns."""
+    """What a public method of an object that lives here returns."""
     try:
+        if method.startswith("_"):
+            raise ClusterError(f"{method} cannot be called by RPC: it is not public")
         return getattr(rref.local_value(), method)(*map(resolved, args))
     except Exception as error:  # comes back as a value
         return failure_of(error)

@@ -142,6 +142,10 @@ class RemoteHost(Remote[Hosted]):
         super().__init__(role, module.rref)
         self._number = module.number
 
+    def __reduce__(self) -> tuple[type[Any], tuple[Role, ModuleRef]]:
+        """A stub travels as the arguments of its constructor: a pickle sets no state where it arrives."""
+        return type(self), (self.role, ModuleRef(self._rref, self._number))
+
     def ask_norm(self, step: int) -> Pending:
         """See :meth:`UpdateBarrier.norm`."""
         return Pending(self.role, _send(self.role, calls.norm, self._number, step))

@@ -26,7 +26,7 @@ from hybrid.errors import ClusterError, ConfigError
 from hybrid.own_code import name_of
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.trust import allowed, signature
+from hybrid.trust import allowed, pickler, signature
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Kind, Signatures
@@ -189,6 +189,54 @@ def test_what_may_not_travel_is_refused_though_it_is_signed(
         *trainer.call("worker0", internal.PythonUDF(calls.norm, (named,), {}))
     )
     assert not made
+
+
+@pytest.mark.parametrize("sizes", [(5, 9000), (3, 4, 5)], ids=len)
+def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Process, trainer: Process) -> None:
+    """Cut out of a message, with the tensor that it is of, it would be the tag of an empty pickle."""
+    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, tuple(tensors(*sizes)), {}))
+    header, tags = payload[:25], payload[25:]
+    for count in range(1, len(sent)):
+        tag = tags[16 * (count - 1) : 16 * count]
+        assert "not signed" in worker.refuses(header + tag, [sent[count]] * count)
+        assert "not signed" in worker.refuses(
+            header + tags[: 16 * count], [sent[count], *sent[1 : count + 1]]
+        )
+    assert not worker.refuses(payload, sent)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "raised"),
+    [
+        (b"", "EOFError"),
+        (b"junk", "UnpicklingError"),
+        (pickle.dumps(7), "TypeError"),
+        (pickle.dumps(("no_such:call", (), {})), "KeyError"),
+        (pickle.dumps(([], (), {})), "TypeError"),
+        (pickle.dumps(("hybrid.wire.calls:norm", ())), "ValueError"),
+        (b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62), "MemoryError"),
+        (b"cbuiltins\nrange\n(tR.", "TypeError"),
+        (b"chybrid.topology\nRoleKind\n(Vking\ntR.", "ValueError"),
+        (b"chybrid.trust.allowed\ntensor_beside\n(I3\nVfloat32\n(ttR.", "IndexError"),
+    ],
+)
+def test_whatever_a_signed_pickle_raises_is_a_refusal(
+    pickled: bytes, raised: str, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pickler, "_dump", lambda content: (pickled, []))
+    assert worker.refuses(*trainer.call("worker0")) == f"it holds no call or answer ({raised})"
+
+
+def test_an_alarm_that_rings_meanwhile_is_no_refusal(
+    worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ring(*_: object) -> None:
+        raise ClusterError("worker 1 is gone")
+
+    monkeypatch.setattr(worker.pickler, "_load", ring)
+    with pytest.raises(ClusterError, match="worker 1 is gone"):
+        worker.pickler.deserialize(*trainer.call("worker0"))
+    assert worker.refusals.count == 0
 
 
 def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
@@ -387,6 +435,25 @@ class TestWithinTorch:
         with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
             wire.create_module(MASTER, cls)
 
+    @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__"])
+    def test_what_is_not_public_is_not_called(self, method: str) -> None:
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+        assert counter.call("add", 2).wait() == 2
+        with pytest.raises(wire.RemoteError, match=f"{method} cannot be called by RPC: it is not public"):
+            counter.call(method).wait()
+        assert counter.call("add", 2).wait() == 4
+
+    def test_a_pickle_for_which_there_is_no_memory_is_an_error_of_the_caller(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        huge = b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62)
+        with monkeypatch.context() as patched:
+            patched.setattr(pickler, "_dump", lambda content: (huge, []))
+            answer = wire.ping(MASTER, 5.0)
+        with pytest.raises(wire.RefusedError, match=r"it holds no call or answer \(MemoryError\)"):
+            answer.wait()
+        assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
+
     def test_functions_travel_by_name(self) -> None:
         counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         assert counter.call("apply", partial(times, 3), 4).wait() == 12
@@ -410,6 +477,9 @@ class Counter:
     def add(self, amount: int) -> int:
         self._total += amount
         return self._total
+
+    def _reset(self) -> None:
+        self._total = 0
 
     def apply(self, function: Any, value: int) -> Any:
         return function(value)

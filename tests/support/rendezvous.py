@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
-from workers.joining.channel import GREETING, NONCE_BYTES, Channel
+from workers.joining.channel import GREETING, KEY_BYTES, Channel
 from workers.joining.heartbeat import Pulse
 from workers.joining.listener import listen
 from workers.joining.rendezvous import Rendezvous
@@ -67,7 +67,7 @@ class Meeting:
     def stranger(self, timeout_seconds: float = SECONDS) -> socket.socket:
         """A connection of one who has been greeted, and has said nothing yet."""
         connection = socket.create_connection((ADDRESS, self.port), timeout=timeout_seconds)
-        greeting = connection.recv(len(GREETING) + NONCE_BYTES, socket.MSG_WAITALL)
+        greeting = connection.recv(len(GREETING) + KEY_BYTES, socket.MSG_WAITALL)
         assert greeting.startswith(GREETING)
         return connection
 

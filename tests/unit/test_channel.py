@@ -7,15 +7,17 @@ import os
 import pytest
 
 from hybrid.secret import Secret
-from workers.joining.channel import LARGEST_FRAME, ChannelError, Seal, sealed_length
+from workers.joining.channel import LARGEST_FRAME, ChannelError, KeyPair, Seal, sealed_length
 
-NONCES = os.urandom(64)
+PUBLIC_KEYS, AGREED = os.urandom(64), os.urandom(32)
 HEADER = 4
 
 
-def pair(secret: Secret | None = None, nonces: bytes = NONCES) -> tuple[Seal, Seal]:
+def pair(
+    secret: Secret | None = None, public_keys: bytes = PUBLIC_KEYS, agreed: bytes = AGREED
+) -> tuple[Seal, Seal]:
     secret = secret or Secret.fresh()
-    return Seal(secret, nonces, "role"), Seal(secret, nonces, "master")
+    return Seal(secret, public_keys, agreed, "role"), Seal(secret, public_keys, agreed, "master")
 
 
 @pytest.mark.parametrize("parts", [[b"set", b"key", b"\0\xff" * 9], [b""], [], [bytes(100_000)]], ids=len)
@@ -56,7 +58,7 @@ def test_a_message_is_good_on_its_own_connection_and_in_its_own_direction_only()
     secret = Secret.fresh()
     role, master = pair(secret)
     frame = role.seal([b"set"])[HEADER:]
-    others = [pair(secret)[0], *pair(secret, os.urandom(64)), pair()[1]]
+    others = [pair(secret)[0], *pair(secret, os.urandom(64)), *pair(secret, agreed=os.urandom(32)), pair()[1]]
     for other in others:
         with pytest.raises(ChannelError):
             other.open(frame)
@@ -71,3 +73,16 @@ def test_no_length_is_believed_beyond_the_largest_frame() -> None:
     for length in (LARGEST_FRAME + 17, 2**32 - 1):
         with pytest.raises(ChannelError, match=f"a frame of {length} bytes"):
             sealed_length(length.to_bytes(HEADER, "big"))
+
+
+def test_both_sides_agree_and_no_other_two_do() -> None:
+    master, role, other = KeyPair(), KeyPair(), KeyPair()
+    assert master.agree(role.public) == role.agree(master.public)
+    assert len({master.agree(role.public), master.agree(other.public), other.agree(role.public)}) == 3
+
+
+@pytest.mark.parametrize("public", [bytes(32), b"\1" + bytes(31), b""], ids=["zeros", "one", "nothing"])
+def test_what_is_no_public_key_is_not_agreed_with(public: bytes) -> None:
+    """With points of small order everybody comes to zeros, which everybody knows."""
+    with pytest.raises(ChannelError, match="no public key"):
+        KeyPair().agree(public)

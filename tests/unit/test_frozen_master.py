@@ -21,7 +21,7 @@ from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from workers.joining.bootstrap import _connect
-from workers.joining.channel import GREETING, LARGEST_FRAME, NONCE_BYTES, PROOF_BYTES
+from workers.joining.channel import GREETING, KEY_BYTES, LARGEST_FRAME, PROOF_BYTES
 from workers.joining.listener import listen
 from workers.joining.rhythm import Rhythm
 
@@ -49,7 +49,7 @@ def stopped_after(said: bytes) -> Iterator[int]:
 
 @pytest.mark.parametrize(
     "said",
-    [b"", GREETING[:3], GREETING, GREETING + os.urandom(NONCE_BYTES)],
+    [b"", GREETING[:3], GREETING, GREETING + os.urandom(KEY_BYTES)],
     ids=["nothing", "half a greeting", "no nonce", "no proof"],
 )
 def test_one_who_is_there_and_silent_is_frozen_after_the_timeout(said: bytes) -> None:
@@ -99,6 +99,6 @@ def test_a_role_that_was_stopped_itself_waits_anew() -> None:
                 time.sleep(1.1 * timeout)
                 role.send_signal(signal.SIGCONT)
                 time.sleep(0.1 * timeout)
-                connection.sendall(GREETING + bytes(NONCE_BYTES + PROOF_BYTES))
+                connection.sendall(GREETING + bytes(KEY_BYTES + PROOF_BYTES))
                 _, said = role.communicate(timeout=SECONDS)
     assert "has another secret" in said

@@ -119,6 +119,17 @@ def test_what_a_module_of_the_users_has_from_elsewhere_is_not_looked_up(name: st
         load_own(name)
 
 
+class Plain:
+    """A class of the user's own that holds no data."""
+
+
+@pytest.mark.parametrize("name", ["times", "Plain", "Workload.scale"])
+def test_a_value_is_a_dataclass_and_nothing_else_is_called_for_one(name: str) -> None:
+    fields: dict[str, Any] = {} if name == "Plain" else {"factor": 6, "value": 7}
+    with pytest.raises(ConfigError, match="is no dataclass, and no other value travels"):
+        resolved(OwnValue(f"test_own_code:{name}", fields))
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package of the user's own, not imported yet."""

@@ -8,15 +8,24 @@ import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 from support.rendezvous import ADDRESS, SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.secret import Secret
-from workers.joining import rendezvous
-from workers.joining.channel import GREETING, NONCE_BYTES, PROOF_BYTES, Channel
+from workers.joining import channel, rendezvous
+from workers.joining.channel import (
+    GREETING,
+    KEY_BYTES,
+    PROOF_BYTES,
+    Channel,
+    ChannelError,
+    KeyPair,
+    Seal,
+    sealed_length,
+)
 from workers.joining.listener import listen
 from workers.joining.rhythm import Rhythm
 
@@ -25,12 +34,12 @@ RHYTHM = Rhythm(SECONDS)
 # What there is to send: nothing of it proves anything.
 PAYLOADS: dict[str, bytes] = {
     "nothing": b"",
-    "half a proof": os.urandom(NONCE_BYTES + PROOF_BYTES - 1),
-    "a random proof": os.urandom(NONCE_BYTES + PROOF_BYTES),
-    "zeros, as the master refuses": bytes(NONCE_BYTES + PROOF_BYTES),
+    "half a proof": os.urandom(KEY_BYTES + PROOF_BYTES - 1),
+    "a random proof": os.urandom(KEY_BYTES + PROOF_BYTES),
+    "zeros, as the master refuses": bytes(KEY_BYTES + PROOF_BYTES),
     "much more": os.urandom(1 << 20),
     "a huge length": b"\xff" * 4096,
-    "a pickle": b"\x80\x04cos\nsystem\n\x8c\x08touch me\x85R.".ljust(NONCE_BYTES + PROOF_BYTES),
+    "a pickle": b"\x80\x04cos\nsystem\n\x8c\x08touch me\x85R.".ljust(KEY_BYTES + PROOF_BYTES),
     "a question of torch's store": b"\x00\x3d\x4f\xfa\xf5" + bytes(200),
     "a page": b"GET / HTTP/1.1\r\nHost: master\r\n\r\n",
 }
@@ -109,13 +118,10 @@ class Line:
 
 
 def ask_through(line: Line, secret: Secret, *question: bytes) -> list[bytes]:
-    channel = Channel(ADDRESS, line.port, secret, RHYTHM)
-    try:
-        channel.send(b"store")
-        channel.send(*question)
-        return channel.receive()
-    finally:
-        channel.close()
+    with closing(Channel(ADDRESS, line.port, secret, RHYTHM)) as asking:
+        asking.send(b"store")
+        asking.send(*question)
+        return asking.receive()
 
 
 def test_what_was_overheard_tells_nothing_and_opens_nothing(opened: Meeting) -> None:
@@ -129,12 +135,51 @@ def test_what_was_overheard_tells_nothing_and_opens_nothing(opened: Meeting) -> 
     check_that_roles_are_served(opened)
 
 
+def test_who_has_heard_everything_and_learns_the_secret_reads_nothing(
+    opened: Meeting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs: list[KeyPair] = []
+
+    class Kept(KeyPair):
+        def __init__(self) -> None:
+            super().__init__()
+            pairs.append(self)
+
+    monkeypatch.setattr(channel, "KeyPair", Kept)
+    line = Line(opened)
+    ask_through(line, opened.secret, b"get", b"1", b"secret")
+    by_role, by_master = line.said
+    masters = by_master.removeprefix(GREETING)[:KEY_BYTES]
+    frame = by_role[KEY_BYTES + PROOF_BYTES + 4 :][: sealed_length(by_role[KEY_BYTES + PROOF_BYTES :][:4])]
+    public_keys = masters + by_role[:KEY_BYTES]
+    for agreed in (b"", bytes(32), masters, by_role[:KEY_BYTES], KeyPair().agree(masters)):
+        with pytest.raises(ChannelError):
+            Seal(opened.secret, public_keys, agreed, "master").open(frame)
+    own = next(each for each in pairs if each.public == by_role[:KEY_BYTES])
+    assert Seal(opened.secret, public_keys, own.agree(masters), "master").open(frame) == [b"store"]
+
+
+@pytest.mark.parametrize("own", [os.urandom(KEY_BYTES), bytes(KEY_BYTES)], ids=["a key", "zeros"])
+def test_nobody_in_between_puts_in_a_public_key(own: bytes, opened: Meeting) -> None:
+    changed: list[bytes] = []
+
+    def put_in(chunk: bytes) -> bytes:
+        if not changed:
+            changed.append(chunk)
+            return own + chunk[KEY_BYTES:]
+        return chunk
+
+    with pytest.raises(ConfigError, match="has another secret"):
+        ask_through(Line(opened, put_in), opened.secret, b"get", b"1", b"secret")
+    check_that_roles_are_served(opened)
+
+
 def test_what_is_changed_on_the_way_ends_the_connection(opened: Meeting) -> None:
     seen = bytearray()
 
     def flip(chunk: bytes) -> bytes:
         seen.extend(chunk)
-        return chunk if len(seen) <= NONCE_BYTES + PROOF_BYTES else chunk[:-1] + bytes([chunk[-1] ^ 1])
+        return chunk if len(seen) <= KEY_BYTES + PROOF_BYTES else chunk[:-1] + bytes([chunk[-1] ^ 1])
 
     with pytest.raises(OSError, match=r"closed|reset"):
         ask_through(Line(opened, flip), opened.secret, b"set", b"secret", b"changed")
@@ -145,7 +190,7 @@ def test_what_is_changed_on_the_way_ends_the_connection(opened: Meeting) -> None
     ("said", "error", "words"),
     [
         (b"SSH-2.0-OpenSSH" + bytes(99), ClusterError, r"is no master; check cluster.master_address"),
-        (GREETING + bytes(NONCE_BYTES) + os.urandom(PROOF_BYTES), ConfigError, "has another secret"),
+        (GREETING + bytes(KEY_BYTES) + os.urandom(PROOF_BYTES), ConfigError, "has another secret"),
     ],
     ids=["another service", "no proof"],
 )
@@ -202,5 +247,5 @@ def test_refusals_are_said_in_a_line_every_so_often(capfd: pytest.CaptureFixture
     with meeting() as opened:
         for _ in range(5):
             with opened.stranger() as connection:
-                heard_after(connection, bytes(NONCE_BYTES + PROOF_BYTES))
+                heard_after(connection, bytes(KEY_BYTES + PROOF_BYTES))
     assert capfd.readouterr().err == "rendezvous: 1 refused so far, the last from 127.0.0.1: wrong secret\n"

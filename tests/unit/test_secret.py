@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import pickle
+import random
+import string
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ import pytest
 from hybrid.errors import ConfigError
 from hybrid.secret import VARIABLE, Secret
 
-LONG = "s" * 32
+LONG, OTHER = "4f1c2a99e07bd6385ce1f04bb7a86d23", "c0ffee5e72b1a94d8836df507b2e6a11"
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +38,10 @@ def test_the_environment_gives_one_where_no_file_is_named(
     found = Secret.find("")
     assert found is not None
     assert found.key("calls") == Secret(LONG).key("calls")
-    Secret("t" * 32).write(tmp_path / "secret")
+    Secret(OTHER).write(tmp_path / "secret")
     other = Secret.find(str(tmp_path / "secret"))
     assert other is not None
-    assert other.key("calls") == Secret("t" * 32).key("calls")
+    assert other.key("calls") == Secret(OTHER).key("calls")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
@@ -60,6 +63,38 @@ def test_a_missing_file_and_a_short_secret_are_refused(
     assert "hunter2" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "s" * 32,
+        "password" * 4,
+        "0123456789" * 4,
+        "0123456789abcdef" * 2,
+        "abcdefghijklmnopqrstuvwxyz012345",
+        "a" * 16 + "b" * 16,
+        "secret" * 6 + "!",
+        "zyxwvutsrqponmlkjihgfedcba987654",
+        "11111111-1111-1111-1111-111111111111",
+    ],
+)
+def test_a_secret_that_can_be_guessed_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    rule = f"{VARIABLE}: can be guessed: it repeats itself, or counts up; hybrid secret FILE makes a good one"
+    with pytest.raises(ConfigError) as raised:
+        Secret.find("")
+    assert str(raised.value) == rule
+
+
+def test_what_was_drawn_is_taken() -> None:
+    """Hexadecimal digits, base64, digits: of any of these 32 are enough."""
+    draw = random.Random(1)
+    for _ in range(500):
+        Secret.fresh()
+        Secret(draw.randbytes(16).hex())
+        Secret(base64.b64encode(draw.randbytes(24)).decode())
+        Secret("".join(draw.choices(string.digits, k=32)))
+
+
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("mine")
     with pytest.raises(ConfigError, match="cannot be made: File exists"):
@@ -68,13 +103,15 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_keys_differ_by_secret_purpose_and_context() -> None:
-    one, other = Secret(LONG), Secret("t" * 32)
+    one, other = Secret(LONG), Secret(OTHER)
     keys = [
         one.key("calls"),
         other.key("calls"),
         one.key("store"),
         one.key("calls", b"1"),
         one.key("call", b"s"),
+        one.key("calls", b"", b"agreed"),
+        one.key("calls", b"", b"other"),
     ]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 32 for key in keys)

@@ -4,21 +4,23 @@
 
     role                              master
     ────                              ──────
-                                ◄──   greeting, nonce
-    nonce, proof                ──►                          closes where the proof is wrong
+                                ◄──   greeting, public key
+    public key, proof           ──►                          closes where the proof is wrong
                                 ◄──   proof
     sealed frames               ◄─►   sealed frames
 
-Proofs and keys come of the secret and both nonces, so nothing that was said on one connection is good on
-another; nor is it in the other direction, or at another place: each direction has its key, and counts its
-frames. Frames are sealed with AES-256-GCM: whoever listens learns their lengths only. Free of torch.
+Both sides draw a key pair for each connection, and exchange the public halves (X25519, RFC 7748). Proofs come
+of the secret and both public keys, so nobody in between can put in his own. The keys of frames come of the
+secret and of what the exchange has agreed on, which nobody can find out later, though he has heard everything
+and is told the secret. No key pair is used twice: nothing that was said on one connection is good on another;
+nor is it in the other direction, or at another place: each direction has its key, and counts its frames.
+Frames are sealed with AES-256-GCM: whoever listens learns their lengths only. Free of torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import socket
 import struct
 import time
@@ -27,14 +29,15 @@ from contextlib import suppress
 from typing import Literal, TypeAlias
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.secret import VARIABLE, Secret
 from workers.joining.rhythm import Rhythm
 
-GREETING = b"hybrid-1"
-NONCE_BYTES = PROOF_BYTES = 32
+GREETING = b"hybrid-2"
+KEY_BYTES = PROOF_BYTES = 32
 LARGEST_FRAME = 1 << 20
 _REFUSAL = bytes(PROOF_BYTES)
 _CONNECT_SECONDS = 5.0
@@ -53,13 +56,16 @@ class Seal:
     """Seals what one side of a connection sends, and opens what it receives.
 
     Args:
-        nonces: of this connection, the master's and then the role's.
+        public_keys: of this connection, the master's and then the role's.
+        agreed: what came of their exchange.
     """
 
-    def __init__(self, secret: Secret, nonces: bytes, side: Side) -> None:
+    def __init__(self, secret: Secret, public_keys: bytes, agreed: bytes, side: Side) -> None:
         other: Side = "role" if side == "master" else "master"
-        self._sending = AESGCM(secret.key(f"rendezvous frames of {side}", nonces))
-        self._receiving = AESGCM(secret.key(f"rendezvous frames of {other}", nonces))
+        self._sending, self._receiving = (
+            AESGCM(secret.key(f"rendezvous frames of {sender}", public_keys, agreed))
+            for sender in (side, other)
+        )
         self._sent = self._received = 0
 
     def seal(self, parts: Sequence[bytes]) -> bytes:
@@ -100,8 +106,27 @@ def sealed_length(header: bytes) -> int:
     return length
 
 
-def _proof(secret: Secret, side: Side, nonces: bytes) -> bytes:
-    return secret.key(f"rendezvous proof of {side}", nonces)
+class KeyPair:
+    """One side's keys for one connection.
+
+    Attributes:
+        public: what the other side is told.
+    """
+
+    def __init__(self) -> None:
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+
+    def agree(self, public: bytes) -> bytes:
+        """What this pair and the other side's come to; ChannelError where its public key is none."""
+        try:
+            return self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError:  # one of few points with which anything agrees on zeros
+            raise ChannelError("no public key") from None
+
+
+def _proof(secret: Secret, side: Side, public_keys: bytes) -> bytes:
+    return secret.key(f"rendezvous proof of {side}", public_keys)
 
 
 class Channel:
@@ -137,14 +162,14 @@ class Channel:
             raise ClusterError(
                 f"what listens at {where} is no master; check cluster.master_address and cluster.master_port"
             )
-        own = os.urandom(NONCE_BYTES)
-        nonces = self._read(NONCE_BYTES) + own
-        self._socket.sendall(own + _proof(secret, "role", nonces))
+        own, masters = KeyPair(), self._read(KEY_BYTES)
+        public_keys = masters + own.public
+        self._socket.sendall(own.public + _proof(secret, "role", public_keys))
         answer = self._read(PROOF_BYTES)
-        if not hmac.compare_digest(answer, _proof(secret, "master", nonces)):
+        if not hmac.compare_digest(answer, _proof(secret, "master", public_keys)):
             rule = f"the master at {where} has another secret; give every role the same, or in {VARIABLE}"
             raise ConfigError("cluster.secret_file", rule)
-        return Seal(secret, nonces, "role")
+        return Seal(secret, public_keys, own.agree(masters), "role")
 
     def send(self, *parts: bytes) -> None:
         """Send a message; errors as those of :meth:`receive`."""
@@ -224,14 +249,16 @@ async def welcome(
         ChannelError: it does not have the secret; it is told so.
         OSError, EOFError: the connection is broken.
     """
-    own = os.urandom(NONCE_BYTES)
-    writer.write(GREETING + own)
-    answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
-    nonces = own + answer[:NONCE_BYTES]
-    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, "role", nonces)):
+    own = KeyPair()
+    writer.write(GREETING + own.public)
+    answer = await reader.readexactly(KEY_BYTES + PROOF_BYTES)
+    roles = answer[:KEY_BYTES]
+    public_keys = own.public + roles
+    if not hmac.compare_digest(answer[KEY_BYTES:], _proof(secret, "role", public_keys)):
         writer.write(_REFUSAL)
         await writer.drain()
         raise ChannelError("wrong secret")
-    writer.write(_proof(secret, "master", nonces))
+    seal = Seal(secret, public_keys, own.agree(roles), "master")
+    writer.write(_proof(secret, "master", public_keys))
     await writer.drain()
-    return MasterChannel(reader, writer, Seal(secret, nonces, "master"))
+    return MasterChannel(reader, writer, seal)
