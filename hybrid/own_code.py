@@ -41,12 +41,15 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
         key: what named it, for errors.
 
     Raises:
-        ConfigError: there is no such function, or its module cannot be imported.
+        ConfigError: there is no such function, its module cannot be imported, or another has its name.
     """
     module_name, _, function_name = name.partition(":")
+    if (file := _file_here(module_name)) is not None and not _is_found(module_name, file):
+        rule = f"is in {file}, whose name an installed module has, which comes first; give yours another"
+        raise ConfigError(key, rule, name)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         reason = f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(key, reason, name) from error
     return function
@@ -130,6 +133,18 @@ def load_own(name: str) -> Any:
     return found
 
 
+def _file_here(module: str) -> Path | None:
+    """The file of a module in the current folder, if it is there."""
+    path = Path(*module.split("."))
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+def _is_found(module: str, file: Path) -> bool:
+    """Whether a module that ``file`` of the current folder holds is the one that Python finds."""
+    first = Path(file.parts[0]).resolve()
+    return any(place in (first, first / "__init__.py") for place in _places(module))
+
+
 def _findable(function: Any) -> str:
     name = name_of(function)
     if "<" in name or not _is_own(function.__module__):
@@ -146,12 +161,18 @@ def _is_own(module: str) -> bool:
     top = module.partition(".")[0]
     if not top or top in _PROJECT or top == "__main__" or top in sys.stdlib_module_names:
         return False
+    places = _places(module)
+    return bool(places) and not any(
+        place.is_relative_to(library) for place in places for library in _LIBRARIES
+    )
+
+
+def _places(module: str) -> list[Path]:
+    """Where Python finds the module or package that a module is or is in; nowhere, where it is built in."""
+    top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
     if spec is None:
-        return False
+        return []
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
-    resolved_places = [Path(place).resolve() for place in places if place]
-    return bool(resolved_places) and not any(
-        place.is_relative_to(library) for place in resolved_places for library in _LIBRARIES
-    )
+    return [Path(place).resolve() for place in places if place]

@@ -23,6 +23,7 @@ from workers.launching.imports import lasting_imports
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.launching.run_lock import run_lock
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
+from workers.search_path import search_here_last
 from workers.task import CompareTask, OwnTask, TrainTask
 
 INTERRUPTED = 130
@@ -34,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     started_at = time.time()
     # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # where a user's own net (dense.net = module:function) is looked for
+    search_here_last()  # where a user's own net (dense.net = module:function) is
     options = _parser().parse_args(arguments)
     try:
         with _interruptible():

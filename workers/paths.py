@@ -83,4 +83,4 @@ def own_command() -> str:
     script = Path(sys.executable).with_name("hybrid")
     if shutil.which("hybrid"):
         return "hybrid"
-    return os.path.relpath(script) if script.exists() else "python -m workers"
+    return os.path.relpath(script) if script.exists() else "python -P -m workers"

@@ -74,7 +74,7 @@ def _launch(scratch: Path, number: int) -> Launch:
     """
     run_folder = scratch / f"run-{number}"
     settings = [f"train.max_steps={STEPS}", f"run.folder={run_folder}"]
-    arguments = [OWN_PYTHON, "-m", "workers", "launch", *(t for s in settings for t in ("--set", s))]
+    arguments = [OWN_PYTHON, "-P", "-m", "workers", "launch", *(t for s in settings for t in ("--set", s))]
     begin = time.time()
     with started(arguments, scratch, {}) as process:
         try:

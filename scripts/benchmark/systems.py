@@ -33,7 +33,7 @@ class System:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The whole command line."""
-        return (self.interpreter, *self.command)
+        return (self.interpreter, "-P", *self.command)
 
 
 def _ours(update: str, is_synchronous: bool) -> System:

@@ -64,7 +64,7 @@ class Run:
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self.folder = folder
-        self._command = [*(sys.executable, "-m", "workers", "launch", "--resume", "auto"), *arguments]
+        self._command = [*(sys.executable, "-P", "-m", "workers", "launch", "--resume", "auto"), *arguments]
         self._command += ["--set", f"run.folder={folder}"]
         self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
         self._killed_at = 0.0

@@ -65,6 +65,11 @@ CASES = [
         f"{_FAILURES}::test_launch_goes_on_where_all_its_processes_are_gone",
     ),
     Case(
+        "that process cannot import what the roles need",
+        "`launch` ends with one line: it would come again",
+        "unit/test_fork_server.py::test_what_cannot_be_imported_is_told_and_not_tried_again",
+    ),
+    Case(
         "the kernel ends a role since memory has run out",
         "as SIGKILL; the line says so where the kernel's count has gone up",
         "cli/test_raising_roles.py::test_the_kernel_ends_a_role_for_want_of_memory",

@@ -15,8 +15,14 @@ import pytest
 from support import forked
 from support.commands import eventually
 
+from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
-from workers.launching.fork_server import Ended, ForkServer, Started
+from hybrid.secret import Secret
+from workers.joining.listener import listen
+from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
+from workers.launching.outcome import Cause
+from workers.launching.role_processes import RoleProcesses
+from workers.task import TrainTask
 
 SECONDS = forked.SECONDS
 
@@ -51,6 +57,21 @@ def read_to_end(reader: int) -> str:
                 return text.decode()
             text += part
     raise AssertionError("somebody still has the other end")
+
+
+def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> None:
+    reason = "the process that starts the roles has failed: ModuleNotFoundError: No module named 'no_such'"
+    with ForkServer(["no_such"]) as server:
+        with pytest.raises(BrokenServerError, match=f"^{reason}$"):
+            server.event(SECONDS)
+    config = RunConfig()
+    (tmp_path / "logs").mkdir()
+    with ForkServer(["no_such"]) as server, listen("127.0.0.1", 0) as listener:
+        roles = RoleProcesses(server, config, tmp_path)
+        roles.start(TrainTask(tmp_path, False, 0.0), Secret.fresh(), listener, listener.fileno())
+        outcome = roles.watch()
+    assert outcome is not None
+    assert (outcome.message, outcome.cause) == (reason, Cause.REFUSED)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybrid.errors import ConfigError
-from hybrid.own_code import OwnFunction, OwnValue, described, load_own, resolved
+from hybrid.own_code import OwnFunction, OwnValue, described, load_function, load_own, resolved
 from hybrid.topology import MASTER
 
 
@@ -145,6 +145,44 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def test_a_module_is_imported_where_its_function_is_needed(package: str) -> None:
     assert load_own(f"{package}.jobs:batches")(3) == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("rich:build", "rich.py"),
+        ("rich.table:build", "rich/table.py"),
+        ("types:build", "types.py"),
+        ("torch:build", "torch/__init__.py"),
+        ("hybrid:build", "hybrid.py"),
+        ("sys:build", "sys.py"),
+    ],
+)
+def test_a_module_whose_name_is_taken_is_told(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither it is imported, nor the other one called."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("raise AssertionError\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(ConfigError) as told:
+        load_function("dense.net", name)
+    rule = f"is in {file}, whose name an installed module has, which comes first; give yours another"
+    assert str(told.value) == f"dense.net = {name!r}: {rule}"
+
+
+def test_a_module_of_the_current_folder_is_found(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_function("dense.net", f"{package}.jobs:batches")(3) == [3]
+
+
+def test_a_module_that_ends_the_process_is_told(package: str, tmp_path: Path) -> None:
+    (tmp_path / package / "ends.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="cannot be imported: SystemExit: 3"):
+        load_function("dense.net", f"{package}.ends:build")
 
 
 def test_a_module_that_is_not_there_is_told(package: str) -> None:

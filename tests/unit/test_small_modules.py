@@ -221,7 +221,7 @@ class TestPaths:
         monkeypatch.setattr("sys.executable", str(script.with_name("python")))
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PATH", "/usr/bin")
-        assert paths.own_command() == "python -m workers"
+        assert paths.own_command() == "python -P -m workers"
         script.touch(mode=0o755)
         assert paths.own_command() == "bin/hybrid"
         monkeypatch.setenv("PATH", str(script.parent))

@@ -64,6 +64,17 @@ class Ended:
     exit_code: int
 
 
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The server cannot import what it is to, and ends."""
+
+    error: str
+
+
+class BrokenServerError(ClusterError):
+    """The server cannot import what it is to; another one could not either."""
+
+
 class ForkServer:
     """The launcher's side; leave it by ``with``, which ends the server and all that it has forked.
 
@@ -138,6 +149,7 @@ class ForkServer:
         """The next thing that has happened, or None where nothing does in time.
 
         Raises:
+            BrokenServerError: the server could not import what it is to.
             ClusterError: the server has ended, and with it every process; one that is frozen is ended.
         """
         deadline, was_frozen = time.monotonic() + timeout_seconds, False
@@ -150,9 +162,11 @@ class ForkServer:
                     self._process.kill()
                     raise self._gone("was frozen")
                 was_frozen = is_frozen
-            event: Started | Ended = self._connection.recv()
+            event: Started | Ended | Broken = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
+        if isinstance(event, Broken):
+            raise BrokenServerError(f"the process that starts the roles has failed: {event.error}")
         if isinstance(event, Started):
             self._pids[event.name] = event.pid
         else:
@@ -208,9 +222,14 @@ def serve(descriptor: int, launcher: int, preload: Sequence[str]) -> None:
     end_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    with lasting_imports():
-        for module in preload:
-            importlib.import_module(module)
+    try:
+        with lasting_imports():
+            for module in preload:
+                importlib.import_module(module)
+    except Exception as error:  # told to the launcher
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        Connection(descriptor).send(Broken(reason))
+        return
     server = _Server(socket.socket(fileno=descriptor))
     with suppress(EOFError):  # the launcher is done
         while True:

@@ -17,7 +17,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.launching.fork_server import Ended, ForkServer, Started
+from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path
 from workers.task import Task
@@ -69,6 +69,8 @@ class RoleProcesses:
         while self._running and (left := self._seconds_left()) > 0:
             try:
                 self._take_event(left)
+            except BrokenServerError as error:
+                return Outcome(str(error), Cause.REFUSED)
             except ClusterError as error:  # with the server, all have ended
                 return self._first_failure() or Outcome(str(error), Cause.KILLED)
         if self._running and not self._failures:
@@ -131,19 +133,26 @@ def _role_main(
         reports, lock, listener: file descriptors; the lock is only held.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
-    _log_to(log_path(folder, role), keep_stdout=role == MASTER)
-    from workers.failure import describe
-    from workers.roles import run_role
-
     try:
+        _log_to(log_path(folder, role), keep_stdout=role == MASTER)
+        from workers.roles import run_role
+
         bound = None if listener is None else socket.socket(fileno=listener)
         run_role(role, config, task, secret, bound)
     except Exception as error:
         traceback.print_exc()
-        Connection(reports, readable=False).send(describe(role, error))
+        Connection(reports, readable=False).send(_outcome(role, error))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # threads of torch may wait for a role that is gone
+
+
+def _outcome(role: Role, error: Exception) -> Outcome:
+    try:
+        from workers.failure import describe
+    except ImportError:  # of what has failed already
+        return Outcome(f"{role}: {type(error).__name__}: {' '.join(str(error).split())}", Cause.EXCEPTION)
+    return describe(role, error)
 
 
 def _log_to(path: Path, keep_stdout: bool) -> None:

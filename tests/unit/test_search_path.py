@@ -1,0 +1,62 @@
+"""The current folder is searched last: nothing in it takes the place of what the project imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import forked
+from support.commands import HYBRID, ROOT
+
+from workers.launching.fork_server import Ended, ForkServer, Started
+from workers.search_path import search_here_last
+
+
+@pytest.fixture
+def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with modules whose names the project, Python and packages have as well."""
+    for name in ("hybrid", "workers", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise AssertionError(__file__)\n")
+    for name in ("random", "json", "psutil"):
+        (tmp_path / f"{name}.py").write_text("raise AssertionError(__file__)\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("before", ["", None, "link"])
+def test_it_is_searched_last_and_once(
+    before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    monkeypatch.chdir(tmp_path / "here")
+    first = {"": "", None: os.getcwd(), "link": str(tmp_path / "link")}[before]
+    monkeypatch.setattr(sys, "path", [first, "/a", os.getcwd(), "/b"])
+    search_here_last()
+    assert sys.path == ["/a", "/b", os.getcwd()]
+
+
+def test_a_command_imports_nothing_of_it(crowded: Path) -> None:
+    (crowded / "workers/__init__.py").unlink()
+    (crowded / "workers").rmdir()  # python -m looks for the command itself there, before any of it can run
+    environment = {**os.environ, "PYTHONPATH": f":{ROOT}"}
+    ended = subprocess.run(
+        [*HYBRID, "config"], env=environment, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("[run]")
+
+
+def test_roles_are_forked_from_a_process_that_imports_nothing_of_it(
+    crowded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(crowded), *sys.path])
+    search_here_last()
+    with ForkServer(["support.forked"]) as server:
+        server.start("a", forked.exit_with, (0,), [])
+        assert isinstance(server.event(forked.SECONDS), Started)
+        assert server.event(forked.SECONDS) == Ended("a", 0)
