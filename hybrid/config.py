@@ -59,6 +59,12 @@ class ClusterSection:
         0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535
     )
     interface: str = option("lo", "network interface of all traffic, such as lo or eth0")
+    namespace: str = option(
+        "auto",
+        "auto gives the roles of launch a network of their own, which nobody else can reach, where they need "
+        "only loopback and the system allows it; off leaves them in the machine's, for code that connects",
+        choices=("auto", "off"),
+    )
     transport: str = option(
         "auto",
         "RPC transport: shm polls shared memory, uv is TCP; auto takes uv where processes outnumber cores",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
 
-from workers.launching.fork_server import ForkServer, Started
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import Started
 
 SECONDS = 10.0
 
@@ -32,6 +34,16 @@ def pause() -> None:
 
 def freeze() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def connect(port: int) -> None:
+    """Fail where nothing listens on this port of loopback."""
+    socket.create_connection(("127.0.0.1", port), SECONDS).close()
+
+
+def be(user: int, group: int) -> None:
+    """Fail where this process is somebody else."""
+    assert (os.geteuid(), os.getegid()) == (user, group)
 
 
 def launch_and_wait(targets: Sequence[str]) -> None:

@@ -22,7 +22,8 @@ from support.cluster import PRELOAD
 
 from workers.cli import main
 from workers.launching import launch
-from workers.launching.fork_server import ForkServer, serve
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import serve
 
 _POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output
@@ -84,7 +85,7 @@ def _files(output: Path) -> tuple[Path, Path]:
 
 
 class _ForkedServer(ForkServer):
-    def _start_server(self, theirs: socket.socket, preload: Sequence[str]) -> Any:
+    def _start_server(self, theirs: socket.socket) -> Any:
         launcher = os.getpid()
         if pid := os.fork():
             return _Child(pid)
@@ -95,7 +96,7 @@ class _ForkedServer(ForkServer):
             kept = theirs.fileno()
             os.closerange(_FIRST_FILE, kept)
             os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))
-            serve(kept, launcher, preload)
+            serve(kept, launcher)
         finally:
             sys.stdout.flush()
             os._exit(1)

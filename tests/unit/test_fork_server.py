@@ -19,7 +19,8 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from workers.joining.listener import listen
-from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
+from workers.launching.fork_server import BrokenServerError, ForkServer
+from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause
 from workers.launching.role_processes import RoleProcesses
 from workers.task import TrainTask
@@ -62,6 +63,7 @@ def read_to_end(reader: int) -> str:
 def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> None:
     reason = "the process that starts the roles has failed: ModuleNotFoundError: No module named 'no_such'"
     with ForkServer(["no_such"]) as server:
+        server.start("one", forked.pause, (), [])
         with pytest.raises(BrokenServerError, match=f"^{reason}$"):
             server.event(SECONDS)
     config = RunConfig()

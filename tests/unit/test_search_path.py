@@ -11,7 +11,8 @@ import pytest
 from support import forked
 from support.commands import HYBRID, ROOT
 
-from workers.launching.fork_server import Ended, ForkServer, Started
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import Ended, Started
 from workers.search_path import search_here_last
 
 

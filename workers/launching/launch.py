@@ -8,19 +8,19 @@ died, and another start for a run that has lost a role.
 from __future__ import annotations
 
 import dataclasses
-import socket
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from hybrid.config import RunConfig
+from hybrid.config import ClusterSection, RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER
-from workers.joining.listener import listen
+from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
 from workers.launching.outcome import Outcome
 from workers.launching.restarts import Restarts
@@ -49,11 +49,10 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     with ExitStack() as stack:
         stack.callback(Console().show_cursor)  # a master that was killed could not
         lock = stack.enter_context(run_lock(folder))
-        listener = stack.enter_context(_listen(config))
         log_path(folder, MASTER).parent.mkdir(exist_ok=True)
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(ForkServer(_PRELOAD))
-        while (failure := _run(server, config, folder, task, listener, lock)) is not None:
+        server = stack.enter_context(_server(config.cluster))
+        while (failure := _run(server, config, folder, task, lock)) is not None:
             if not isinstance(task, TrainTask):
                 raise ClusterError(failure.message)
             if restarts.is_finished():
@@ -61,25 +60,33 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
                 return
             _say(restarts.after(failure))
             task = dataclasses.replace(task, resume=True, started_at=time.time())
-            listener = stack.enter_context(_listen(config))
             if not server.is_running():
-                server = stack.enter_context(ForkServer(_PRELOAD))
+                server = stack.enter_context(_server(config.cluster))
 
 
-def _listen(config: RunConfig) -> socket.socket:
-    return listen(config.cluster.master_address, config.cluster.master_port)
+@contextmanager
+def _server(section: ClusterSection) -> Iterator[ForkServer]:
+    """The server that forks the roles, in a network of their own where that can be."""
+    with ForkServer(_PRELOAD) as server:
+        if namespace.is_wanted(section):
+            try:
+                server.isolate()
+            except OSError as error:
+                _say(namespace.what_is_open(error))
+        yield server
 
 
-def _run(
-    server: ForkServer, config: RunConfig, folder: Path, task: Task, listener: socket.socket, lock: int
-) -> Outcome | None:
+def _run(server: ForkServer, config: RunConfig, folder: Path, task: Task, lock: int) -> Outcome | None:
     """One start of a cluster, from its first process to the end of its last; the first failure."""
     roles = RoleProcesses(server, config, folder)
-    with listener:  # the master has its own by then
+    section = config.cluster
+    with server.listen(section.master_address, section.master_port) as listener:  # the master gets its own
         secret = Secret.find(config.cluster.secret_file) or Secret.fresh()
         roles.start(task, secret, listener, lock)
     failure = roles.watch()
     roles.end()
+    if failure is not None and server.is_isolated:
+        return dataclasses.replace(failure, message=failure.message + namespace.hint(failure.message))
     return failure
 
 

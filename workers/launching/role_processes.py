@@ -17,7 +17,8 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.launching.fork_server import BrokenServerError, Ended, ForkServer, Started
+from workers.launching.fork_server import BrokenServerError, ForkServer
+from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path
 from workers.task import Task

@@ -1,0 +1,54 @@
+"""``launch`` and the network of its roles."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import psutil
+from support.commands import COMMAND_SECONDS, HYBRID, ROOT, eventually, settings, started
+from support.namespaces import needs_namespaces
+
+# What Docker's default profile and some distributions do: no namespace may be made.
+FORBID = 'echo 0 >/proc/sys/user/max_net_namespaces && exec "$@"'
+
+
+def network_of(process: psutil.Process | None = None) -> int:
+    return os.stat(f"/proc/{process.pid if process else 'self'}/ns/net").st_ino
+
+
+@needs_namespaces
+def test_roles_share_a_network_that_nobody_else_is_in(endless: list[str], tmp_path: Path) -> None:
+    with started(["launch", *endless], tmp_path) as command:
+        assert eventually(lambda: "step" in command.stdout, COMMAND_SECONDS), command.stderr
+        networks = {network_of(command.role(name)) for name in ("master", "trainer 1", "worker 0")}
+    assert len(networks) == 1
+    assert network_of() not in networks
+
+
+def test_off_leaves_roles_in_the_network_of_the_machine(endless: list[str], tmp_path: Path) -> None:
+    off = settings(cluster={"namespace": "off"})
+    with started(["launch", *endless, *off], tmp_path) as command:
+        assert eventually(lambda: "step" in command.stdout, COMMAND_SECONDS), command.stderr
+        assert network_of(command.role("trainer 0")) == network_of()
+
+
+@needs_namespaces
+def test_where_the_system_allows_none_the_run_goes_on_and_says_what_is_open(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", FORBID, "sh", *HYBRID, "launch", *tiny],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+    )
+    assert ended.returncode == 0
+    assert ended.stderr == (
+        "hybrid launch: no network namespace (No space left on device): until all roles are connected, other "
+        "users of this machine can reach their ports; docs/security.md says more; "
+        'cluster.namespace = "off" hides this line\n'
+    )

@@ -1,0 +1,112 @@
+"""A network of their own for what a launch starts: when, and what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support import forked
+from support.namespaces import needs_namespaces
+
+from hybrid.config import ClusterSection
+from hybrid.errors import ConfigError
+from workers.launching import namespace
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import Ended, Started
+
+SECONDS = forked.SECONDS
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_wanted"),
+    [
+        ({}, True),
+        ({"master_address": "localhost"}, True),
+        ({"master_address": "127.3.2.1"}, True),
+        ({"master_address": "::1"}, True),
+        ({"master_address": "10.0.0.1"}, False),
+        ({"master_address": "node0"}, False),
+        ({"interface": "eth0"}, False),
+        ({"namespace": "off"}, False),
+    ],
+    ids=str,
+)
+def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any], is_wanted: bool) -> None:
+    assert namespace.is_wanted(dataclasses.replace(ClusterSection(), **keys)) == is_wanted
+
+
+@pytest.fixture
+def isolated() -> Iterator[ForkServer]:
+    with ForkServer(["support.forked"]) as server:
+        server.isolate()
+        yield server
+
+
+def run(server: ForkServer, *call: object) -> int:
+    """How a process of the server ends that runs ``target(*args)``."""
+    target, *args = call
+    server.start("one", target, args, [])  # type: ignore[arg-type]
+    assert isinstance(server.event(SECONDS), Started)
+    ended = server.event(SECONDS)
+    assert isinstance(ended, Ended)
+    return ended.exit_code
+
+
+@needs_namespaces
+def test_inside_processes_reach_each_other_and_nobody_outside_does(isolated: ForkServer) -> None:
+    with isolated.listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        assert run(isolated, forked.connect, port) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), SECONDS)
+    with socket.create_server(("127.0.0.1", 0)) as outside:
+        assert run(isolated, forked.connect, outside.getsockname()[1]) == 1
+
+
+@needs_namespaces
+def test_a_second_time_changes_nothing(isolated: ForkServer) -> None:
+    with isolated.listen("127.0.0.1", 0) as listener:
+        isolated.isolate()
+        assert run(isolated, forked.connect, listener.getsockname()[1]) == 0
+
+
+@needs_namespaces
+def test_inside_one_is_who_one_was(isolated: ForkServer) -> None:
+    assert run(isolated, forked.be, os.geteuid(), os.getegid()) == 0
+
+
+def test_without_one_it_listens_where_everybody_is() -> None:
+    with ForkServer([]) as server:
+        with server.listen("127.0.0.1", 0) as listener:
+            port = listener.getsockname()[1]
+            socket.create_connection(("127.0.0.1", port), SECONDS).close()
+            with pytest.raises(ConfigError, match=r"^cluster.master_port = \d+: Address already in use"):
+                server.listen("127.0.0.1", port)
+        assert not server.is_isolated
+
+
+def test_what_could_not_be_entered_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried in another process first, since there is no way back."""
+    entered: list[bool] = []
+    monkeypatch.setattr(namespace, "_error_in_child", lambda function: errno.EPERM)
+    monkeypatch.setattr(namespace, "_enter", lambda: entered.append(True))
+    with pytest.raises(PermissionError):
+        namespace.enter_network_namespace()
+    assert not entered
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_told"),
+    [
+        ("trainer 0: OSError: [Errno 101] Network is unreachable", True),
+        ("trainer 0: gaierror: [Errno -3] Temporary failure in name resolution", True),
+        ("trainer 0: ValueError: shapes differ", False),
+    ],
+)
+def test_code_that_misses_a_network_is_told_the_remedy(failure: str, is_told: bool) -> None:
+    assert ('cluster.namespace = "off"' in namespace.hint(failure)) == is_told
