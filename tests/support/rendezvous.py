@@ -64,9 +64,9 @@ class Meeting:
         finally:
             go_on.set()
 
-    def stranger(self, timeout_seconds: float = SECONDS) -> socket.socket:
-        """A connection of one who has been greeted, and has said nothing yet."""
-        connection = socket.create_connection((ADDRESS, self.port), timeout=timeout_seconds)
+    def stranger(self, timeout_seconds: float = SECONDS, source: str = ADDRESS) -> socket.socket:
+        """A connection, from an address of this machine, of one who was greeted and has said nothing yet."""
+        connection = socket.create_connection((ADDRESS, self.port), timeout_seconds, (source, 0))
         greeting = connection.recv(len(GREETING) + KEY_BYTES, socket.MSG_WAITALL)
         assert greeting.startswith(GREETING)
         return connection

@@ -30,6 +30,7 @@ from workers.joining.listener import listen
 from workers.joining.rhythm import Rhythm
 
 RHYTHM = Rhythm(SECONDS)
+MOST_STRANGERS = 20
 
 # What there is to send: nothing of it proves anything.
 PAYLOADS: dict[str, bytes] = {
@@ -205,10 +206,17 @@ def test_a_role_does_not_take_a_stranger_for_its_master(
                 role.result(SECONDS)
 
 
-def test_many_strangers_who_stay_keep_nobody_out(opened: Meeting) -> None:
+@pytest.fixture
+def small(opened: Meeting, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    """Its room for strangers is."""
+    monkeypatch.setattr(rendezvous, "_MOST_STRANGERS", MOST_STRANGERS)
+    return opened
+
+
+def test_many_strangers_who_stay_keep_nobody_out(small: Meeting) -> None:
     with ExitStack() as stack:
-        crowd = [stack.enter_context(opened.stranger()) for _ in range(3 * rendezvous._MOST_STRANGERS)]
-        check_that_roles_are_served(opened)
+        crowd = [stack.enter_context(small.stranger()) for _ in range(3 * MOST_STRANGERS)]
+        check_that_roles_are_served(small)
         gone = 0
         for connection in crowd:
             connection.setblocking(False)
@@ -218,7 +226,24 @@ def test_many_strangers_who_stay_keep_nobody_out(opened: Meeting) -> None:
                 pass
             except ConnectionResetError:
                 gone += 1
-        assert gone >= 2 * rendezvous._MOST_STRANGERS, "the oldest had to go"
+        assert gone >= 2 * MOST_STRANGERS, "the oldest had to go"
+
+
+def test_a_crowd_pushes_out_nobody_who_comes_from_elsewhere(small: Meeting) -> None:
+    with ExitStack() as stack:
+        alone = stack.enter_context(small.stranger())
+        for _ in range(2 * MOST_STRANGERS):
+            stack.enter_context(small.stranger(source="127.0.0.2"))
+        alone.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            alone.recv(1)
+
+
+def test_many_may_wait_while_the_master_is_busy(opened: Meeting) -> None:
+    """As the roles of a large cluster do, which come at once."""
+    with ExitStack() as stack, opened.frozen():
+        for _ in range(500):
+            stack.enter_context(socket.create_connection((ADDRESS, opened.port), timeout=SECONDS))
 
 
 def test_a_stranger_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch, opened: Meeting) -> None:

@@ -240,25 +240,28 @@ class MasterChannel:
         return self._seal.open(await self._reader.readexactly(length))
 
 
-async def welcome(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: Secret
-) -> MasterChannel:
+async def welcome(connection: socket.socket, secret: Secret) -> Seal:
     """Shake hands with whoever has connected.
+
+    Args:
+        connection: which does not block.
 
     Raises:
         ChannelError: it does not have the secret; it is told so.
         OSError, EOFError: the connection is broken.
     """
-    own = KeyPair()
-    writer.write(GREETING + own.public)
-    answer = await reader.readexactly(KEY_BYTES + PROOF_BYTES)
+    loop, own = asyncio.get_running_loop(), KeyPair()
+    await loop.sock_sendall(connection, GREETING + own.public)
+    answer = b""
+    while missing := KEY_BYTES + PROOF_BYTES - len(answer):
+        if not (received := await loop.sock_recv(connection, missing)):
+            raise EOFError
+        answer += received
     roles = answer[:KEY_BYTES]
     public_keys = own.public + roles
     if not hmac.compare_digest(answer[KEY_BYTES:], _proof(secret, "role", public_keys)):
-        writer.write(_REFUSAL)
-        await writer.drain()
+        await loop.sock_sendall(connection, _REFUSAL)
         raise ChannelError("wrong secret")
     seal = Seal(secret, public_keys, own.agree(roles), "master")
-    writer.write(_proof(secret, "master", public_keys))
-    await writer.drain()
-    return MasterChannel(reader, writer, seal)
+    await loop.sock_sendall(connection, _proof(secret, "master", public_keys))
+    return seal

@@ -7,10 +7,12 @@ of torch.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -18,7 +20,7 @@ from types import TracebackType
 from hybrid.errors import ClusterError, first_line
 from hybrid.secret import Secret
 from workers.joining.alarm import LostRoleError
-from workers.joining.channel import ChannelError, MasterChannel, welcome
+from workers.joining.channel import ChannelError, MasterChannel, Seal, welcome
 from workers.joining.heartbeat import LIFE, TAKEN, Watch
 from workers.joining.keys import Keys
 from workers.joining.rhythm import Rhythm
@@ -27,9 +29,10 @@ STOP, VERDICT = "stop", "verdict"  # the keys under which roles wait for the mas
 TWICE = "twice"  # the keys of roles that were claimed more than once: twice/ROLE
 
 _HANDSHAKE_SECONDS = 5.0
-_MOST_STRANGERS = 64
-_BACKLOG = 128
+# As many as come within a tenth of a second at most: so long has one who has the secret to prove it.
+_MOST_STRANGERS = 512
 _BUFFER_BYTES = 4096
+_SECONDS_WITHOUT_DESCRIPTORS = 0.1
 _LINE_EVERY_SECONDS = 10.0
 _END_SECONDS = 5.0
 # The main thread knows what the run was doing when a role was lost, so it is heard first.
@@ -92,23 +95,45 @@ class Rendezvous:
             self._ring(ClusterError(f"the rendezvous has failed: {first_line(error)}"))
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(
-            self._accept, sock=self._listener, backlog=_BACKLOG, limit=_BUFFER_BYTES
-        )
-        counting = asyncio.create_task(self._watch.count())
-        await self._closing.wait()
-        counting.cancel()
-        server.close()
+        background = [asyncio.create_task(each) for each in (self._watch.count(), self._accept_all())]
+        closing = asyncio.create_task(self._closing.wait())
+        ended, _ = await asyncio.wait([*background, closing], return_when=asyncio.FIRST_COMPLETED)
+        self._listener.close()
+        for task in ended - {closing}:
+            task.result()  # an error: they have no end
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept_all(self) -> None:
+        """Accept one connection after the other.
+
+        Not all that wait at once, as a server of asyncio does: in a crowd, each gets its turn to be heard
+        before the next ones push it out.
+        """
+        self._listener.setblocking(False)
+        visits: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                connection, (address, *_) = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ECONNABORTED):
+                    raise
+                await asyncio.sleep(_SECONDS_WITHOUT_DESCRIPTORS)
+                continue
+            visits.add(visit := self._loop.create_task(self._receive(connection, address)))
+            visit.add_done_callback(visits.discard)
+
+    async def _receive(self, connection: socket.socket, address: str) -> None:
+        seal = None
         try:
-            channel = await self._door.let_in(reader, writer)
-            if channel is not None:
-                await self._attend(channel)
-        except asyncio.CancelledError:
-            pass  # the rendezvous is over; asyncio of Python 3.11 would print a stack
+            seal = await self._door.let_in(connection, address)
         finally:
-            writer.close()
+            if seal is None:
+                connection.close()
+        if seal is not None:
+            reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
+            try:
+                await self._attend(MasterChannel(reader, writer, seal))
+            finally:
+                writer.close()
 
     async def _attend(self, channel: MasterChannel) -> None:
         try:
@@ -143,36 +168,47 @@ class _Door:
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # in the order in which they came
+        # By their addresses, and in the order in which they came.
+        self._strangers: defaultdict[str, dict[asyncio.Task[object], None]] = defaultdict(dict)
         self._refused = 0
         self._next_line_at = 0.0
 
-    async def let_in(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> MasterChannel | None:
-        """The connection, once its other side has proved the secret; None where it has not."""
-        self._strangers[writer] = None
-        if len(self._strangers) > _MOST_STRANGERS:
-            # The oldest goes, not the newest: one who has the secret needs no time to prove it.
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.transport.abort()
+    async def let_in(self, connection: socket.socket, address: str) -> Seal | None:
+        """How to speak with who has connected, once it has proved the secret; None where it has not."""
+        visit = asyncio.current_task()
+        assert visit is not None, "a visit is a task"
+        self._strangers[address][visit] = None
+        self._make_room()
         try:
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
-                return await welcome(reader, writer, self._secret)
+                return await welcome(connection, self._secret)
         except ChannelError as error:
-            self._note(writer, str(error))
+            self._note(address, str(error))
         except (OSError, EOFError):
-            self._note(writer, "no proof of the secret")
+            self._note(address, "no proof of the secret")
         finally:
-            self._strangers.pop(writer, None)
+            self._strangers[address].pop(visit, None)
+            if not self._strangers[address]:
+                del self._strangers[address]
         return None
 
-    def _note(self, writer: asyncio.StreamWriter, reason: str) -> None:
+    def _make_room(self) -> None:
+        """Send one away where there are too many.
+
+        It is one of the most crowded address, since others are not to suffer from a crowd, and the oldest:
+        who has the secret needs little time to prove it.
+        """
+        if sum(map(len, self._strangers.values())) > _MOST_STRANGERS:
+            crowd = max(self._strangers.values(), key=lambda visits: len(visits))
+            oldest = next(iter(crowd))
+            del crowd[oldest]
+            oldest.cancel()
+
+    def _note(self, address: str, reason: str) -> None:
         """Say that somebody was refused, in a line every so often."""
         self._refused += 1
         if time.monotonic() < self._next_line_at:
             return
         self._next_line_at = time.monotonic() + _LINE_EVERY_SECONDS
-        peer = (writer.get_extra_info("peername") or ["?"])[0]
-        print(f"rendezvous: {self._refused} refused so far, the last from {peer}: {reason}", file=sys.stderr)
+        line = f"rendezvous: {self._refused} refused so far, the last from {address}: {reason}"
+        print(line, file=sys.stderr)
