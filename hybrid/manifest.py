@@ -6,6 +6,7 @@
         manifest.json                     what is in here, with sizes and checksums; written last
         config.toml                       the effective configuration
         features.json                     how raw values become numbers (see hybrid/data/encode.py)
+        data.json                         which samples it was trained on (see hybrid/data/manifest.py)
         dense.safetensors                 the dense net, and its optimizer's state
         dense.1.safetensors               that of trainer 1, where trainers have nets of their own (dense.ddp)
         remote.safetensors                the remote dense net, where there is one

@@ -23,6 +23,7 @@ from workers.launching.imports import lasting_imports
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.launching.run_lock import run_lock
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
+from workers.reporting.visible import visible
 from workers.search_path import search_here_last
 from workers.task import CompareTask, OwnTask, TrainTask
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with _interruptible():
             options.run(options, started_at)
     except HybridError as error:
-        sys.exit(f"{_name(options)}: {' '.join(str(error).split())}")
+        sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
     except KeyboardInterrupt:
         everywhere = "; every process has stopped" if options.command == "launch" else ""
         print(f"{_name(options)}: interrupted{everywhere}", file=sys.stderr)
@@ -187,12 +188,12 @@ def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
     unfinished = unfinished_run(config) if options.resume else None
     if unfinished is not None:
         check_same_model(unfinished, config)
-        print(f"going on with {unfinished}", flush=True)
+        print(visible(f"going on with {unfinished}"), flush=True)
         return config, unfinished, True
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
-        print(f"no unfinished run of {config.run.name}; starting {folder}", flush=True)
+        print(visible(f"no unfinished run of {config.run.name}; starting {folder}"), flush=True)
     return config, folder, False
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data import encode
-from hybrid.data.encode import FeatureEncoder
+from hybrid.data import encode, manifest
+from hybrid.data.manifest import DataManifest
 from hybrid.data.storage import PreparedDataset
-from hybrid.errors import CheckpointError, ConfigError
+from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics
 from hybrid.topology import Topology
 from workers.jobs.tally import metrics_of
@@ -25,7 +25,7 @@ class DatasetSession(Session):
 
     Attributes:
         steps_per_epoch: steps that pass over all training samples.
-        bad_rows: reports of the rows skipped, of training and test files.
+        reports: what is known of the training samples and of the test samples.
         best_auc: what no model can beat on the test samples, where the data tell; else None.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
         total_steps: that the run takes.
@@ -38,7 +38,7 @@ class DatasetSession(Session):
         if not test.num_samples:
             raise ConfigError("data.test_fraction", "leaves no test rows; raise it, or set data.test_path")
         self.best_auc = test.report.best_auc
-        self.bad_rows = (train.report.bad_rows, test.report.bad_rows)
+        self.reports = (train.report, test.report)
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
         self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
         ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
@@ -70,17 +70,21 @@ class DatasetSession(Session):
         return metrics_of(reports)
 
     def load(self, stored: Checkpoint) -> None:
-        """Go on from a checkpoint; CheckpointError where it is of another model or other data."""
-        if FeatureEncoder.load(stored.folder) != FeatureEncoder.load(self._data_folder):
-            raise CheckpointError(
-                f"{stored.folder}: the input files have changed, their vocabulary or scaling is another; "
-                "resume with the same files"
-            )
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is of another model.
+            DataError: it was trained on other samples; names the file that has changed.
+        """
+        trained_on = DataManifest.read(stored.folder / manifest.COPY_NAME)
+        now = DataManifest.read(self._data_folder / manifest.FILE_NAME)
+        trained_on.check_same(now, "resume with the same files, or start a new run")
         super().load(stored)
 
     def _texts(self) -> dict[str, str]:
-        features = (self._data_folder / encode.FILE_NAME).read_text(encoding="utf-8")
-        return {**super()._texts(), encode.FILE_NAME: features}
+        names = {encode.FILE_NAME: encode.FILE_NAME, manifest.COPY_NAME: manifest.FILE_NAME}
+        data = {name: (self._data_folder / at).read_text(encoding="utf-8") for name, at in names.items()}
+        return {**super()._texts(), **data}
 
     def _timeout_seconds(self, num_steps: int) -> float:
         cluster = self._config.cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,15 +12,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from hybrid.checkpoint import CONFIG_FILE, DENSE_FILE, REMOTE_FILE, Checkpoint, load_state, unpack_dense
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
 from hybrid.config_file import load_config
+from hybrid.data import manifest
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.loader import BatchLoader
+from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
@@ -33,7 +35,8 @@ from hybrid.model import HybridModel
 from hybrid.step import predict_step
 from hybrid.update import Purpose, Ticket
 from workers.paths import cache_folder
-from workers.reporting.terminal import bad_row_lines
+from workers.reporting.data_notes import data_notes, unknown_shares
+from workers.reporting.visible import visible
 
 
 class TrainedModel:
@@ -47,8 +50,9 @@ class TrainedModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        stored = Checkpoint.newest_good(folder, Console(stderr=True, soft_wrap=True).print)
+        stored = Checkpoint.newest_good(folder, lambda line: print(visible(line), file=sys.stderr))
         self.step = stored.manifest.step
+        self.folder = stored.folder
         self.config = load_config(stored.folder / CONFIG_FILE)
         self.encoder = FeatureEncoder.load(stored.folder)
         self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
@@ -96,11 +100,10 @@ def evaluate(folder: Path, inputs: Sequence[str]) -> None:
     trained = TrainedModel(folder)
     with _dataset(trained, inputs, with_labels=True) as dataset:
         metrics = binary_metrics(*trained.logits(dataset))
-        console = Console()
         for name, value in metrics.as_dict().items():
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-            console.print(f"{name.replace('_', ' '):<20}{number}", highlight=False)
-        _print_bad_rows(console, dataset)
+            _say(f"{name.replace('_', ' '):<20}{number}")
+        _say_of_rows(dataset)
 
 
 def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
@@ -118,11 +121,8 @@ def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
     with _dataset(trained, inputs, with_labels=False) as dataset:
         logits_N, _ = trained.logits(dataset)
         _write(output, dataset, logits_N.sigmoid())
-        console = Console()
-        console.print(
-            f"wrote {dataset.num_samples:,} probabilities to {output}", highlight=False, soft_wrap=True
-        )
-        _print_bad_rows(console, dataset)
+        _say(f"wrote {dataset.num_samples:,} probabilities to {output}")
+        _say_of_rows(dataset)
 
 
 @contextmanager
@@ -130,16 +130,25 @@ def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) ->
     """Files encoded as the model's training files were, or the test rows of its run."""
     config = trained.config
     if not inputs:
-        yield PreparedDataset.open(prepare(config, cache_folder(config)), "test")
+        prepared = prepare(config, cache_folder(config))
+        trained_on = DataManifest.read(trained.folder / manifest.COPY_NAME)
+        trained_on.check_same(DataManifest.read(prepared / manifest.FILE_NAME), "name files by --input")
+        yield PreparedDataset.open(prepared, "test")
         return
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         folder = Path(scratch) / "encoded"
         yield encode_files(config, inputs, trained.encoder, folder, with_labels=with_labels)
 
 
-def _print_bad_rows(console: Console, dataset: PreparedDataset) -> None:
-    for line in bad_row_lines(dataset.report.bad_rows):
-        console.print(line, highlight=False, soft_wrap=True)
+def _say_of_rows(dataset: PreparedDataset) -> None:
+    if dataset.report.unknown:
+        _say(f"{'unknown values':<20}{unknown_shares(dataset.report.unknown)}")
+    for line in data_notes(dataset.report):
+        _say(line)
+
+
+def _say(line: str) -> None:
+    print(visible(line))
 
 
 def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> None:

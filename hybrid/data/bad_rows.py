@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hybrid.errors import DataError
 
 MAX_EXAMPLES = 10
+MAX_SHOWN = 60
 HOPELESS_ROWS = 10_000
 
 
@@ -22,6 +23,8 @@ class Reason(StrEnum):
     LABEL = "unknown_label"
     NUMBER = "not_a_number"
     TEXT = "broken_text"
+    INEXACT = "inexact_id"
+    LONG = "too_long_value"
 
 
 _ADVICE = {
@@ -29,6 +32,8 @@ _ADVICE = {
     Reason.LABEL: "set data.positive_labels and data.negative_labels",
     Reason.NUMBER: "check data.dense and data.missing",
     Reason.TEXT: "the file must be UTF-8 text with every quote closed on its line",
+    Reason.INEXACT: "write ids as integers or as text",
+    Reason.LONG: "check data.sparse, data.delimiter and data.multi_hot_separator",
 }
 
 
@@ -38,6 +43,12 @@ class BadRow(NamedTuple):
     line: int
     reason: Reason
     found: str
+
+
+def shown(value: object) -> str:
+    """A value of a file as it is shown in a message: on one line, and not at length."""
+    text = str(value).strip()
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
 
 
 @dataclass(frozen=True)

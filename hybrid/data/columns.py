@@ -6,15 +6,33 @@ missing value, and so is NaN in a float column (it is what numpy and pandas writ
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from hybrid.data.canonical import canonical, canonical_text
+
 MAX_NUMBER = float(np.finfo(np.float32).max)
+MAX_VALUE_BYTES = 4096  # of a categorical value; vocabularies hold each of them in memory
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
+
+
+class Values(NamedTuple):
+    """A categorical column of B rows.
+
+    Attributes:
+        coded: dictionary array of B strings, null where missing; or array of B lists of such, none null.
+        inexact_B: rows with an integer that was written as too large a float.
+        too_long_B: rows with a value of more than ``MAX_VALUE_BYTES``.
+    """
+
+    coded: Any
+    inexact_B: npt.NDArray[np.bool_]
+    too_long_B: npt.NDArray[np.bool_]
 
 
 def is_list(column: Any) -> bool:
@@ -23,37 +41,46 @@ def is_list(column: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def to_strings(column: Any) -> Any:
-    """A flat column as strings without surrounding blanks: 7 for 7 and 7.0, 1 for true; nulls stay."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.int8())
-    if pa.types.is_floating(column.type):
-        column = pc.if_else(pc.is_nan(column), None, column)
-    return pc.utf8_trim_whitespace(column.cast(pa.string()))
-
-
-def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Any:
-    """A categorical column as strings, null where missing; or as lists of strings, none null.
+def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Values:
+    """A categorical column in canonical texts (:mod:`hybrid.data.canonical`).
 
     Args:
         column: n rows.
-        missing: strings that mean missing; dropped from lists.
+        missing: texts that mean missing; dropped from lists.
         separator: splits a flat column into lists where it is not empty.
     """
-    if is_list(column):
-        lists = column
-    elif separator:
-        lists = pc.split_pattern(pc.fill_null(to_strings(column), ""), separator)
-    else:
-        return _without(to_strings(column), missing)
-    items = _without(to_strings(pc.list_flatten(lists)), missing)
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(lists), 0)).astype(np.int64)
-    present = np.asarray(items.is_valid())
-    kept_before = np.concatenate([[0], np.cumsum(present)])
-    offsets = kept_before[np.concatenate([[0], np.cumsum(lengths)])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.drop_null())
+    if separator and not is_list(column):
+        column = pc.split_pattern(pc.fill_null(_strings(column), ""), separator)
+    if not is_list(column):
+        return _flat_values(column, missing)
+    items = _flat_values(pc.list_flatten(column), missing)
+    lengths_B = np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+    present_L = np.asarray(items.coded.is_valid())
+    kept_before = np.concatenate([[0], np.cumsum(present_L)])
+    offsets = kept_before[np.concatenate([[0], np.cumsum(lengths_B)])]
+    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.coded.drop_null())
+    rows_L = np.repeat(np.arange(len(column)), lengths_B)
+    inexact_B, too_long_B = np.zeros((2, len(column)), np.bool_)
+    inexact_B[rows_L[items.inexact_B]] = True
+    too_long_B[rows_L[items.too_long_B]] = True
+    return Values(lists, inexact_B, too_long_B)
+
+
+def _flat_values(column: Any, missing: tuple[str, ...]) -> Values:
+    # What is done to a value is done once for each distinct one.
+    indices, distinct = _distinct(column)
+    texts, inexact_D = canonical(distinct)
+    too_long_D = np.asarray(pc.fill_null(pc.greater(pc.binary_length(texts), MAX_VALUE_BYTES), False))
+    words = [canonical_text(word)[0] for word in missing]
+    absent_D = np.asarray(pc.or_(texts.is_null(), pc.is_in(texts, value_set=pa.array(words, pa.string()))))
+    # Nulls take the entry after the last.
+    at_B = np.asarray(indices.fill_null(len(distinct)))
+    absent_B, inexact_B, too_long_B = (
+        np.append(mask_D, last)[at_B]
+        for mask_D, last in ((absent_D, True), (inexact_D, False), (too_long_D, False))
+    )
+    coded = pa.DictionaryArray.from_arrays(pa.array(at_B, pa.int32(), mask=absent_B), texts)
+    return Values(coded, inexact_B & ~absent_B, too_long_B & ~absent_B)
 
 
 def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
@@ -63,7 +90,8 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     malformed: npt.NDArray[np.bool_] = np.zeros(len(column), bool)
     if text:
-        column = _without(to_strings(column), missing)
+        column = pc.utf8_trim_whitespace(column)
+        column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
         given = np.asarray(column.is_valid())
         try:
             column = column.cast(pa.float64())
@@ -79,20 +107,33 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
     not_numbers = malformed | out_of_range
     if text:  # the word "nan" is no number
         not_numbers |= given & np.isnan(numbers_B)
+    # -999 means missing where -999.0 is written, too.
+    if absent := [float(word) for word in missing if re.match(_NUMBER, word)]:
+        numbers_B[np.isin(numbers_B, absent)] = np.nan
     return numbers_B, not_numbers
 
 
 def labels(
     column: Any, positive: tuple[str, ...], negative: tuple[str, ...]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
-    """A label column as 0 and 1, and which of its values are neither."""
-    position = pc.index_in(to_strings(column), value_set=pa.array([*positive, *negative], pa.string()))
-    unknown = np.asarray(position.is_null())
-    return (np.asarray(pc.fill_null(position, 0)) < len(positive)).astype(np.uint8), unknown
+    """A label column as 0 and 1, and which of its values are neither; they go by their canonical texts."""
+    indices, distinct = _distinct(column)
+    known = pa.array([canonical_text(word)[0] for word in (*positive, *negative)], pa.string())
+    position_D = np.asarray(pc.fill_null(pc.index_in(canonical(distinct)[0], value_set=known), -1))
+    position_B = np.append(position_D, -1)[np.asarray(indices.fill_null(len(distinct)))]
+    return (position_B < len(positive)).astype(np.uint8), position_B < 0
 
 
-def _without(strings: Any, missing: tuple[str, ...]) -> Any:
-    """``strings`` with null for those in ``missing``."""
-    if not missing:
-        return strings
-    return pc.if_else(pc.is_in(strings, value_set=pa.array(missing, pa.string())), None, strings)
+def _distinct(column: Any) -> tuple[Any, Any]:
+    """The distinct values of a flat column, and for each row the place of its own, null for null."""
+    coded = column if pa.types.is_dictionary(column.type) else column.dictionary_encode()
+    if len(coded.dictionary) <= len(coded):
+        return coded.indices, coded.dictionary
+    used = coded.indices.dictionary_encode()  # of a dictionary for more than these rows
+    return used.indices, coded.dictionary.take(used.dictionary)
+
+
+def _strings(column: Any) -> Any:
+    """A flat column as plain strings."""
+    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+    return column.cast(pa.string())

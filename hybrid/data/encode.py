@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -25,7 +25,7 @@ from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import DataError
 
 FILE_NAME = "features.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class Bags(NamedTuple):
@@ -72,7 +72,8 @@ class SparseEncoding:
         vocabulary: "build" (row 1 + place in ``values``), "hash", or "identity" (values are rows already).
         num_rows: rows of the table, row 0 included.
         multi_hot: whether a sample may hold any number of values; otherwise several count as unknown.
-        values: known values by falling frequency (vocabulary "build").
+        values: known values by falling frequency (vocabulary "build"), in canonical texts.
+        expected_unknown: share of unknown values in rows like the training rows; see hybrid/data/unknown.py.
     """
 
     name: str
@@ -80,23 +81,28 @@ class SparseEncoding:
     num_rows: int
     multi_hot: bool = False
     values: tuple[str, ...] = ()
+    expected_unknown: float = 0.0
 
-    def row(self, value: str) -> int:
-        """The row of ``value``; 0 where it is unknown."""
+    def rows(self, values: Sequence[str | None]) -> list[int]:
+        """The row of each of ``values``; 0 where it is unknown, or None."""
+        if self.vocabulary == "build":
+            known = self._rows
+            return [known.get(value, 0) for value in values]
         if self.vocabulary == "hash":
-            return 1 + stable_hash(value) % (self.num_rows - 1)
-        if self.vocabulary == "identity":
-            return int(value) if value.isdecimal() and int(value) < self.num_rows else 0
-        return self._rows.get(value, 0)
+            return [0 if v is None else 1 + stable_hash(v) % (self.num_rows - 1) for v in values]
+        return [int(v) if v and v.isdecimal() and int(v) < self.num_rows else 0 for v in values]
 
     @cached_property
-    def _rows(self) -> dict[str, int]:
+    def _rows(self) -> dict[str | None, int]:
         return {value: row for row, value in enumerate(self.values, start=1)}
 
     def encode(self, column: Any) -> npt.NDArray[np.int32] | Bags:
-        """Rows of a column of strings (or of lists of strings), as in ``RawBlock``."""
+        """Rows of a column as in ``RawBlock``."""
         if not is_list(column):
-            return self._encode_flat(column)
+            if not self.multi_hot:
+                return self._encode_flat(column)
+            given_B = np.asarray(column.is_valid())
+            return Bags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
         ids_L = self._encode_flat(column.flatten())
         lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
         if self.multi_hot:
@@ -105,11 +111,9 @@ class SparseEncoding:
         ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
         return ids_B
 
-    def _encode_flat(self, strings: Any) -> npt.NDArray[np.int32]:
-        coded = strings.dictionary_encode()
-        distinct = coded.dictionary.to_pylist()
-        rows = np.array([*map(self.row, distinct), 0], np.int32)
-        return rows.take(np.asarray(coded.indices.fill_null(len(distinct))))
+    def _encode_flat(self, coded: Any) -> npt.NDArray[np.int32]:
+        rows = np.array([*self.rows(coded.dictionary.to_pylist()), 0], np.int32)
+        return rows.take(np.asarray(coded.indices.fill_null(len(rows) - 1)))
 
 
 def stable_hash(value: str) -> int:
@@ -205,15 +209,19 @@ class _ValueCounter:
             self._multi_hot |= bool((np.diff(np.asarray(column.offsets)) > 1).any())
             column = column.flatten()
         if count_values:
-            for item in column.drop_null().value_counts().to_pylist():
-                self._counts[item["values"]] += item["counts"]
+            counts_D = np.bincount(column.indices.drop_null(), minlength=len(column.dictionary))
+            for value, count in zip(column.dictionary.to_pylist(), counts_D.tolist(), strict=True):
+                if count:
+                    self._counts[value] += count
 
     def encoding(self, name: str, data: DataSection) -> SparseEncoding:
         if data.vocabulary == "hash":
             return SparseEncoding(name, "hash", data.hash_rows, self._multi_hot)
-        kept = [(-n, value) for value, n in self._counts.items() if n >= data.vocabulary_min_count]
-        values = tuple(value for _, value in sorted(kept))
-        return SparseEncoding(name, "build", 1 + len(values), self._multi_hot, values)
+        minimum = data.vocabulary_min_count
+        values = tuple(v for _, v in sorted((-n, v) for v, n in self._counts.items() if n >= minimum))
+        known_by_itself = sum(n for n in self._counts.values() if n <= minimum)
+        expected_unknown = known_by_itself / max(1, self._counts.total())
+        return SparseEncoding(name, "build", 1 + len(values), self._multi_hot, values, expected_unknown)
 
 
 class _Moments:

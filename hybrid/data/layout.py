@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.config import DataSection
-from hybrid.errors import ConfigError
+from hybrid.data.bad_rows import shown
+from hybrid.data.canonical import canonical_text
+from hybrid.errors import ConfigError, DataError
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -75,14 +77,23 @@ class Layout:
         return (*self.dense, *self.sparse, *([self.label] if self.with_labels else []))
 
     def require(self, names: Sequence[str], path: Path) -> None:
-        """ConfigError where ``path``, whose columns are ``names``, lacks a wanted one."""
+        """Check that ``path``, whose columns are ``names``, has every wanted one, once.
+
+        Raises:
+            ConfigError: it lacks one.
+            DataError: it has one twice.
+        """
         label = (self.label,) if self.with_labels else ()
         for key, wanted in (("dense", self.dense), ("sparse", self.sparse), ("label", label)):
             for name in wanted:
                 if name not in names:
                     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+                    hint = f"; did you mean {shown(nearest[0])}?" if nearest else ""
                     raise ConfigError(f"data.{key}", f"{path} has no such column{hint}", name)
+                if names.count(name) > 1:
+                    places = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
+                    rule = f"rename one, since data.{key} names it"
+                    raise DataError(f"{path}: columns {places} have the same name, {name!r}; {rule}")
 
     def without_label(self) -> Layout:
         """The same for a file that lacks the label column."""
@@ -93,7 +104,7 @@ class Layout:
             raise ConfigError(
                 "data.delimiter", "must be one character, such as a comma or a tab", self.delimiter
             )
-        both = set(self.positive_labels) & set(self.negative_labels)
+        both = [n for n in self.negative_labels if _texts((n,)) & _texts(self.positive_labels)]
         if both:
             raise ConfigError("data.negative_labels", "a value is in data.positive_labels too", min(both))
         if self.with_labels and not self.positive_labels:
@@ -106,3 +117,7 @@ class Layout:
                 raise ConfigError(f"data.{key}", "names a column twice", name)
             if key != "columns" and self.label in names:
                 raise ConfigError(f"data.{key}", "must not name the label", self.label)
+
+
+def _texts(values: Sequence[str]) -> set[str]:
+    return {canonical_text(value)[0] for value in values}

@@ -5,30 +5,34 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
-import shutil
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.data import storage, synthetic
+from hybrid.data import manifest, synthetic
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.building import building
 from hybrid.data.encode import FeatureEncoder
-from hybrid.data.sources import Source, list_files
-from hybrid.data.storage import DatasetReport, PreparedDataset, SplitWriter
+from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
+from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
+from hybrid.data.sources import RawBlock, Source
+from hybrid.data.storage import PreparedDataset, SplitWriter
+from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
 
 TRAIN, TEST = "train", "test"
-STALE_SECONDS = 24 * 3600.0
 
-_BUILDING = ".building-"
 _SYNTHETIC_KEYS = ("format", "synthetic_rows", "synthetic_test_rows")
-_NOT_OF_THE_DATA = ("cache_folder", "shuffle", "prefetch_batches", "synthetic_rows", "synthetic_test_rows")
+_NOT_OF_THE_DATA = (
+    *("cache_folder", "checksum", "shuffle", "prefetch_batches", "synthetic_rows", "synthetic_test_rows"),
+)
 
 
 def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], None] | None = None) -> Path:
@@ -47,9 +51,11 @@ def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], Non
         DataError: the files cannot be used.
     """
     tell = progress or (lambda line: None)
-    train_files, test_files = _files(config.data)
+    train_files, test_files = input_files(config.data)
     target = cache_folder / _fingerprint(config, train_files, test_files)
-    if (target / storage.MANIFEST).exists():
+    if (target / manifest.FILE_NAME).exists():
+        if config.data.checksum == "whole":
+            _verify(target)
         tell(f"prepared data found in {target}")
         return target
     started = time.monotonic()
@@ -58,7 +64,7 @@ def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], Non
             tell("making the synthetic click log")
             reports = _write_synthetic(config, folder)
         else:
-            tell(f"preparing {', '.join(map(str, train_files + test_files))}")
+            tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
             reports = _write_files(config, train_files, test_files, folder)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
@@ -101,62 +107,38 @@ def encode_files(
     if not report.num_rows:
         raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
     encoder.save(folder)
-    storage.write_manifest(folder, spec, {TEST: report})
+    DataManifest.write(folder, spec, {TEST: report})
     return PreparedDataset.open(folder, TEST)
 
 
-def _files(data: DataSection) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    if data.format == "synthetic":
-        return (), ()
-    test = list_files(data.test_path, "data.test_path") if data.test_path else ()
-    return list_files(data.path, "data.path"), test
+def _verify(folder: Path) -> None:
+    try:
+        DataManifest.read(folder / manifest.FILE_NAME).verify(folder)
+    except DataError as error:
+        raise DataError(f"{error}; delete {folder} to prepare it anew") from error
 
 
-def _fingerprint(config: RunConfig, *files: tuple[Path, ...]) -> str:
+def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
     """A name for all that the prepared content depends on."""
     section = dataclasses.asdict(config.data)
     if config.data.format == "synthetic":
         keys = {key: section[key] for key in _SYNTHETIC_KEYS}
     else:
         keys = {key: value for key, value in section.items() if key not in _NOT_OF_THE_DATA}
-    stamps = [
-        [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in group]
-        for group in files
-    ]
+    stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files]
     seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
-    text = json.dumps([storage.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)
+    text = json.dumps([manifest.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
 
 @contextmanager
 def _building(target: Path) -> Iterator[Path]:
-    """A folder to build in, which becomes ``target`` at the end; on failure nothing is left."""
-    folder = target.parent / f"{_BUILDING}{target.name}-{uuid.uuid4().hex}"
+    """As :func:`building`; what the disk refuses is a DataError."""
     try:
-        folder.mkdir(parents=True)
-        _remove_stale(target.parent)
-        yield folder
-        try:
-            os.rename(folder, target)
-        except OSError:
-            if not (target / storage.MANIFEST).exists():
-                raise
-            # Another run finished the same data set first; its content is the same.
+        with building(target, manifest.FILE_NAME) as folder:
+            yield folder
     except OSError as error:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(cache_folder: Path) -> None:
-    """Remove what killed runs left half built."""
-    for folder in cache_folder.glob(f"{_BUILDING}*"):
-        try:
-            age = time.time() - folder.stat().st_mtime
-        except FileNotFoundError:  # its run has just finished
-            continue
-        if age > STALE_SECONDS:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_synthetic(config: RunConfig, folder: Path) -> dict[str, DatasetReport]:
@@ -175,39 +157,53 @@ def _write_synthetic(config: RunConfig, folder: Path) -> dict[str, DatasetReport
     auc, log_loss = synthetic.best_scores(labels_B, logits_B)
     reports[TEST] = dataclasses.replace(writer.report(), best_auc=auc, best_log_loss=log_loss)
     log.encoder.save(folder)
-    storage.write_manifest(folder, spec, reports)
+    DataManifest.write(folder, spec, reports)
     return reports
 
 
 def _write_files(
-    config: RunConfig, train_files: tuple[Path, ...], test_files: tuple[Path, ...], folder: Path
+    config: RunConfig, train_files: tuple[InputFile, ...], test_files: tuple[InputFile, ...], folder: Path
 ) -> dict[str, DatasetReport]:
-    source = Source(train_files, config.data)
+    source = _source(train_files, config.data)
     hold_out = _HoldOut(config.run.seed, 0.0 if test_files else config.data.test_fraction)
     log = source.new_log()
     training = (block.select(~hold_out.mask(block.source_rows_B)) for block in source.blocks(log))
     encoder = FeatureEncoder.fit(training, config.data)
     log.finish()
     if test_files:
-        test_source = Source(test_files, config.data)
+        test_source = _source(test_files, config.data)
         reports = {
             TRAIN: _write_split(source, encoder, folder / TRAIN),
             TEST: _write_split(test_source, encoder, folder / TEST),
         }
         if not reports[TEST].num_rows:
-            raise DataError(f"{', '.join(map(str, test_files))}: no rows; check data.test_path")
+            raise DataError(f"{_names(test_files)}: no rows; check data.test_path")
     else:
         reports = _write_held_out(source, encoder, folder, hold_out)
+    if (label := reports[TRAIN].only_label) is not None:
+        rule = "check data.label, data.positive_labels and data.negative_labels"
+        raise DataError(
+            f"{_names(train_files)}: every training row has label {label}, nothing to learn; {rule}"
+        )
+    check_unchanged(train_files + test_files)
     encoder.save(folder)
-    storage.write_manifest(folder, encoder.input_spec, reports)
+    DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
     return reports
+
+
+def _source(files: tuple[InputFile, ...], data: DataSection) -> Source:
+    return Source(tuple(Path(file.path) for file in files), data)
+
+
+def _names(files: tuple[InputFile, ...]) -> str:
+    return ", ".join(file.path for file in files)
 
 
 def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> DatasetReport:
     log = source.new_log()
-    with SplitWriter(folder, encoder.input_spec, with_labels=source.with_labels) as writer:
+    with _EncodingWriter(folder, encoder, source.with_labels) as writer:
         for block in source.blocks(log):
-            writer.append(encoder.encode(block), block.labels_B, block.source_rows_B)
+            writer.append(block)
     return writer.report(log.finish())
 
 
@@ -215,13 +211,37 @@ def _write_held_out(
     source: Source, encoder: FeatureEncoder, folder: Path, hold_out: _HoldOut
 ) -> dict[str, DatasetReport]:
     log = source.new_log()
-    spec = encoder.input_spec
-    with SplitWriter(folder / TRAIN, spec) as train, SplitWriter(folder / TEST, spec) as test:
+    with _EncodingWriter(folder / TRAIN, encoder) as train, _EncodingWriter(folder / TEST, encoder) as test:
         for block in source.blocks(log):
             mask_B = hold_out.mask(block.source_rows_B)
-            for writer, part in ((train, block.select(~mask_B)), (test, block.select(mask_B))):
-                writer.append(encoder.encode(part), part.labels_B, part.source_rows_B)
+            train.append(block.select(~mask_B))
+            test.append(block.select(mask_B))
     return {TRAIN: train.report(log.finish()), TEST: test.report()}
+
+
+class _EncodingWriter:
+    """Encodes the rows of a split and writes them, as a context manager."""
+
+    def __init__(self, folder: Path, encoder: FeatureEncoder, with_labels: bool = True) -> None:
+        self._encoder = encoder
+        self._unknown = UnknownCounter(encoder)
+        self._writer = SplitWriter(folder, encoder.input_spec, with_labels=with_labels)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.__exit__(kind, error, trace)
+
+    def append(self, block: RawBlock) -> None:
+        encoded = self._encoder.encode(block)
+        self._unknown.add(block, encoded)
+        self._writer.append(encoded, block.labels_B, block.source_rows_B)
+
+    def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
+        return self._writer.report(bad_rows, self._unknown.report())
 
 
 class _HoldOut:

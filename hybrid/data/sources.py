@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from hybrid.config import DataSection
 from hybrid.data import columns
-from hybrid.data.bad_rows import BadRow, BadRowLog, Reason
+from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
 from hybrid.data.layout import Layout
-from hybrid.data.text import BLOCK_BYTES, TableBlock, read_text
-from hybrid.errors import ConfigError, DataError
-
-PARQUET_BLOCK_ROWS = 65_536
+from hybrid.data.lines import BLOCK_BYTES
+from hybrid.data.parquet import read_parquet
+from hybrid.data.text import TableBlock, read_text
+from hybrid.errors import DataError
 
 
 class RawBlock(NamedTuple):
@@ -27,8 +26,8 @@ class RawBlock(NamedTuple):
 
     Attributes:
         dense_BF: float64, NaN where missing.
-        sparse: for each sparse feature a pyarrow array of B strings, null where missing, or of B lists of
-            strings (several ids a sample).
+        sparse: for each sparse feature a pyarrow dictionary array of B strings, null where missing, or an
+            array of B lists of such (several ids a sample).
         labels_B: uint8 of 0 and 1, or None where labels were not asked for.
         source_rows_B: int64, 0-based row over all files in turn; bad rows count, blank lines do not.
     """
@@ -47,30 +46,6 @@ class RawBlock(NamedTuple):
             None if self.labels_B is None else self.labels_B[mask_B],
             self.source_rows_B[mask_B],
         )
-
-
-def list_files(paths: Sequence[str], key: str) -> tuple[Path, ...]:
-    """The files that ``paths`` name, a folder standing for its files by name; hidden ones are left out.
-
-    Raises:
-        ConfigError: ``paths`` is empty; the message names ``key``, the configuration key they come from.
-        DataError: a path does not exist, or a folder holds no file.
-    """
-    if not paths:
-        raise ConfigError(key, "must name at least one file or folder")
-    files: list[Path] = []
-    for name in paths:
-        path = Path(name)
-        if path.is_dir():
-            found = [p for p in sorted(path.iterdir()) if p.is_file() and p.name[0] not in "._"]
-            if not found:
-                raise DataError(f"{path}: the folder holds no files; check {key}")
-            files += found
-        elif path.exists():
-            files.append(path)
-        else:
-            raise DataError(f"{path}: no such file or folder; check {key}")
-    return tuple(files)
 
 
 @dataclass(frozen=True)
@@ -104,6 +79,8 @@ class Source:
             for table in self._tables(path, layout):
                 try:
                     block, bad = _parse(table, layout, first_row)
+                except MemoryError:
+                    raise
                 except pa.ArrowException as error:
                     advice = "check the types of the columns of data.dense, data.sparse and data.label"
                     raise DataError(f"{path}: {error}; {advice}") from error
@@ -119,7 +96,7 @@ class Source:
 
     def _tables(self, path: Path, layout: Layout) -> Iterator[TableBlock]:
         if self.data.format == "parquet":
-            return _read_parquet(path, layout)
+            return read_parquet(path, layout)
         return read_text(path, layout, self.block_bytes)
 
 
@@ -130,8 +107,8 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
 
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
         for i in np.flatnonzero(mask & good):
-            value = str(table.columns[name][i].as_py()).strip()
-            bad.append(BadRow(int(table.lines[i]), reason, f"{name} is {value!r}, expected {expected}"))
+            value = shown(table.columns[name][i].as_py())
+            bad.append(BadRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
         good[mask] = False
 
     labels_B = None
@@ -143,23 +120,11 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
     for f, name in enumerate(layout.dense):
         dense_BF[:, f], wrong = columns.numbers(table.columns[name], layout.missing)
         reject(wrong, Reason.NUMBER, name, "a finite number")
-    separator = layout.separator
-    sparse = tuple(columns.values(table.columns[name], layout.missing, separator) for name in layout.sparse)
-    block = RawBlock(dense_BF, sparse, labels_B, first_row + table.rows)
+    sparse = []
+    for name in layout.sparse:
+        coded, inexact_B, too_long_B = columns.values(table.columns[name], layout.missing, layout.separator)
+        reject(inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
+        reject(too_long_B, Reason.LONG, name, f"at most {columns.MAX_VALUE_BYTES:,} bytes")
+        sparse.append(coded)
+    block = RawBlock(dense_BF, tuple(sparse), labels_B, first_row + table.rows)
     return (block if good.all() else block.select(good)), bad
-
-
-def _read_parquet(path: Path, layout: Layout) -> Iterator[TableBlock]:
-    """The wanted columns of a Parquet file; its rows are numbered from 1."""
-    try:
-        with pq.ParquetFile(path) as file:
-            layout.require(file.schema_arrow.names, path)
-            names = list(layout.wanted)
-            first = 0
-            for batch in file.iter_batches(PARQUET_BLOCK_ROWS, columns=names, use_threads=False):
-                rows = np.arange(batch.num_rows)
-                table = {name: batch.column(name) for name in names}
-                yield TableBlock(table, first + rows + 1, rows, batch.num_rows, [])
-                first += batch.num_rows
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: is not a readable Parquet file ({error}); check data.format") from error

@@ -1,6 +1,7 @@
 """A prepared data set on disk: writing it, and gathering batches from it.
 
-A folder holds ``manifest.json``, ``features.json`` and one folder a split, of plain ``.npy`` files::
+A folder holds ``manifest.json`` (hybrid/data/manifest.py), ``features.json`` (hybrid/data/encode.py) and one
+folder a split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features of exactly one id a sample
@@ -11,9 +12,7 @@ A folder holds ``manifest.json``, ``features.json`` and one folder a split, of p
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,30 +24,10 @@ import torch
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import EncodedBlock
-from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.data.manifest import FILE_NAME, NO_BAD_ROWS, DataManifest, DatasetReport
+from hybrid.data.unknown import UnknownValues
+from hybrid.embedding.spec import InputSpec
 from hybrid.errors import DataError
-
-FORMAT_VERSION = 1  # raise it whenever the same configuration would be prepared differently
-MANIFEST = "manifest.json"
-NO_BAD_ROWS = BadRowReport({}, ())
-
-
-@dataclass(frozen=True)
-class DatasetReport:
-    """What is known about a split.
-
-    Attributes:
-        num_rows: samples.
-        positive_fraction: share with label 1; None without labels or samples.
-        bad_rows: rows of the input that were skipped (those of a held-out split are in "train").
-        best_auc, best_log_loss: what the true probabilities reach on these samples, where they are known.
-    """
-
-    num_rows: int
-    positive_fraction: float | None
-    bad_rows: BadRowReport
-    best_auc: float | None = None
-    best_log_loss: float | None = None
 
 
 class _GrowingArray:
@@ -125,23 +104,18 @@ class SplitWriter:
             self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
             self._bag_ends[i] += len(bag.ids_L)
 
-    def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
-        """What was written."""
+    def report(
+        self, bad_rows: BadRowReport = NO_BAD_ROWS, unknown: tuple[UnknownValues, ...] = ()
+    ) -> DatasetReport:
+        """What was written, with what else is known of the split."""
         known = self._labels is not None and self._num_rows
         fraction = self._num_positive / self._num_rows if known else None
-        return DatasetReport(self._num_rows, fraction, bad_rows)
+        return DatasetReport(self._num_rows, fraction, bad_rows, unknown)
 
     def _array(self, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _GrowingArray:
         array = _GrowingArray(self._folder / f"{name}.npy", dtype, row_shape)
         self._files.callback(array.close)
         return array
-
-
-def write_manifest(folder: Path, spec: InputSpec, reports: dict[str, DatasetReport]) -> None:
-    """Write the manifest, which makes ``folder`` a whole data set."""
-    splits = {split: asdict(report) for split, report in reports.items()}
-    content = {"format": FORMAT_VERSION, "input": asdict(spec), "splits": splits}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 class PreparedDataset:
@@ -171,21 +145,19 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path, split: str) -> PreparedDataset:
-        """The split "train" or "test" of what ``prepare`` made; DataError where it is not whole."""
-        path = folder / MANIFEST
+        """The split "train" or "test" of what ``prepare`` made.
+
+        The size of each array, and a sample of its content, must be what was written.
+
+        Raises:
+            DataError: it is not whole, or altered.
+        """
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT_VERSION:
-                raise DataError(f"{path}: made by another version; delete {folder} to prepare it anew")
-            sparse = tuple(FeatureSpec(**feature) for feature in content["input"]["sparse_features"])
-            spec = InputSpec(tuple(content["input"]["dense_features"]), sparse)
-            report = content["splits"][split]
-            bad_rows = BadRowReport(report["bad_rows"]["counts"], tuple(report["bad_rows"]["examples"]))
-            return cls(folder, split, spec, DatasetReport(**{**report, "bad_rows": bad_rows}))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path}: not a whole prepared data set ({error}); delete {folder} to prepare it anew"
-            ) from error
+            manifest = DataManifest.read(folder / FILE_NAME)
+            manifest.check(folder, split)
+        except DataError as error:
+            raise DataError(f"{error}; delete {folder} to prepare it anew") from error
+        return cls(folder, split, manifest.input_spec, manifest.splits[split])
 
     @property
     def num_samples(self) -> int:

@@ -17,8 +17,9 @@ from workers.dataset_session import DatasetSession
 from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
 from workers.paths import RESULT_FILE, own_command
+from workers.reporting.data_notes import data_notes
 from workers.reporting.report import RunFolder
-from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView, bad_row_lines
+from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
 from workers.task import TrainTask
 from workers.trainer import Report
 
@@ -52,8 +53,8 @@ class Training:
         """Train, evaluate, write checkpoints and the report."""
         session = DatasetSession(topology, self._config, data())
         train = self._config.train
-        for report in session.bad_rows:
-            for line in bad_row_lines(report):
+        for report in session.reports:
+            for line in data_notes(report):
                 view.note(line)
         progress = self._go_on(session, view)
         more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
@@ -197,7 +198,8 @@ class Training:
         result = {
             **metrics.as_dict(),
             "best_auc": session.best_auc,
-            "bad_rows": sum(report.total for report in session.bad_rows),
+            "bad_rows": sum(report.bad_rows.total for report in session.reports),
+            "unknown_values": {column.name: column.share for column in session.reports[1].unknown},
             "steps": self._step,
             "skipped_steps": self._tally.skipped_steps,
             "samples_per_second": rate,
@@ -216,5 +218,6 @@ class Training:
                 evaluate=f"{own_command()} evaluate {run_folder}",
                 predict=f"{own_command()} predict {run_folder} --output FILE",
                 profile=self._profile,
+                unknown=session.reports[1].unknown,
             )
         )

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from hybrid.errors import ClusterError, first_line
+from workers.reporting.visible import visible
 
 FAILED, INTERRUPTED = 1, 130  # what a process ends with
 _SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with
@@ -93,7 +94,7 @@ class Alarm:
 
     def _end(self) -> None:
         assert self._error is not None
-        print(f"{self._name}: {last_words(self._error)}", file=sys.stderr)
+        print(f"{self._name}: {visible(last_words(self._error))}", file=sys.stderr)
         _end(FAILED)
 
 

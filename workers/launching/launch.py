@@ -27,6 +27,7 @@ from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
 from workers.launching.run_lock import run_lock
 from workers.paths import log_path
+from workers.reporting.visible import visible
 from workers.task import Task, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
@@ -92,4 +93,4 @@ def _run(server: ForkServer, config: RunConfig, folder: Path, task: Task, lock: 
 
 def _say(line: str) -> None:
     Console().show_cursor()
-    print(f"hybrid launch: {line}", file=sys.stderr)
+    print(f"hybrid launch: {visible(line)}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,8 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from workers.reporting.data_notes import unknown_shares
+from workers.reporting.visible import visible
+
 if TYPE_CHECKING:
-    from hybrid.data.bad_rows import BadRowReport
+    from hybrid.data.unknown import UnknownValues
     from hybrid.metrics import Metrics
     from hybrid.update import Staleness
 
@@ -88,6 +91,7 @@ class Summary:
         run_folder, curves: where the results are.
         profile: where that of the recorded steps is; None where none was recorded.
         resume, evaluate, predict: commands to go on with.
+        unknown: values of the test rows that are unknown to the model, by column; empty where none can be.
     """
 
     metrics: Metrics
@@ -99,6 +103,7 @@ class Summary:
     evaluate: str
     predict: str
     profile: ProfileSummary | None = None
+    unknown: Sequence[UnknownValues] = ()
 
 
 class TerminalView:
@@ -133,9 +138,9 @@ class TerminalView:
     def status(self, text: str) -> None:
         """Say what is going on between steps, such as waiting for roles or saving a checkpoint."""
         if self._live is None:
-            self._print(Text(text))
+            self._print(Text(visible(text)))
         else:
-            self._draw(Text(text, style="dim", no_wrap=True, overflow="ellipsis"))
+            self._draw(Text(visible(text), style="dim", no_wrap=True, overflow="ellipsis"))
 
     def progress(self, progress: Progress) -> None:
         """Show a log step; it takes the place of the one before and of any status."""
@@ -147,7 +152,7 @@ class TerminalView:
 
     def note(self, text: str) -> None:
         """Add a line that stays, such as how many bad rows were skipped."""
-        self._print(Text(text))
+        self._print(Text(visible(text)))
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Add a line with the metrics on the test rows after ``step``."""
@@ -171,7 +176,7 @@ class TerminalView:
         self.close()
         self._print(Text())
         for label, value, style in _summary_lines(summary):
-            self._print(Text(f"{label:<20}", style="dim").append(value, style=f"not dim {style}"))
+            self._print(Text(f"{label:<20}", style="dim").append(visible(value), style=f"not dim {style}"))
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
@@ -237,6 +242,8 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "test AUC", f"{_number(metrics.auc)}{best}", "bold green"
     yield "log loss", _number(metrics.log_loss), ""
     yield "normalised entropy", _number(metrics.normalised_entropy), ""
+    if summary.unknown:
+        yield "unknown values", unknown_shares(summary.unknown), ""
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
     yield "run folder", str(summary.run_folder), ""
     yield "curves", str(summary.curves), ""
@@ -247,17 +254,6 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "resume", summary.resume, "cyan"
     yield "evaluate", summary.evaluate, "cyan"
     yield "predict", summary.predict, "cyan"
-
-
-def bad_row_lines(report: BadRowReport) -> Iterator[str]:
-    """How many rows were skipped and why, then the first of them; nothing where none were."""
-    if not report.total:
-        return
-    counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-    yield f"skipped {report.total:,} bad row(s): {reasons}"
-    for example in report.examples:
-        yield f"  {example}"
 
 
 def _number(value: float) -> str:

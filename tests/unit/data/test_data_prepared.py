@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from hybrid.config import DataSection, RunConfig, RunSection
-from hybrid.data import storage
+from hybrid.data import manifest
 from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
+from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.embedding.spec import FeatureSpec, InputSpec
@@ -42,7 +43,9 @@ def ids_of(dataset: PreparedDataset, rows: list[int]) -> torch.Tensor:
 
 
 def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> None:
-    config = config_of(table, standardise=False, test_path=(str(table),))
+    other = tmp_path / "test.csv"
+    other.write_text(f"{table.read_text()}\n")
+    config = config_of(table, standardise=False, test_path=(str(other),))
     folder = prepare(config, tmp_path / "cache")
     for split in ("train", "test"):
         dataset = PreparedDataset.open(folder, split)
@@ -92,7 +95,7 @@ def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
             bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
             block = EncodedBlock(np.zeros((size, 0), np.float32), np.zeros((size, 0), np.int32), (bags,))
             writer.append(block, np.zeros(size, np.uint8), np.arange(size))
-    storage.write_manifest(tmp_path, spec, {"train": writer.report()})
+    DataManifest.write(tmp_path, spec, {"train": writer.report()})
     sparse = PreparedDataset.open(tmp_path, "train").gather(np.arange(4), 4).sparse_features
     assert sparse.ids_L.tolist() == [0, 0, 1, 2]
     assert sparse.offsets is not None
@@ -117,7 +120,7 @@ def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path)
 
 def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
     path = tmp_path / "train.csv"
-    path.write_text("label,x,city\n" + "".join(f"1,{i},v{i}\n" for i in range(200)))
+    path.write_text("label,x,city\n" + "".join(f"{i % 2},{i},v{i}\n" for i in range(200)))
     config = config_of(path, sparse=("city",), test_fraction=0.3)
     folder = prepare(config, tmp_path / "cache")
     train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
@@ -132,10 +135,10 @@ def test_prepared_data_is_reused_until_something_changes(tmp_path: Path, table: 
     cache = tmp_path / "cache"
     config = config_of(table)
     first = prepare(config, cache)
-    stamp = (first / storage.MANIFEST).stat().st_mtime_ns
+    stamp = (first / manifest.FILE_NAME).stat().st_mtime_ns
     said: list[str] = []
     assert prepare(config_of(table, shuffle=False, prefetch_batches=9), cache, said.append) == first
-    assert (first / storage.MANIFEST).stat().st_mtime_ns == stamp
+    assert (first / manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]
     others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
     assert len({first, *(prepare(other, cache) for other in others)}) == 3
@@ -158,20 +161,10 @@ def test_a_failed_preparation_leaves_nothing(
     def disk_full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "write_manifest", disk_full)
+    monkeypatch.setattr(DataManifest, "write", disk_full)
     with pytest.raises(DataError, match=r"No space left on device.*data\.cache_folder"):
         prepare(config_of(table), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-def test_what_killed_runs_left_is_removed_after_a_day(tmp_path: Path, table: Path) -> None:
-    old, new = (tmp_path / "cache" / f".building-x-{name}" for name in ("old", "new"))
-    old.mkdir(parents=True)
-    new.mkdir()
-    os.utime(old, (0, 0))
-    prepare(config_of(table), tmp_path / "cache")
-    assert not old.exists()
-    assert new.exists()
 
 
 def test_bad_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
@@ -224,15 +217,16 @@ def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
 
 
 def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
-    with pytest.raises(DataError, match=r"manifest\.json: not a whole prepared data set .*delete"):
+    with pytest.raises(DataError, match=r"manifest\.json: cannot be read .*delete"):
         PreparedDataset.open(tmp_path, "train")
     folder = prepare(config_of(table), tmp_path / "cache")
-    with pytest.raises(DataError, match="not a whole prepared data set"):
+    with pytest.raises(DataError, match="has no split validation"):
         PreparedDataset.open(folder, "validation")
     os.truncate(folder / "train" / "dense.npy", 200)
-    with pytest.raises(DataError, match="not a whole prepared data set"):
+    with pytest.raises(DataError, match=r"dense\.npy: altered since it was prepared; delete"):
         PreparedDataset.open(folder, "train")
-    (folder / storage.MANIFEST).write_text('{"format": 0}')
+    PreparedDataset.open(folder, "test")
+    (folder / manifest.FILE_NAME).write_text('{"format": 0}')
     with pytest.raises(DataError, match="made by another version"):
         PreparedDataset.open(folder, "train")
 
@@ -247,5 +241,5 @@ def test_fingerprint_covers_the_format_version(
     tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepare(config_of(table), tmp_path / "cache")
-    monkeypatch.setattr(storage, "FORMAT_VERSION", 99)
+    monkeypatch.setattr(manifest, "FORMAT_VERSION", 99)
     assert prepare(config_of(table), tmp_path / "cache") != first

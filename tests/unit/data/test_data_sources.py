@@ -14,7 +14,8 @@ import pytest
 
 from hybrid.config import DataSection
 from hybrid.data.bad_rows import BadRowReport
-from hybrid.data.sources import RawBlock, Source, list_files
+from hybrid.data.inputs import list_files
+from hybrid.data.sources import RawBlock, Source
 from hybrid.errors import ConfigError, DataError
 
 CSV = DataSection(
@@ -107,6 +108,8 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(tmp_path: Path) ->
         "unknown_label": 1,
         "not_a_number": 4,
         "broken_text": 2,
+        "inexact_id": 0,
+        "too_long_value": 0,
     }
     assert [example.removeprefix(f"{path}:") for example in report.examples] == [
         "2: 3 columns, expected 4",

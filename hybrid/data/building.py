@@ -1,0 +1,90 @@
+"""A folder that appears whole or not at all; what dead processes left of theirs is removed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hybrid.data.checksums import sync
+
+_PREFIX = ".building-"
+_LOCK = ".lock"
+
+
+@contextmanager
+def building(target: Path, marker: str) -> Iterator[Path]:
+    """A folder to build in, which becomes ``target`` at the end; on failure nothing is left.
+
+    Beside it lies a file that its process holds locked: the system lets go of it with the process.
+
+    Args:
+        marker: name of a file in every whole ``target``; where it is there by then, somebody was quicker.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(target.parent)
+    folder = target.parent / f"{_PREFIX}{target.name}-{uuid.uuid4().hex}"
+    lock = _lock(folder)
+    try:
+        folder.mkdir()
+        yield folder
+        _sync_all(folder)
+        try:
+            os.rename(folder, target)
+        except OSError:
+            if not (target / marker).exists():
+                raise
+        sync(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _lock_path(folder).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove what processes that were killed have left half built."""
+    for lock in parent.glob(f"{_PREFIX}*{_LOCK}"):
+        with suppress(FileNotFoundError):  # its process has just finished
+            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
+                lock.unlink()
+            except BlockingIOError:  # its process lives
+                pass
+            finally:
+                os.close(descriptor)
+    for folder in parent.glob(f"{_PREFIX}*"):
+        if not folder.name.endswith(_LOCK) and not _lock_path(folder).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lock_path(folder: Path) -> Path:
+    return folder.with_name(folder.name + _LOCK)
+
+
+def _lock(folder: Path) -> int:
+    """The descriptor of the locked file beside ``folder``, which is there before the folder is."""
+    path = _lock_path(folder)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        # Somebody who found it before it was locked has taken it for abandoned, and removed it.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _sync_all(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))

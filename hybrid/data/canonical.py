@@ -1,0 +1,100 @@
+"""The one text of a categorical value, whatever format brings it and whichever program wrote it.
+
+A column of integers becomes ``5.0`` on its way through pandas where a value is missing, ``5e+05`` through R,
+``TRUE`` or ``true`` or ``1`` through others. All of these are one value here:
+
+======================================= ================================================================
+given                                   its text
+======================================= ================================================================
+integers of any type                    ``5``
+floats of integral value; texts of      ``5``, in full: ``5.0``, ``5.00`` and ``5e+00`` are 5, and ``1e+06``
+digits, a point and zeros, or of the    is 1000000
+forms of floats ``5e+05``, ``5.0E5``
+-0, ``-0``, ``-0.0``                    ``0``
+other floats                            the shortest that reads back as the same: ``0.1``, ``1e-07``, ``inf``
+true and false; ``True``, ``true``,     ``1`` and ``0``
+``TRUE`` and the same of false
+dates, and times at midnight            ``2024-01-31``
+other times, with a ``T`` too           ``2024-01-31 09:30:00.5``, no zeros after the fraction; of UTC with a
+                                        ``Z`` at the end, midnight then shown
+null, and NaN in a column of floats     none: it is missing
+other texts, and decimals with a        as they are, without blanks around
+fraction
+======================================= ================================================================
+
+What stays apart, since it may mean something else: zeros in front (``007`` and ``7``, postal codes), zeros
+after a fraction (``1.10`` and ``1.1``, versions), a plus in front (``+49``), an exponent without its sign
+(``5e0`` and ``12e45678`` are as likely hexadecimal: about one hash of Criteo's in seventy looks like this),
+and the word ``nan``, unless ``data.missing`` names it.
+
+A float holds integers exactly up to 2**53 only (float32: 2**24). Where an id was written as a larger one,
+several ids have become one; such values are *inexact*, and their rows are bad.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_INTEGER = r"-?(?:0|[1-9][0-9]*)"
+_POINT = re.compile(rf"({_INTEGER})\.0+")
+_EXPONENT = re.compile(r"(-?[1-9])(?:\.([0-9]+)(?:[eE]\+|E)|[eE]\+)([0-9]{1,3})")
+_TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(\.[0-9]+)?(Z|\+00:?00)?")
+_WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
+_WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
+# Whatever one of the rules may change, and little else: most columns hold nothing of the kind.
+_SUSPECT = (
+    r"^-?[0-9]+\.0+$|^-?[0-9](\.[0-9]+)?[eE]|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
+    r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
+)
+_MAX_EXACT = 2**53
+
+
+def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
+    """The texts of an array of values of any flat type, null where missing; and which are inexact."""
+    kind = values.type
+    inexact_D = np.zeros(len(values), np.bool_)
+    if pa.types.is_floating(kind):
+        numbers_D = values.to_numpy(zero_copy_only=False)
+        inexact_D = np.isfinite(numbers_D) & (np.abs(numbers_D) >= 2 ** (np.finfo(numbers_D.dtype).nmant + 1))
+        texts = pa.array(numbers_D.astype(str), mask=np.isnan(numbers_D))
+    elif pa.types.is_timestamp(kind) and kind.tz is not None:
+        texts = pc.binary_join_element_wise(values.cast(pa.timestamp(kind.unit)).cast(pa.string()), "Z", "")
+    else:  # of times without a zone, too
+        texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
+    suspects = np.flatnonzero(pc.fill_null(pc.match_substring_regex(texts, _SUSPECT), False))
+    if not len(suspects):
+        return texts, inexact_D
+    folded = [canonical_text(text) for text in texts.take(pa.array(suspects)).to_pylist()]
+    if not pa.types.is_decimal(kind):
+        inexact_D[suspects] |= [is_inexact for _, is_inexact in folded]
+    mask = np.zeros(len(texts), np.bool_)
+    mask[suspects] = True
+    return pc.replace_with_mask(
+        texts, pa.array(mask), pa.array([t for t, _ in folded], texts.type)
+    ), inexact_D
+
+
+def canonical_text(text: str) -> tuple[str, bool]:
+    """The text of the value that ``text`` writes, and whether it is an integer out of too large a float."""
+    if text in _WORDS:
+        return _WORDS[text], False
+    if match := _POINT.fullmatch(text):
+        return _WORDS.get(match[1], match[1]), abs(int(match[1])) >= _MAX_EXACT
+    if match := _EXPONENT.fullmatch(text):
+        fraction = (match[2] or "").rstrip("0")
+        if len(fraction) <= (power := int(match[3])):
+            integer = match[1] + fraction + "0" * (power - len(fraction))
+            return integer, abs(int(integer)) >= _MAX_EXACT
+    if match := _TIME.fullmatch(text):
+        date, time, fraction, zone = match.groups("")
+        fraction = fraction.rstrip("0").rstrip(".")
+        if zone or fraction or time != "00:00:00":
+            return f"{date} {time}{fraction}{'Z' if zone else ''}", False
+        return date, False
+    return text, False

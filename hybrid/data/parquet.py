@@ -1,0 +1,127 @@
+"""Parquet files in blocks whose size is bounded, whatever a small file claims to hold.
+
+Parquet says a value once and how often it comes: a kilobyte may stand for gigabytes. So texts are read as
+dictionaries, few rows at a time, and unfolded no further than ``MAX_UNFOLDED_BYTES``; a row group that claims
+to be more than real data could be packed into its bytes is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from hybrid.data.columns import is_list
+from hybrid.data.layout import Layout
+from hybrid.data.text import TableBlock
+from hybrid.errors import DataError
+
+BLOCK_ROWS = 65_536
+MAX_UNFOLDED_BYTES = 64 << 20  # of the texts of one column of a block
+MAX_FIXED_BYTES = 4096  # of a value of fixed length
+# Of a column in a row group. Real data stay below one of the two.
+MAX_VALUES, MAX_VALUES_A_BYTE = 16 << 20, 64
+MAX_UNPACKED_BYTES, MAX_UNPACKED_A_BYTE = 256 << 20, 200
+
+
+def read_parquet(path: Path, layout: Layout) -> Iterator[TableBlock]:
+    """The wanted columns of a Parquet file; its rows are numbered from 1.
+
+    Raises:
+        ConfigError: the file lacks a column.
+        DataError: the file cannot be read, or claims to hold more than it can.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            layout.require(file.schema_arrow.names, path)
+            leaves = _leaves(file, set(layout.wanted))
+            _check_claims(path, file, leaves)
+            texts = [leaf.path for i, leaf in leaves.items() if _is_coded_text(file.metadata, i, leaf)]
+        # As the dictionaries that they are: reading these costs no more than the file holds.
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
+            yield from _blocks(path, file, list(layout.wanted))
+    except MemoryError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: is not a readable Parquet file ({error}); check data.format") from error
+
+
+def _blocks(path: Path, file: Any, names: list[str]) -> Iterator[TableBlock]:
+    first = 0
+    # A batch of one row group: pyarrow does not join dictionaries within lists.
+    groups = range(file.metadata.num_row_groups)
+    options = {"columns": names, "use_threads": False}
+    for batch in chain.from_iterable(
+        file.iter_batches(BLOCK_ROWS, row_groups=[g], **options) for g in groups
+    ):
+        start = 0
+        while start < batch.num_rows:
+            part = batch.slice(start, _fitting_rows(path, batch.slice(start)))
+            rows = np.arange(part.num_rows)
+            table = {name: part.column(name) for name in names}
+            yield TableBlock(table, first + rows + 1, rows, part.num_rows, [])
+            start += part.num_rows
+            first += part.num_rows
+
+
+def _fitting_rows(path: Path, batch: Any) -> int:
+    """How many rows of ``batch``, from the first, have texts of no more than ``MAX_UNFOLDED_BYTES``."""
+    fitting = int(batch.num_rows)
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        flat = pc.list_flatten(column) if is_list(column) else column
+        if not pa.types.is_dictionary(flat.type):
+            continue
+        sizes_D = np.append(np.asarray(pc.fill_null(pc.binary_length(flat.dictionary), 0)), 0)
+        ends_L = np.cumsum(sizes_D[np.asarray(flat.indices.fill_null(len(flat.dictionary)))], dtype=np.int64)
+        items = int(np.searchsorted(ends_L, MAX_UNFOLDED_BYTES, side="right"))
+        if items == len(ends_L):
+            continue
+        ends_B = np.arange(1, len(column) + 1)
+        if is_list(column):
+            ends_B = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
+        fitting = min(fitting, int(np.searchsorted(ends_B, items, side="right")))
+        if not fitting:
+            raise DataError(
+                f"{path}: a row has more than {MAX_UNFOLDED_BYTES >> 20} MiB in column {name}; "
+                "check data.sparse, or leave such rows out of the file"
+            )
+    return fitting
+
+
+def _leaves(file: Any, wanted: set[str]) -> dict[int, Any]:
+    """The columns of the file that wanted ones are made of (a list has its items in one), by their place."""
+    columns = (file.schema.column(i) for i in range(len(file.schema)))
+    return {
+        i: column
+        for i, column in enumerate(columns)
+        if column.path in wanted or column.path.partition(".")[0] in wanted
+    }
+
+
+def _is_coded_text(metadata: Any, i: int, leaf: Any) -> bool:
+    if leaf.physical_type != "BYTE_ARRAY" or leaf.logical_type.type == "DECIMAL":
+        return False
+    return any(metadata.row_group(g).column(i).has_dictionary_page for g in range(metadata.num_row_groups))
+
+
+def _check_claims(path: Path, file: Any, leaves: dict[int, Any]) -> None:
+    rule = "write it anew, in row groups of fewer rows, if that is no mistake"
+    for i, leaf in leaves.items():
+        name = leaf.path
+        if leaf.physical_type == "FIXED_LEN_BYTE_ARRAY" and leaf.length > MAX_FIXED_BYTES:
+            raise DataError(f"{path}: values of column {name} are longer than {MAX_FIXED_BYTES:,} bytes")
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            column = file.metadata.row_group(group).column(i)
+            packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
+            values = column.num_values
+            if values > max(rows, MAX_VALUES, packed * MAX_VALUES_A_BYTE):
+                raise DataError(f"{path}: column {name} claims {values:,} values in {packed:,} bytes; {rule}")
+            if unpacked > max(MAX_UNPACKED_BYTES, packed * MAX_UNPACKED_A_BYTE):
+                raise DataError(f"{path}: column {name} claims {unpacked:,} bytes out of {packed:,}; {rule}")

@@ -1,0 +1,108 @@
+"""Folders that are there whole or not at all, and what is removed of dead processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid.data import building as module
+from hybrid.data.building import building, remove_abandoned
+
+HANGING = """
+import sys, time
+from pathlib import Path
+from hybrid.data.building import building
+with building(Path(sys.argv[1]) / "x", "whole") as folder:
+    (folder / "part").touch()
+    print(flush=True)
+    time.sleep(600)
+"""
+
+
+def build_and_hang(parent: Path) -> subprocess.Popen[bytes]:
+    """A process that has begun to build, and waits to be killed."""
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen([sys.executable, "-c", HANGING, parent], stdout=subprocess.PIPE, cwd=root)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"\n"
+    return process
+
+
+def test_what_a_killed_process_left_is_removed_at_once_and_a_live_one_keeps_its_own(tmp_path: Path) -> None:
+    with build_and_hang(tmp_path) as killed, build_and_hang(tmp_path) as alive:
+        killed.kill()
+        killed.wait()
+        assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
+        remove_abandoned(tmp_path)
+        [kept] = (path for path in tmp_path.iterdir() if path.is_dir())
+        assert (kept / "part").exists()
+        assert len(list(tmp_path.iterdir())) == 2  # and its lock
+        alive.kill()
+    with building(tmp_path / "x", "whole") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fail() -> None:
+        with building(tmp_path / "x", "whole") as folder:
+            (folder / "part").touch()
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_nobody_holds_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".building-old" / "train").mkdir(parents=True)
+    (tmp_path / ".building-gone.lock").touch()
+    (tmp_path / "whole").mkdir()
+    remove_abandoned(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_lock_that_was_taken_for_abandoned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the making of the file and its lock, somebody else cleans up."""
+    flock = fcntl.flock
+    calls = []
+
+    def cleaned(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            remove_abandoned(tmp_path)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", cleaned)
+    with building(tmp_path / "x", "whole") as folder:
+        assert folder.with_name(f"{folder.name}.lock").exists()
+        (folder / "whole").touch()
+    assert len(calls) == 3  # its own, that of the other, and its own once more
+
+
+def test_everything_is_on_the_disk_before_it_can_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        synced.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(module, "sync", lambda path: synced.append(path.name))
+    monkeypatch.setattr(os, "rename", renamed)
+    with building(tmp_path / "x", "whole") as folder:
+        (folder / "train").mkdir()
+        (folder / "train" / "ids.npy").touch()
+        (folder / "whole").touch()
+    place = synced.index("rename")
+    assert {"ids.npy", "train", "whole", folder.name} == set(synced[:place])
+    assert synced[place + 1 :] == [tmp_path.name]

@@ -1,0 +1,135 @@
+"""One text for a categorical value, whatever format it comes from."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid.config import DataSection, RunConfig
+from hybrid.data.canonical import canonical, canonical_text
+from hybrid.data.columns import labels, numbers, values
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.prepared import encode_files, prepare
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *[(text, "5") for text in ("5", "5.0", "5.00", "5e+00", "5.0E0")],
+        *[("1e+06", "1000000"), ("1.5e+07", "15000000"), ("1.50E7", "15000000"), ("-3.0", "-3")],
+        *[(text, "0") for text in ("0", "0.0", "-0", "-0.0", "False", "false", "FALSE")],
+        *[(text, "1") for text in ("1", "1.0", "True", "true", "TRUE")],
+        ("2024-01-31 00:00:00", "2024-01-31"),
+        ("2024-01-31T09:30:00.500", "2024-01-31 09:30:00.5"),
+        ("2024-01-31 00:00:00+00:00", "2024-01-31 00:00:00Z"),
+    ],
+)
+def test_texts_that_mean_the_same(text: str, expected: str) -> None:
+    assert canonical_text(text) == (expected, False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("007", "007.0", "1.10", "1.1", "1.0.0", "+5", "5.", ".5", "5e0", "5E0", "12e45678", "00e12345"),
+        *("1.5e+00", "1e-07", "nan", "NaN", "inf", "", "a", "1_000", "1,000", "T", "yes", "2024-1-1"),
+    ],
+)
+def test_texts_that_may_mean_something_else(text: str) -> None:
+    assert canonical_text(text) == (text, False)
+
+
+@pytest.mark.parametrize("text", ["9007199254740992.0", "1e+16", "-1.2345678901234568e+18", "1.0E16"])
+def test_floats_too_large_to_be_exact(text: str) -> None:
+    assert canonical_text(text)[1]
+    assert not canonical_text("9007199254740991.0")[1]
+    assert canonical_text("9007199254740993") == ("9007199254740993", False)
+
+
+NOON = datetime.datetime(2024, 1, 31, 12)
+
+
+@pytest.mark.parametrize(
+    ("column", "texts"),
+    [
+        (pa.array([5, None, -1], pa.int8()), ["5", None, "-1"]),
+        (pa.array([2**64 - 1], pa.uint64()), [str(2**64 - 1)]),
+        (pa.array([5.0, float("nan"), None, -0.0, 1e-7]), ["5", None, None, "0", "1e-07"]),
+        (pa.array([5, 0.1], pa.float32()), ["5", "0.1"]),
+        (pa.array(np.array([5, 0.5], np.float16)), ["5", "0.5"]),
+        (pa.array([True, False, None]), ["1", "0", None]),
+        (pa.array([" 5.0 ", "a"], pa.large_string()), ["5", "a"]),
+        (pa.array([b"5.0"]), ["5"]),
+        (pa.array([decimal.Decimal("5.00"), decimal.Decimal("1.10")]), ["5", "1.10"]),
+        (pa.array([decimal.Decimal(2**60)], pa.decimal128(30, 2)), [str(2**60)]),
+        (pa.array([datetime.date(2024, 1, 31)]), ["2024-01-31"]),
+        (pa.array([datetime.datetime(2024, 1, 31), NOON]), ["2024-01-31", "2024-01-31 12:00:00"]),
+        (pa.array([NOON], pa.timestamp("ns", "UTC")), ["2024-01-31 12:00:00Z"]),
+        (pa.array([5.0, 6.0]).dictionary_encode(), ["5", "6"]),
+        (pa.nulls(2), [None, None]),
+    ],
+    ids=lambda value: str(getattr(value, "type", "")),
+)
+def test_columns_of_every_type(column: Any, texts: list[str | None]) -> None:
+    coded = values(column, ()).coded
+    assert coded.to_pylist() == texts
+    assert coded.type.value_type == pa.string()
+
+
+def test_floats_know_where_integers_end() -> None:
+    assert canonical(pa.array([2.0**53 - 1, 2.0**53, -(2.0**60), float("inf")]))[1].tolist() == [
+        *(False, True, True, False)
+    ]
+    assert canonical(pa.array([2**24 - 1, 2**24], pa.float32()))[1].tolist() == [False, True]
+
+
+def test_a_dictionary_of_other_rows_is_left_out() -> None:
+    column = pa.DictionaryArray.from_arrays(pa.array([7, None]), pa.array([f"v{i}" for i in range(9)]))
+    coded = values(column, ()).coded
+    assert coded.to_pylist() == ["v7", None]
+    assert len(coded.dictionary) == 1
+
+
+def test_labels_and_missing_values_go_by_the_same_texts() -> None:
+    found, unknown = labels(pa.array(["1.0", "True", "0", "no"]), ("1",), ("0.0",))
+    assert found[:3].tolist() == [1, 1, 0]
+    assert unknown.tolist() == [False, False, False, True]
+    assert values(pa.array(["-1.0", "-1", "5"]), ("-1",)).coded.to_pylist() == [None, None, "5"]
+    for column in (pa.array(["-999.0", "-999", "1"]), pa.array([-999.0, -999, 1]), pa.array([-999, -999, 1])):
+        assert np.isnan(numbers(column, ("", "-999"))[0]).tolist() == [True, True, False]
+
+
+def test_lists_are_folded_item_by_item() -> None:
+    found = values(pa.array([[5.0, 2.0**53], None, [float("nan"), 7.5]]), ())
+    assert found.coded.to_pylist() == [["5", str(2**53)], [], ["7.5"]]
+    assert found.inexact_B.tolist() == [True, False, False]
+
+
+def test_what_pandas_writes_is_known_to_a_model_of_integers(tmp_path: Path) -> None:
+    """One missing value makes floats of a whole column of integers."""
+    ids = [i % 7 for i in range(200)]
+    plain = tmp_path / "train.csv"
+    plain.write_text("label,user\n" + "".join(f"{i % 2},{user}\n" for i, user in enumerate(ids)))
+    data = DataSection(format="csv", path=(str(plain),), sparse=("user",), test_fraction=0.0)
+    folder = prepare(RunConfig(data=data), tmp_path / "cache")
+    encoder = FeatureEncoder.load(folder)
+    floats = tmp_path / "new.csv"
+    floats.write_text(
+        "label,user\n" + "".join(f"{i % 2}.0,{user}.0\n" for i, user in enumerate(ids)) + "1,\n"
+    )
+    table = pa.table({"label": [i % 2 == 1 for i in range(201)], "user": [*map(float, ids), None]})
+    pq.write_table(table, tmp_path / "new.parquet")
+    expected = [1 + encoder.sparse[0].values.index(str(user)) for user in ids]
+    for path, form in ((floats, "csv"), (tmp_path / "new.parquet", "parquet")):
+        config = RunConfig(data=DataSection(format=form))
+        dataset = encode_files(config, [str(path)], encoder, tmp_path / form)
+        ids_L = dataset.gather(np.arange(dataset.num_samples), 1).sparse_features.ids_L
+        assert ids_L.tolist() == [*expected, 0]
+        assert dataset.report.unknown[0].count == 0

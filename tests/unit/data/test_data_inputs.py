@@ -1,0 +1,207 @@
+"""Whether input files are what they were, and what is refused of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid.config import DataSection, RunConfig, RunSection
+from hybrid.data import checksums, manifest
+from hybrid.data.bad_rows import BadRowLog
+from hybrid.data.inputs import input_files, list_files
+from hybrid.data.manifest import DataManifest
+from hybrid.data.prepared import prepare
+from hybrid.data.sources import RawBlock, Source
+from hybrid.data.storage import PreparedDataset
+from hybrid.errors import ConfigError, DataError
+
+ROW_BYTES = 8
+LARGE = 2 * checksums.NUM_BLOCKS * checksums.BLOCK_BYTES // ROW_BYTES  # rows of a file that is sampled
+
+
+def write(path: Path, num_rows: int = 200, label: Callable[[int], int] = lambda i: i % 2) -> Path:
+    """A CSV of two columns and rows of 8 bytes each, the header as well."""
+    path.write_text("label,c\n" + "".join(f"{label(i)},{i % 97:05}\n" for i in range(1, num_rows)))
+    return path
+
+
+def config_of(*paths: Path, **changes: Any) -> RunConfig:
+    data = DataSection(format="csv", path=tuple(map(str, paths)), sparse=("c",))
+    return RunConfig(data=dataclasses.replace(data, **changes))
+
+
+def replace(path: Path, old: bytes, new: bytes, at: int = 0) -> None:
+    """Put ``new`` for ``old`` and leave size and time as they are, as rsync does."""
+    assert len(old) == len(new)
+    before = path.stat()
+    content = path.read_bytes()
+    place = content.index(old, at)
+    path.write_bytes(content[:place] + new + content[place + len(old) :])
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_a_file_replaced_with_the_same_size_and_time_is_prepared_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv")
+    first = prepare(config_of(path), tmp_path / "cache")
+    replace(path, b"\n1,", b"\n0,")
+    assert prepare(config_of(path), tmp_path / "cache") != first
+
+
+def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
+    """A change between the samples of a large file."""
+    path = write(tmp_path / "a.csv", LARGE)
+    config = config_of(path)
+    whole = config_of(path, checksum="whole")
+    folders = [prepare(each, tmp_path / "cache") for each in (config, whole)]
+    sampled = checksums.sampled(path)
+    replace(path, b"\n1,", b"\n0,", at=checksums.BLOCK_BYTES + 8)
+    assert checksums.sampled(path) == sampled
+    assert prepare(config, tmp_path / "cache") == folders[0]
+    assert prepare(whole, tmp_path / "cache") not in folders
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_samples_include_both_ends(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "file"
+    content = bytearray(3 << 20)
+    path.write_bytes(content)
+    before = checksums.sampled(path)
+    content[(0, -1, len(content) - checksums.BLOCK_BYTES)[at]] = 1
+    path.write_bytes(content)
+    assert checksums.sampled(path) != before
+    path.write_bytes(bytes(3 << 20) + b"\0")
+    assert checksums.sampled(path) != before
+
+
+@pytest.mark.parametrize("size", [0, 1, 32 << 10, (32 << 10) + 1, 1 << 20])
+def test_small_files_are_looked_at_whole(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "file"
+    found = set()
+    for place in {-1, *range(0, size, 10_000), size - 1}:
+        content = bytearray(size)
+        if place >= 0:
+            content[place] = 1
+        path.write_bytes(content)
+        found.add(checksums.sampled(path))
+    assert len(found) == len({-1, *range(0, size, 10_000), size - 1})
+
+
+def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", LARGE)
+    folder = prepare(config_of(path, test_fraction=0.0), tmp_path / "cache")
+    labels = folder / "train" / "labels.npy"
+    replace(labels, b"\1", b"\0", at=200)
+    with pytest.raises(DataError, match=rf"{labels}: altered since it was prepared; delete {folder} to prep"):
+        PreparedDataset.open(folder, "train")
+
+
+def test_arrays_are_looked_at_whole_where_asked(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 4 * LARGE)
+    config = config_of(path, test_fraction=0.0, checksum="whole")
+    folder = prepare(config, tmp_path / "cache")
+    rows = folder / "train" / "source_rows.npy"
+    replace(rows, b"\1", b"\2", at=checksums.BLOCK_BYTES + 200)
+    PreparedDataset.open(folder, "train")  # where samples are, nothing is altered
+    with pytest.raises(DataError, match=r"source_rows\.npy: altered since it was prepared; delete"):
+        prepare(config, tmp_path / "cache")
+
+
+def manifests(tmp_path: Path, before: RunConfig, change: Callable[[], RunConfig]) -> list[DataManifest]:
+    folders = [prepare(before, tmp_path / "cache")]
+    folders.append(prepare(change(), tmp_path / "cache"))
+    return [DataManifest.read(folder / manifest.FILE_NAME) for folder in folders]
+
+
+def test_a_run_that_goes_on_names_the_file_that_has_changed(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a.csv"), write(tmp_path / "b.csv")
+    config = config_of(first, second)
+
+    def change() -> RunConfig:
+        replace(second, b"\n1,", b"\n0,")
+        return config
+
+    then, now = manifests(tmp_path, config, change)
+    with pytest.raises(DataError, match=rf"^{second}: has changed since the run began; resume$"):
+        then.check_same(now, "resume")
+
+
+def test_what_leaves_the_samples_alone_is_no_change(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv")
+    then, now = manifests(tmp_path, config_of(path), lambda: config_of(path.rename(tmp_path / "b.csv")))
+    then.check_same(now, "resume")
+
+
+def test_other_files_and_other_keys_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv")
+    more = config_of(path, path)
+    then, now = manifests(tmp_path, config_of(path), lambda: more)
+    with pytest.raises(DataError, match=r"name 2 train file\(s\), and 1 when the run began; resume"):
+        then.check_same(now, "resume")
+    then, now = manifests(tmp_path, config_of(path), lambda: config_of(path).replace(run=RunSection(seed=9)))
+    with pytest.raises(DataError, match="the data section makes other samples of its files"):
+        then.check_same(now, "resume")
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.csv")
+    blocks = Source.blocks
+
+    def appended(source: Source, log: BadRowLog | None = None) -> Iterator[RawBlock]:
+        yield from blocks(source, log)
+        path.write_text(path.read_text() + "1,00001\n")
+
+    monkeypatch.setattr(Source, "blocks", appended)
+    with pytest.raises(DataError, match=rf"{path}: has changed while it was read; start again"):
+        prepare(config_of(path), tmp_path / "cache")
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_test_file_must_not_be_a_training_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv")
+    copy, link = tmp_path / "copy.csv", tmp_path / "link.csv"
+    copy.write_bytes(path.read_bytes())
+    link.symlink_to(path)
+    for twin in (path, copy, link):
+        with pytest.raises(
+            ConfigError, match=rf"data\.test_path = '{twin}': holds what the training file {path}"
+        ):
+            input_files(config_of(path, test_path=(str(twin),)).data)
+    empty = [tmp_path / "1.csv", tmp_path / "2.csv"]
+    for each in empty:
+        each.touch()
+    input_files(config_of(empty[0], test_path=(str(empty[1]),)).data)
+
+
+def test_a_folder_in_a_folder_is_not_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a.csv")
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "_temporary").mkdir()
+    assert list_files((str(tmp_path),), "data.path") == (tmp_path / "a.csv",)
+    (tmp_path / "day=1").mkdir()
+    with pytest.raises(
+        DataError, match=r"day=1: is a folder in a folder, which is not read; name it in data\.path"
+    ):
+        list_files((str(tmp_path),), "data.path")
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> None:
+    path = write(tmp_path / "a.csv", label=lambda i: label)
+    with pytest.raises(
+        DataError, match=rf"a\.csv: every training row has label {label}.*data\.positive_labels"
+    ):
+        prepare(config_of(path), tmp_path / "cache")
+
+
+def test_test_rows_of_one_label_are_noted(tmp_path: Path) -> None:
+    test = write(tmp_path / "test.csv", 50, label=lambda i: 1)
+    folder = prepare(config_of(write(tmp_path / "a.csv"), test_path=(str(test),)), tmp_path / "cache")
+    assert PreparedDataset.open(folder, "test").report.only_label == 1
+    assert PreparedDataset.open(folder, "train").report.only_label is None

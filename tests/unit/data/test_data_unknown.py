@@ -1,0 +1,96 @@
+"""Values unknown to the model: counted, expected, and told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid.config import DataSection, RunConfig
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.manifest import DatasetReport
+from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.unknown import UnknownValues
+from workers.reporting.data_notes import data_notes, unknown_shares
+
+ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
+
+
+def write(path: Path, rows: list[tuple[int, str, str]]) -> Path:
+    path.write_text("label,city,tags\n" + "".join(f"{label},{city},{tags}\n" for label, city, tags in rows))
+    return path
+
+
+def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1) -> DatasetReport:
+    path = write(tmp_path / "train.csv", ROWS)
+    data = DataSection(
+        format="csv",
+        path=(str(path),),
+        sparse=("city", "tags"),
+        multi_hot_separator="|",
+        test_fraction=0.0,
+        vocabulary_min_count=minimum,
+    )
+    config = RunConfig(data=data)
+    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
+    new = write(tmp_path / "new.csv", rows)
+    return encode_files(config, [str(new)], encoder, tmp_path / "new").report
+
+
+def test_unknown_values_are_counted_by_column_and_missing_ones_are_none(tmp_path: Path) -> None:
+    rows = [(1, "c0", ""), (0, "nowhere", "a|new|newer"), (0, "", "a"), (1, "?", "|")]
+    city, tags = report_of(tmp_path, rows).unknown
+    assert (city.name, city.count, city.num_values, city.share) == ("city", 1, 2, 0.5)
+    assert (tags.name, tags.count, tags.num_values, tags.share) == ("tags", 2, 4, 0.5)
+
+
+@pytest.mark.parametrize(("minimum", "expected"), [(1, 20 / 60), (2, 20 / 60), (40, 1.0)])
+def test_as_many_are_expected_as_training_rows_would_have_without_themselves(
+    tmp_path: Path, minimum: int, expected: float
+) -> None:
+    """20 rows have the tag "a" alone, 20 have it with a tag of their own."""
+    city, tags = report_of(tmp_path, ROWS, minimum).unknown
+    assert city.expected == (minimum > 15)
+    assert tags.expected == pytest.approx(expected)
+
+
+def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> None:
+    report = report_of(tmp_path, [(label, f"city-{city}", tags) for label, city, tags in ROWS])
+    assert list(data_notes(report)) == [
+        "warning: far more values are unknown to the model than the training rows let expect: "
+        "100% of city (0% expected); are they written as in the training files?"
+    ]
+    assert unknown_shares(report.unknown) == "city 100.00%"
+    assert report.unknown[1].count == 0
+
+
+@pytest.mark.parametrize(
+    ("count", "num_values", "expected", "is_far"),
+    [
+        (9, 9, 0.0, False),
+        (10, 10, 0.0, True),
+        (10, 100, 0.0, False),
+        (11, 100, 0.0, True),
+        (50, 100, 0.45, False),
+    ],
+)
+def test_far_is_a_tenth_of_all_values_and_not_a_handful(
+    count: int, num_values: int, expected: float, is_far: bool
+) -> None:
+    assert UnknownValues("c", count, num_values, expected).is_far == is_far
+
+
+def test_many_columns_are_cut_short() -> None:
+    columns = [UnknownValues(f"c{i}", 100 - i, 100, 0.0) for i in range(25)]
+    assert unknown_shares(columns).endswith("c19 81.00%, and 5 more columns, at most 80.00%")
+    assert unknown_shares([]) == unknown_shares([UnknownValues("c", 0, 9, 0.0)]) == "none"
+    note = next(data_notes(DatasetReport(9, 0.5, BadRowReport({}, ()), tuple(columns))))
+    assert "81% of c19 (0% expected) and 5 more columns; are" in note
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_labels_of_one_class_leave_auc_undefined(label: int) -> None:
+    report = DatasetReport(1234, float(label), BadRowReport({}, ()))
+    assert list(data_notes(report)) == [f"all 1,234 test rows have label {label}: AUC is undefined for them"]
+    assert not list(data_notes(DatasetReport(2, 0.5, BadRowReport({}, ()))))
