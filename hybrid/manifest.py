@@ -34,6 +34,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
+from hybrid.private_files import make_folder
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -133,7 +134,7 @@ def begin(folder: Path) -> Path:
     with writing(partial):
         if partial.exists():  # left by a run that was killed while writing
             shutil.rmtree(partial)
-        partial.mkdir(parents=True)
+        make_folder(partial)
     return partial
 
 

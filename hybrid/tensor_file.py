@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hybrid.errors import CheckpointError
 from hybrid.manifest import Files, cannot_write
+from hybrid.private_files import make_folder
 
 _DTYPES = {
     torch.float64: "F64",
@@ -67,7 +68,7 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Fil
     size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
     digest, written = hashlib.sha256(), 0
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("wb") as file:
             for chunk in _chunks(header, ordered):
                 file.write(chunk)

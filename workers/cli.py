@@ -26,6 +26,7 @@ from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
 from workers.reporting.visible import visible
 from workers.search_path import search_here_last
 from workers.task import CompareTask, OwnTask, TrainTask
+from workers.torch_cache import choose_torch_cache
 
 INTERRUPTED = 130
 _AUTO = "auto"
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     search_here_last()  # where a user's own net (dense.net = module:function) is
     options = _parser().parse_args(arguments)
+    if options.run not in (_config, _secret):
+        choose_torch_cache()
     try:
         with _interruptible():
             options.run(options, started_at)

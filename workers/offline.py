@@ -32,6 +32,7 @@ from hybrid.embedding.tables import table_specs
 from hybrid.errors import HybridError
 from hybrid.metrics import binary_metrics
 from hybrid.model import HybridModel
+from hybrid.private_files import open_file
 from hybrid.step import predict_step
 from hybrid.update import Purpose, Ticket
 from workers.paths import cache_folder
@@ -154,7 +155,7 @@ def _say(line: str) -> None:
 def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> None:
     partial = output.with_name(f".{output.name}.partial")
     try:
-        with partial.open("w", newline="") as file:
+        with open(partial, "w", newline="", opener=open_file) as file:
             writer = csv.writer(file)
             writer.writerow(["row", "probability"])
             for row, probability in zip(dataset.source_rows.tolist(), probabilities_N.tolist(), strict=True):

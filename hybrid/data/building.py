@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybrid.data.checksums import sync
+from hybrid.private_files import make_folder
 
 _PREFIX = ".building-"
 _LOCK = ".lock"
@@ -28,12 +29,12 @@ def building(target: Path, marker: str) -> Iterator[Path]:
     Raises:
         OSError: the disk refuses.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     remove_abandoned(target.parent)
     folder = target.parent / f"{_PREFIX}{target.name}-{uuid.uuid4().hex}"
     lock = _lock(folder)
     try:
-        folder.mkdir()
+        make_folder(folder)
         yield folder
         _sync_all(folder)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], Non
     tell = progress or (lambda line: None)
     train_files, test_files = input_files(config.data)
     target = cache_folder / _fingerprint(config, train_files, test_files)
-    if (target / manifest.FILE_NAME).exists():
+    if _is_whole(target):
         if config.data.checksum == "whole":
             _verify(target)
         tell(f"prepared data found in {target}")
@@ -129,6 +130,14 @@ def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
     seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
     text = json.dumps([manifest.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether a data set is prepared; DataError where it is another user's."""
+    try:
+        return target.is_dir() and manifest.FILE_NAME in os.listdir(target)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be read ({error.strerror}); set data.cache_folder") from error
 
 
 @contextmanager

@@ -52,6 +52,12 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
         assert f" {command} {trained.folder}" in said
 
 
+def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
+    folders = [trained.folder, *(path for path in trained.folder.rglob("*") if path.is_dir())]
+    assert {path.name for path in folders} >= {"run", "checkpoints", "logs", "tables"}
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+
+
 def test_evaluate_agrees_with_the_run(trained: TrainedRun, tmp_path: Path) -> None:
     ended = run(["evaluate", trained.folder], tmp_path)
     assert (ended.code, ended.stderr) == (0, "")

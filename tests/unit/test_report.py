@@ -237,21 +237,24 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["result.json", "curves.png"])
-def test_a_full_disk_at_the_end(folder: RunFolder, name: str) -> None:
-    blocked = folder.curves if name == "curves.png" else folder.path / ".result.json.unfinished"
-    blocked.symlink_to("/dev/full")
+def test_a_full_disk_at_the_end(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "curves" if name == "curves.png" else "report"
+    monkeypatch.setattr(f"workers.reporting.{module}.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
         folder.finish({"auc": 0.5})
     assert not (folder.path / "result.json").exists()
 
 
-def test_a_profile_is_written_over_the_last_one(folder: RunFolder) -> None:
+def _on_a_full_disk(path: str, flags: int) -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def test_a_profile_is_written_over_the_last_one(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Role(RoleKind.TRAINER, 0)
     for step in (3, 4):
         written = folder.write_profile(Profile({trainer: [Span(STEP, step, 0, 1000, "steps", 0)]}))
     assert written == folder.path / "profile"
     assert "steps 4 to 4" in (written / "table.md").read_text()
-    (written / "table.md").unlink()
-    (written / "table.md").symlink_to("/dev/full")
+    monkeypatch.setattr("workers.reporting.profile.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match="profile: cannot be written: No space left on device"):
         folder.write_profile(Profile({trainer: [Span(STEP, 5, 0, 1000, "steps", 0)]}))

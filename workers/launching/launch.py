@@ -18,6 +18,7 @@ from rich.console import Console
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.errors import ClusterError
+from hybrid.private_files import make_folder
 from hybrid.secret import Secret
 from hybrid.topology import MASTER
 from workers.launching import namespace
@@ -50,7 +51,7 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     with ExitStack() as stack:
         stack.callback(Console().show_cursor)  # a master that was killed could not
         lock = stack.enter_context(run_lock(folder))
-        log_path(folder, MASTER).parent.mkdir(exist_ok=True)
+        make_folder(log_path(folder, MASTER).parent)
         restarts = Restarts(folder, config.cluster.max_restarts)
         server = stack.enter_context(_server(config.cluster))
         while (failure := _run(server, config, folder, task, lock)) is not None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from hybrid.errors import ClusterError
+from hybrid.private_files import open_file
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.run_state import RunState
 
@@ -68,7 +69,7 @@ class Restarts:
             "step": step,
             "resumed_step": resumed_step,
         }
-        with (self._folder / FILE_NAME).open("a", encoding="utf-8") as file:
+        with open(self._folder / FILE_NAME, "a", encoding="utf-8", opener=open_file) as file:
             file.write(f"{json.dumps(record)}\n")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
+from hybrid.private_files import open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
 from workers.launching.fork_server import BrokenServerError, ForkServer
@@ -158,7 +159,7 @@ def _outcome(role: Role, error: Exception) -> Outcome:
 
 def _log_to(path: Path, keep_stdout: bool) -> None:
     """Send what this process prints, torch's own messages too, to its log; the master keeps its screen."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     if not keep_stdout:
         os.dup2(descriptor, 1)

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybrid.errors import ConfigError
+from hybrid.private_files import make_folder, open_file
 
 _NAME = ".lock"
 # The roles of a launch that was killed hold it as long as they live, which is milliseconds.
@@ -30,7 +31,7 @@ def run_lock(folder: Path) -> Iterator[int]:
     path = folder / _NAME
     is_new = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         descriptor = _acquire(path)
     except BlockingIOError as error:
         rule = "another launch is at work in it; stop that one, or choose another"
@@ -51,7 +52,7 @@ def run_lock(folder: Path) -> Iterator[int]:
 def _acquire(path: Path) -> int:
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still_there(path, descriptor):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from hybrid.private_files import open_file
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -18,12 +20,13 @@ class AppendedFile:
         make_room: called where the disk is full; whether there may be room now, and to try again.
 
     Raises:
+        HybridError: it is a link.
         OSError: it cannot be opened; as all methods where the system refuses.
     """
 
     def __init__(self, path: Path, make_room: Callable[[], bool]) -> None:
         self._make_room = make_room
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def write(self, record: bytes) -> None:
         """Add a record; where that fails, nothing of it is in the file."""

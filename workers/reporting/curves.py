@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hybrid.private_files import open_file
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -75,7 +77,8 @@ def _draw(records: list[Record], path: Path) -> None:
     last_step = max((record["step"] for record in records), default=1)
     for axes in figure.axes:
         axes.set_xlim(0, last_step * 1.02)
-    figure.savefig(path)
+    with open(path, "wb", opener=open_file) as file:
+        figure.savefig(file, format="png")
 
 
 def _style(axes: Axes, title: str) -> None:

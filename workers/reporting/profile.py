@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, TypeAlias
 
 from hybrid.clock import STEP, STEPS_THREAD, Flow, Span
+from hybrid.private_files import make_folder, open_file
 from hybrid.topology import Role, RoleKind
 
 WIRE = "wire"
@@ -153,9 +154,10 @@ class Profile:
 
     def write(self, folder: Path) -> None:
         """Write trace.json and table.md into ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "trace.json").write_text(json.dumps(self.trace()), encoding="utf-8")
-        (folder / "table.md").write_text(self.table(), encoding="utf-8")
+        make_folder(folder)
+        for name, text in (("trace.json", json.dumps(self.trace())), ("table.md", self.table())):
+            with open(folder / name, "w", encoding="utf-8", opener=open_file) as file:
+                file.write(text)
 
     def _call(self, span: Span) -> Call | None:
         """The call that a span is, if it is one that workers answered."""

@@ -34,6 +34,7 @@ from hybrid.config import RunConfig
 from hybrid.config_file import to_toml
 from hybrid.errors import HybridError
 from hybrid.metrics import Metrics
+from hybrid.private_files import make_folder, open_file
 from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing
 from workers.reporting.appended_file import AppendedFile
 from workers.reporting.curves import Record, draw_curves
@@ -63,7 +64,7 @@ class RunFolder:
         """Start the folder of a new run; ConfigError where ``path`` holds one already."""
         refuse_existing(path)
         with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
         _write_text(path / CONFIG_FILE, to_toml(config))
         _write_text(path / "versions.json", _json(_versions()))
         return cls(path)
@@ -75,7 +76,7 @@ class RunFolder:
         A run that was killed early may have left nothing in it yet.
         """
         with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             (path / RESULT_FILE).unlink(missing_ok=True)
         if (path / METRICS_FILE).exists():
             kept = [record for record in _read_records(path / METRICS_FILE) if record["step"] <= step]
@@ -226,7 +227,8 @@ def _write_text(path: Path, text: str) -> None:
     """Write a whole file or, where that fails, leave the old one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with _writing(path):
-        unfinished.write_text(text, encoding="utf-8")
+        with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
+            file.write(text)
         unfinished.replace(path)
 
 
