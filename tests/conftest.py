@@ -13,6 +13,12 @@ from support.cluster import Clusters
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where the runs of these tests find the key with which they sign; not the user's."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def clusters() -> Iterator[Clusters]:
     every = Clusters()

@@ -162,10 +162,20 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
         help="run folder to go on in, with its own config; auto: the newest run of this config's name that "
         "has not come to its end, or a new one",
     )
+    _add_trust(parser)
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder, or one of its checkpoints")
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="run the code that RUN names (dense.net), though it is not a run of your own",
+    )
 
 
 def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
@@ -186,7 +196,7 @@ def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
                 "--resume", "goes on with the configuration of its run; use --set to change keys"
             )
         run = Path(options.resume)
-        return resumed_config(run, options.set), run, True
+        return resumed_config(run, options.set, options.trust_code), run, True
     config = _read_config(options)
     unfinished = unfinished_run(config) if options.resume else None
     if unfinished is not None:
@@ -269,14 +279,14 @@ def _evaluate(options: argparse.Namespace, started_at: float) -> None:
     with lasting_imports():
         from workers.offline import evaluate
 
-    evaluate(options.run_folder, options.input)
+    evaluate(options.run_folder, options.input, options.trust_code)
 
 
 def _predict(options: argparse.Namespace, started_at: float) -> None:
     with lasting_imports():
         from workers.offline import predict
 
-    predict(options.run_folder, options.input, options.output)
+    predict(options.run_folder, options.input, options.output, options.trust_code)
 
 
 def _secret(options: argparse.Namespace, started_at: float) -> None:

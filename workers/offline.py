@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hybrid.checkpoint import CONFIG_FILE, DENSE_FILE, REMOTE_FILE, Checkpoint, load_state, unpack_dense
 from hybrid.clock import StepClock
+from hybrid.code_signature import load_run_config
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config
 from hybrid.data import manifest
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.loader import BatchLoader
@@ -45,16 +45,18 @@ class TrainedModel:
 
     Args:
         folder: a run folder, or one of its checkpoints.
+        trust_code: whether code that it names may be run though the user has not signed it.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is broken.
+        ConfigError: it names code that may not be run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, trust_code: bool = False) -> None:
         stored = Checkpoint.newest_good(folder, lambda line: print(visible(line), file=sys.stderr))
         self.step = stored.manifest.step
         self.folder = stored.folder
-        self.config = load_config(stored.folder / CONFIG_FILE)
+        self.config = load_run_config(stored.folder / CONFIG_FILE, trust_code=trust_code)
         self.encoder = FeatureEncoder.load(stored.folder)
         self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
 
@@ -96,9 +98,9 @@ def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
     return output
 
 
-def evaluate(folder: Path, inputs: Sequence[str]) -> None:
+def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> None:
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
-    trained = TrainedModel(folder)
+    trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=True) as dataset:
         metrics = binary_metrics(*trained.logits(dataset))
         for name, value in metrics.as_dict().items():
@@ -107,7 +109,7 @@ def evaluate(folder: Path, inputs: Sequence[str]) -> None:
         _say_of_rows(dataset)
 
 
-def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
+def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool = False) -> None:
     """Write the probability of each usable row to a CSV: its row number in the input, then the value.
 
     Args:
@@ -118,7 +120,7 @@ def predict(folder: Path, inputs: Sequence[str], output: Path) -> None:
     """
     if output.exists():
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
-    trained = TrainedModel(folder)
+    trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=False) as dataset:
         logits_N, _ = trained.logits(dataset)
         _write(output, dataset, logits_N.sigmoid())

@@ -14,8 +14,9 @@ from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.checkpoint import CONFIG_FILE, Checkpoint, dense_file
 from hybrid.clock import Span
+from hybrid.code_signature import signed_toml
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config, to_toml
+from hybrid.config_file import load_config
 from hybrid.config_rules import recorded_steps
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import build_remote_net, interaction_width
@@ -214,7 +215,7 @@ class Session:
 
     def _texts(self) -> dict[str, str]:
         """What a checkpoint holds besides tensors, by file."""
-        return {CONFIG_FILE: to_toml(self._config)}
+        return {CONFIG_FILE: signed_toml(self._config)}
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""

@@ -7,6 +7,7 @@ import json
 import random
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,32 @@ def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)  # as for a command that is started there
     main(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"])
     assert len((tmp_path / "p.csv").read_text().splitlines()) == 2001
+    check_that_another_user_is_asked(monkeypatch)
+
+
+def check_that_another_user_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run in the folder ``trained`` names code, which somebody else has not chosen to run."""
+    monkeypatch.setenv("XDG_STATE_HOME", "another")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.delitem(sys.modules, "my_net")
+    checkpoint = next(Path("trained/checkpoints").iterdir())
+    predict = ["--input", "clicks.csv", "--output", "q.csv"]
+    for arguments in (
+        ["evaluate", "trained"],
+        ["evaluate", str(checkpoint)],
+        ["predict", "trained", *predict],
+        ["launch", "--resume", "trained", "--set", "train.epochs=4"],
+        ["master", "--resume", "trained"],
+    ):
+        with pytest.raises(SystemExit) as refused:
+            main(arguments)
+        line = str(refused.value.code)
+        assert line.startswith(f"hybrid {arguments[0]}: dense.net = 'my_net:build': trained/"), line
+        assert line.endswith("look at it, and then allow it with --trust-code"), line
+    assert "my_net" not in sys.modules
+    main(["predict", "trained", *predict, "--trust-code"])
+    assert len(Path("q.csv").read_text().splitlines()) == 2001
 
 
 @pytest.mark.upstream("dist_autograd/_do_test")

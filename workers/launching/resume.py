@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid.code_signature import load_run_config
 from hybrid.config import RunConfig
 from hybrid.config_file import decisive_values, load_config
 from hybrid.errors import ConfigError
@@ -25,15 +26,19 @@ _KEPT = {
 }
 
 
-def resumed_config(run: Path, overrides: Sequence[str]) -> RunConfig:
+def resumed_config(run: Path, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
     """The configuration of a run that goes on: its own, with overrides.
 
+    Args:
+        trust_code: whether code that it names may be run though the user has not signed it.
+
     Raises:
-        ConfigError: ``run`` holds no run, or an override is not of the same model and data.
+        ConfigError: ``run`` holds no run, names code that may not be run, or an override is not of the same
+            model and data.
     """
     if not (run / CONFIG_FILE).is_file():
         raise ConfigError("--resume", "holds no run", str(run))
-    config = load_config(run / CONFIG_FILE, overrides)
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code)
     check_same_model(run, config)
     return config
 

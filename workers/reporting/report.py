@@ -30,8 +30,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import hybrid
+from hybrid.code_signature import signed_toml
 from hybrid.config import RunConfig
-from hybrid.config_file import to_toml
 from hybrid.errors import HybridError
 from hybrid.metrics import Metrics
 from hybrid.private_files import make_folder, open_file
@@ -65,7 +65,7 @@ class RunFolder:
         refuse_existing(path)
         with _writing(path):
             make_folder(path)
-        _write_text(path / CONFIG_FILE, to_toml(config))
+        _write_text(path / CONFIG_FILE, signed_toml(config))
         _write_text(path / "versions.json", _json(_versions()))
         return cls(path)
 
@@ -81,7 +81,7 @@ class RunFolder:
         if (path / METRICS_FILE).exists():
             kept = [record for record in _read_records(path / METRICS_FILE) if record["step"] <= step]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
-        _write_text(path / CONFIG_FILE, to_toml(config))
+        _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():
             _write_text(path / "versions.json", _json(_versions()))
         folder = cls(path)
