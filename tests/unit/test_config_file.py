@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import subprocess
 import sys
@@ -166,6 +167,30 @@ def test_a_value_that_breaks_its_rule(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "beyond"),
+    [
+        ("cluster.master_port", 0, -1),
+        ("cluster.master_port", 65_535, 65_536),
+        ("data.hash_rows", 2, 1),
+        ("data.hash_rows", 2_000_000_000, 2_000_000_001),
+        ("data.max_bad_fraction", 0.0, math.nextafter(0.0, -1.0)),
+        ("data.max_bad_fraction", 1.0, math.nextafter(1.0, 2.0)),
+        ("embedding.momentum", 0.999999, math.nextafter(0.999999, 1.0)),
+        ("embedding.eps", 1e-30, math.nextafter(1e-30, 0.0)),
+    ],
+)
+def test_a_limit_may_be_reached_but_not_passed(key: str, limit: float, beyond: float) -> None:
+    section, _, name = key.partition(".")
+    assert getattr(getattr(load_config(None, [f"{key}={limit}"]), section), name) == limit
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} = .*: must be "):
+        load_config(None, [f"{key}={beyond}"])
+
+
+def test_a_number_that_must_be_above_zero_may_be_as_small_as_a_number_can_be() -> None:
+    assert load_config(None, ["dense.learning_rate=5e-324"]).dense.learning_rate == 5e-324
 
 
 def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:

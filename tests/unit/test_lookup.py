@@ -197,23 +197,35 @@ def test_an_empty_batch_takes_part_in_the_step(purpose: Purpose) -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 11])
-def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int) -> None:
+@pytest.mark.parametrize(
+    ("place", "named"), [(0, "a, sample 0"), (1, "a, sample 1"), (2, "b, sample 0"), (3, "b, sample 1")]
+)
+def test_an_id_out_of_range_is_refused_before_it_is_sent(bad: int, place: int, named: str) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11), FeatureSpec("b", 11)], 2)
+    ids = [0, 10, 10, 0]
+    ids[place] = bad
+    message = rf"^feature {named}: id {bad} is not a row of table {named[0]} \(11 rows\)"
     try:
-        with pytest.raises(
-            DataError, match=f"feature b, sample 1: id {bad} is not a row of table b \\(11 rows\\)"
-        ):
-            tables.embeddings.lookup(SparseFeatures(torch.tensor([0, 1, 2, bad]), None, None, 2), TICKET)
+        with pytest.raises(DataError, match=message):
+            tables.embeddings.lookup(SparseFeatures(torch.tensor(ids), None, None, 2), TICKET)
         assert all(host.version == 0 for host in tables.hosts.values())
     finally:
         tables.close()
 
 
-def test_the_sample_of_a_wrong_id_among_bags_is_named() -> None:
-    bags = [[[1], [], [2, 3]], [[], [4, 5], [6, 11]]]
+@pytest.mark.parametrize(
+    ("bags", "named"),
+    [
+        ([[[], [11], [2, 3]], [[], [4, 5], [6]]], "feature a, sample 1: id 11 is not a row of table a"),
+        ([[[1], [], [2, 3]], [[], [11, 5], [6]]], "feature b, sample 1: id 11 is not a row of table b"),
+        ([[[1], [], [2, 3]], [[], [4, 5], [6, 11]]], "feature b, sample 2: id 11 is not a row of table b"),
+    ],
+    ids=["first of all", "first of its feature", "last of all"],
+)
+def test_the_sample_of_a_wrong_id_among_bags_is_named(bags: list[list[list[int]]], named: str) -> None:
     tables = Tables([table("a"), table("b")], [FeatureSpec("a", 11, True), FeatureSpec("b", 11, True)], 1)
     try:
-        with pytest.raises(DataError, match="feature b, sample 2: id 11 is not a row of table b"):
+        with pytest.raises(DataError, match=named):
             tables.embeddings.lookup(SparseFeatures.from_bags(bags), TICKET)
     finally:
         tables.close()

@@ -76,3 +76,10 @@ def test_best_scores() -> None:
     auc, log_loss = best_scores(np.array([1, 1], np.uint8), np.zeros(2, np.float32))
     assert auc is None
     assert log_loss == pytest.approx(np.log(2))
+
+
+def test_the_best_log_loss_is_that_of_the_true_probabilities() -> None:
+    """Of 3/4 for what is 1, of 1/4 for what is 0, and of 9/10 for what is 0."""
+    labels, odds = np.array([1, 0, 0], np.uint8), np.array([3, 1 / 3, 9])
+    _, log_loss = best_scores(labels, np.log(odds).astype(np.float32))
+    assert log_loss == pytest.approx(-np.log([0.75, 0.75, 0.1]).mean(), rel=1e-6)

@@ -1,0 +1,107 @@
+"""A session whose roles are all this process: what the master sees of work that is still on its way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cluster import small_config
+from torch import Tensor
+from torch.testing import assert_close
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.checkpoint import Checkpoint
+from hybrid.embedding.shard import TableShards
+from hybrid.embedding.spec import FeatureSpec, InputSpec
+from hybrid.manifest import shard_file
+from hybrid.topology import MASTER, Role, Topology
+from hybrid.update import Ticket
+from workers.session import Session
+
+pytestmark = pytest.mark.usefixtures("loopback")
+
+STEPS, SIZE, ROWS = 4, 5, 6
+INPUT = InputSpec(("x",), (FeatureSpec("ids", ROWS),))
+ON_THEIR_WAY_SECONDS = 0.2
+
+
+class Here(Topology):
+    """A trainer and a worker, both of them the master's own process."""
+
+    @property
+    def trainers(self) -> tuple[Role, ...]:
+        return (MASTER,)
+
+    @property
+    def workers(self) -> tuple[Role, ...]:
+        return (MASTER,)
+
+
+def make_batches(trainer: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(trainer)
+    return [
+        Batch(
+            torch.randn(SIZE, 1, generator=generator),
+            SparseFeatures(torch.randint(0, ROWS, (SIZE,), generator=generator), None, None, 1),
+            torch.randint(0, 2, (SIZE,), generator=generator).float(),
+            SIZE,
+        )
+        for _ in range(STEPS)
+    ]
+
+
+@contextmanager
+def opened(mode: str, **sections: dict[str, Any]) -> Iterator[Session]:
+    config = small_config(cluster={"trainers": 1, "workers": 1}, train={"update": mode}, **sections)
+    session = Session(Here(1, 1), config, INPUT, STEPS)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def let_the_last_gradients_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive: Callable[..., None] = TableShards.receive
+
+    def receive_late(tables: TableShards, ticket: Ticket, *args: Any, **options: Any) -> None:
+        if ticket.step == STEPS - 1:
+            time.sleep(ON_THEIR_WAY_SECONDS)
+        receive(tables, ticket, *args, **options)
+
+    monkeypatch.setattr(TableShards, "receive", receive_late)
+
+
+def saved_rows(mode: str, folder: Path) -> dict[str, Tensor]:
+    """What a checkpoint of all steps has of the table, taken as soon as the trainer has computed them."""
+    with opened(mode) as session:
+        session.train_on(make_batches, 0)
+        saving = session.begin_save(folder, STEPS, 0)
+        assert saving.is_copied
+        saving.write()
+    return Checkpoint.open(folder).tensors(shard_file("ids", 0, 1))
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "async"])
+def test_a_checkpoint_has_the_gradients_that_are_still_on_their_way(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = saved_rows(mode, tmp_path / "in time")
+    let_the_last_gradients_be_slow(monkeypatch)
+    assert_close(saved_rows(mode, tmp_path / "late"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "async"])
+def test_a_profile_has_the_updates_that_are_still_on_their_way(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_the_last_gradients_be_slow(monkeypatch)
+    with opened(mode, profile={"first_step": STEPS - 1, "steps": 1}) as session:
+        session.train_on(make_batches, 0)
+        profile = session.take_profile()
+        spans = [placed.span.name for of_role in profile.placed.values() for placed in of_role]
+        assert spans.count("apply") == 1
