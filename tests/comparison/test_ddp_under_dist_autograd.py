@@ -89,7 +89,7 @@ def test_backward_ddp_outside(cluster: RunningCluster) -> None:
     check_even(cluster, "outside", cancelling={"bottom.weight", "head.weight"})
 
 
-@pytest.mark.upstream("dist_autograd/test_backward_ddp_inside")
+@pytest.mark.upstream("dist_autograd/test_backward_ddp_inside", "dist_autograd/HybridModel")
 def test_backward_ddp_inside(cluster: RunningCluster) -> None:
     check_even(cluster, "inside", cancelling={"head.weight"})
 

@@ -55,6 +55,10 @@ def of_fewer_samples(trainer: int) -> list[Batch]:
     return [batch._replace(labels=batch.labels[1:]) for batch in Case().batches(trainer)]
 
 
+def with_fewer_ids(trainer: int) -> list[Batch]:
+    return [b._replace(sparse_features=b.sparse_features.samples(0, 5)) for b in Case().batches(trainer)]
+
+
 def with_an_unknown_id(trainer: int) -> list[Batch]:
     (first, *others) = Case().batches(trainer)
     first.sparse_features.ids_L[6 + 4] = 99  # of the second feature, whose first id is that of sample 0
@@ -66,13 +70,16 @@ def with_an_unknown_id(trainer: int) -> list[Batch]:
     [
         (too_narrow, "a batch of 6 labels has dense features of shape [6, 1], not [6, 2]"),
         (of_fewer_samples, "a batch of 5 labels has dense features of shape [6, 2], not [5, 2], and sparse"),
+        (with_fewer_ids, "and sparse features of 5 samples"),
         (with_an_unknown_id, "feature b, sample 4: id 99 is not a row of table bc (12 rows)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.upstream("dist_autograd/HybridModel")
 def test_a_wrong_batch_is_refused_before_it_is_sent(
     make_batches: object, message: str, clusters: Clusters
 ) -> None:
+    """torch's model raises an AssertionError where the two sizes differ, once it has the vectors."""
     with pytest.raises(CaseError) as caught:
         clusters.get(1, 1).run(train_case, Case(trainers=1, workers=1), make_batches)  # type: ignore[arg-type]
     assert message in str(caught.value)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from support.vectors import Concatenation, Vectors
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
+from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
@@ -110,6 +111,29 @@ def test_a_trainers_part_of_the_norm_counts_what_others_have_alike_once(
     take_step(model, micros)
     expected = sum(float(p.grad.double().square().sum()) for p in plain.parameters() if p.grad is not None)
     assert model.squared_norm() == pytest.approx(expected / tensor_size)
+
+
+@pytest.mark.parametrize(
+    ("mode", "of_ddp", "others"),
+    [
+        (DdpMode.NONE, set(), {"bottom", "head"}),
+        (DdpMode.INSIDE, {"head"}, {"bottom"}),
+        (DdpMode.OUTSIDE, {"bottom", "head"}, set()),
+    ],
+)
+@pytest.mark.upstream("dist_autograd/HybridModel")
+def test_ddp_has_the_parameters_of_what_it_wraps_and_no_others(
+    mode: DdpMode, of_ddp: set[str], others: set[str]
+) -> None:
+    """torch's ``ddp_params`` and ``non_ddp_params``, by the stage whose they are."""
+    model = make_model(mode)
+    ddps = [module for module in model.module.modules() if isinstance(module, DistributedDataParallel)]
+    wrapped = {parameter for ddp in ddps for parameter in ddp.parameters()}
+    stages: dict[bool, set[str]] = {True: set(), False: set()}
+    for name, parameter in model.net.named_parameters():
+        stages[parameter in wrapped].add(name.split(".")[0])
+    assert stages == {True: of_ddp, False: others}
+    assert len(ddps) == (mode is not DdpMode.NONE)
 
 
 def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:

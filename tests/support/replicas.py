@@ -102,16 +102,16 @@ class ScaleAndShift(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A bidirectional LSTM; (N, L, inputs) gives (N, L, 2 x hidden)."""
+    """A bidirectional LSTM; (N, L, inputs) gives (N, L, 2 x hidden), and its last states."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.rnn = nn.LSTM(inputs, hidden, num_layers=1, batch_first=True, bidirectional=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         self.rnn.flatten_parameters()
-        output: Tensor = self.rnn(x)[0]
-        return output
+        outputs: tuple[Tensor, tuple[Tensor, Tensor]] = self.rnn(x)
+        return outputs
 
 
 class Failing(nn.Module):

@@ -118,20 +118,28 @@ class TestOutputsAndGradients:
         assert_close(output, x.sin())
 
     @pytest.mark.parametrize("devices", DEVICES)
-    @pytest.mark.upstream("data_parallel/test_data_parallel_rnn", "data_parallel/step")
+    @pytest.mark.upstream(
+        "data_parallel/test_data_parallel_rnn", "data_parallel/step", "data_parallel/TestModule"
+    )
     def test_of_a_recurrent_net_give_the_same_step(self, devices: list[str]) -> None:
+        x = torch.ones(4, 4, 30, dtype=torch.double, device=devices[0])
+
         def step(model: nn.Module) -> list[Tensor]:
             optimizer = torch.optim.SGD(model.parameters(), lr=10.0)
-            output = model(torch.ones(4, 4, 30, dtype=torch.double, device=devices[0]))
+            output, _ = model(x)
             nn.functional.mse_loss(output, torch.zeros_like(output)).backward()
             optimizer.step()
-            return list(model.parameters())
+            return [parameter.detach().clone() for parameter in model.parameters()]
 
         plain, inner = (seeded(lambda: Recurrent(30, 16)).to(devices[0], torch.double) for _ in range(2))
-        net = DataParallel(inner, devices)
+        net, before = DataParallel(inner, devices), [p.detach().clone() for p in inner.parameters()]
         with torch.no_grad():
-            net(torch.ones(4, 4, 30, dtype=torch.double, device=devices[0]))
-        assert_close(step(net), step(plain), rtol=1e-5, atol=1e-8)
+            output, states = net(x[:2])
+            assert_close(output, plain(x[:2])[0])
+            assert [len(state) for state in states] == [2 * min(2, len(devices))] * 2  # a pair a replica
+        after = step(net)
+        assert_close(after, step(plain), rtol=1e-5, atol=1e-8)
+        assert not any(torch.equal(now, then) for now, then in zip(after, before, strict=True))
 
     @pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.half, torch.bfloat16])
     @pytest.mark.parametrize("devices", DEVICES)

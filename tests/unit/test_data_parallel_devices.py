@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -61,49 +62,113 @@ def test_there_must_be_one() -> None:
         DataParallel(linear(), [])
 
 
-@pytest.mark.parametrize(
-    ("placed", "devices", "is_refused"),
-    [
-        (("cpu", "cpu"), ["cpu"], False),
-        (("cpu", "cpu"), ["cpu", "cpu"], False),
-        (("meta", "meta"), ["meta", "meta"], False),
-        (("meta", "meta"), ["cpu"], True),
-        (("meta", "meta"), ["cpu", "meta"], True),
-        (("cpu", "cpu"), ["meta", "cpu"], True),
-        (("cpu", "meta"), ["cpu", "meta"], True),
-        (("cpu", "meta"), ["meta", "cpu"], True),
-        *(
-            pytest.param(*case, marks=[pytest.mark.gpu, NEEDS_CUDA])
-            for case in [
-                (("cuda:0", "cuda:0"), ["cuda:0"], False),
-                (("cuda:0", "cuda:0"), ["cuda:0", "cpu"], False),
-                (("cpu", "cpu"), ["cpu", "cuda:0"], False),
-                (("cpu", "cpu"), ["cuda:0"], True),
-                (("cpu", "cpu"), ["cuda:0", "cpu"], True),
-                (("cuda:0", "cuda:0"), ["cpu", "cuda:0"], True),
-                (("cuda:0", "cpu"), ["cuda:0", "cpu"], True),
-                (("cuda:0", "cpu"), ["cpu", "cuda:0"], True),
-            ]
-        ),
-    ],
-)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.upstream(
+def refusal(device: str) -> str:
+    return rf"^module must have its parameters and buffers on device {device} \(devices\[0\]\) but found"
+
+
+# Each of torch's cases: the places of a layer, or in brackets of those of a Sequential, where it is moved to
+# once it is wrapped, where its input is, and the devices; "H" is the host, "0" and "1" are GPUs. Of what is
+# refused, the last is the place that must be apart from the others for that.
+ALL = "01"  # what torch takes where none are named
+ALLOWED = [
+    ("0", None, "0", ALL),
+    ("H", "0", "0", ALL),
+    ("1", None, "1", "10"),
+    ("H", "1", "1", "10"),
+    ("[00]", None, "H", ALL),
+    ("[00]", None, "H", "01"),
+    ("[11]", None, "H", "10"),
+]
+REFUSED = [
+    ("H", "H", ALL, "H"),
+    ("1", "0", ALL, "1"),
+    ("0", "0", "10", "1"),
+    ("[H]", "H", ALL, "H"),
+    ("[H]", "H", "01", "H"),
+    ("[H]", "H", "10", "H"),
+    ("[H0]", "H", ALL, "H"),
+    ("[H0]", "H", "01", "H"),
+    ("[H0]", "H", "10", "H"),
+    ("[01]", "H", ALL, "1"),
+    ("[01]", "H", "01", "1"),
+    ("[01]", "H", "10", "1"),
+    ("[00]", "H", "10", "1"),
+    ("[HH]", "H", "10", "H"),
+]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What stands for torch's three places: as many devices, or two where only one place must be apart."""
+
+    devices: tuple[str, ...]
+
+    def places(self, apart: str) -> dict[str, str]:
+        if len(self.devices) == 3:
+            return dict(zip("H01", self.devices, strict=True))
+        first, second = self.devices if apart == "H" else self.devices[::-1]
+        return {place: first if place == apart else second for place in "H01"}
+
+
+MACHINES = [
+    pytest.param(Machine(("cpu", "meta")), id="cpu"),
+    pytest.param(Machine(("cpu", "cuda:0")), marks=[pytest.mark.gpu, NEEDS_CUDA], id="gpu"),
+    pytest.param(
+        Machine(("cpu", "cuda:0", "cuda:1")),
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+        ],
+        id="gpus",
+    ),
+]
+UPSTREAM_DEVICE = pytest.mark.upstream(
     "data_parallel/test_data_parallel_model_device",
     "data_parallel/test",
     "data_parallel/assert_correct",
     "data_parallel/dummy_ctx_manager",
 )
-def test_a_module_must_be_on_the_first_one(
-    placed: tuple[str, str], devices: list[str], is_refused: bool, call: Callable[..., Any]
+
+
+def module_on(notation: str, places: dict[str, str]) -> nn.Module:
+    layers = [nn.Linear(2, 2).to(places[place]) for place in notation.strip("[]")]
+    return nn.Sequential(*layers) if notation.startswith("[") else layers[0]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("module", "moved_to", "input_on", "on"), ALLOWED)
+@UPSTREAM_DEVICE
+def test_a_module_may_be_on_the_first_one(
+    module: str, moved_to: str | None, input_on: str, on: str, machine: Machine
 ) -> None:
-    module = nn.Sequential(nn.Linear(10, 5).to(placed[0]), nn.BatchNorm1d(5, affine=False).to(placed[1]))
-    x = random(20, 10).to(devices[0])
-    if not is_refused:
-        assert call(module, (x,), devices).shape == (20, 5)
-        return
-    reason = (
-        rf"^module must have its parameters and buffers on device {devices[0]} \(devices\[0\]\) but found"
-    )
-    with pytest.raises(RuntimeError, match=reason):
-        call(module, (x,), devices)
+    places = machine.places("H")
+    devices, x = [places[place] for place in on], random(2, 2).to(places[input_on])
+    inner = module_on(module, places)
+    net = DataParallel(inner, devices)
+    if moved_to is not None:
+        net.to(places[moved_to])
+    for output in (net(x), data_parallel(inner, x, devices)):
+        assert output.device == torch.device(devices[0])
+        assert output.shape == (2, 2)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(("module", "input_on", "on", "apart"), REFUSED)
+@UPSTREAM_DEVICE
+def test_a_module_must_be_on_the_first_one(
+    module: str, input_on: str, on: str, apart: str, machine: Machine, call: Callable[..., Any]
+) -> None:
+    places = machine.places(apart)
+    devices, x = [places[place] for place in on], random(2, 2).to(places[input_on])
+    with pytest.raises(RuntimeError, match=refusal(devices[0])):
+        call(module_on(module, places), (x,), devices)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "meta"], ["meta", "cpu"]])
+def test_buffers_must_be_on_the_first_one_too(devices: list[str], call: Callable[..., Any]) -> None:
+    elsewhere = "meta" if devices[0] == "cpu" else "cpu"
+    module = nn.Sequential(nn.Linear(10, 5).to(devices[0]), nn.BatchNorm1d(5, affine=False).to(elsewhere))
+    with pytest.raises(RuntimeError, match=refusal(devices[0])):
+        call(module, (random(20, 10),), devices)
