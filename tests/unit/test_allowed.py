@@ -26,7 +26,9 @@ from hybrid.wire import calls
 
 def listed() -> list[Any]:
     """All that may travel."""
-    return [getattr(importlib.import_module(m), n) for m, _, n in (name.partition(":") for name in DATA)]
+    return [
+        getattr(importlib.import_module(m), n) for m, _, n in (name.partition(":") for name in sorted(DATA))
+    ]
 
 
 ENUMS = [each for each in listed() if isinstance(each, type) and issubclass(each, Enum)]
