@@ -9,14 +9,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
 from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from hybrid.errors import first_line
+from hybrid.errors import DataError, first_line
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
 from workers.failure import diagnose
@@ -31,6 +32,7 @@ from workers.reporting.terminal import TerminalView
 from workers.task import CompareTask, OwnTask, Task, TrainTask
 
 _POLL_SECONDS = 0.05
+_ABANDON_SECONDS = 1.0
 
 
 def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
@@ -48,8 +50,10 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
     section = config.cluster
     with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
-        data = _Preparation(config, view, is_wanted=not isinstance(task, OwnTask))
-        with join(MASTER, config, secret, bound) as cluster:
+        with (
+            _Preparation(config, view, is_wanted=not isinstance(task, OwnTask)) as data,
+            join(MASTER, config, secret, bound) as cluster,
+        ):
             try:
                 job.run(cluster.topology, data.result, view)
             except (wire.RemoteError, wire.LostError, LostRoleError) as error:
@@ -96,8 +100,21 @@ class _Preparation:
         self._view = view
         self._said: SimpleQueue[str] = SimpleQueue()
         self._folder: Future[Path] = Future()
+        self._is_wanted = is_wanted
+        self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
         if is_wanted:
-            threading.Thread(target=self._run, name="prepare", daemon=True).start()
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What is half built is removed by the thread; if it cannot in time, by the next preparation.
+        self._is_wanted = False
+        if self._thread.is_alive():
+            self._thread.join(_ABANDON_SECONDS)
 
     def result(self) -> Path:
         """The folder of the prepared data, once it is there; says meanwhile what is going on."""
@@ -108,6 +125,11 @@ class _Preparation:
 
     def _run(self) -> None:
         try:
-            self._folder.set_result(prepare(self._config, cache_folder(self._config), self._said.put))
+            cache = cache_folder(self._config)
+            self._folder.set_result(prepare(self._config, cache, self._said.put, self._check))
         except BaseException as error:  # raised where the result is asked for
             self._folder.set_exception(error)
+
+    def _check(self) -> None:
+        if not self._is_wanted:
+            raise DataError("the preparation of the data was abandoned, since the run has ended")

@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.config import DataSection, RunConfig
+from hybrid.config import RunConfig
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building
@@ -36,7 +36,12 @@ _NOT_OF_THE_DATA = (
 )
 
 
-def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], None] | None = None) -> Path:
+def prepare(
+    config: RunConfig,
+    cache_folder: Path,
+    progress: Callable[[str], None] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
 
     The folder's name is a fingerprint of all that its content depends on. It appears whole or not at all, so
@@ -46,10 +51,11 @@ def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], Non
         config: the run.
         cache_folder: where prepared data sets are kept; made where it does not exist.
         progress: told what is going on, a line at a time.
+        check: called between blocks of rows; what it raises ends the preparation, which leaves nothing.
 
     Raises:
         ConfigError: a key does not fit the files.
-        DataError: the files cannot be used.
+        DataError: the files cannot be used, or memory runs out.
     """
     tell = progress or (lambda line: None)
     train_files, test_files = input_files(config.data)
@@ -60,13 +66,13 @@ def prepare(config: RunConfig, cache_folder: Path, progress: Callable[[str], Non
         tell(f"prepared data found in {target}")
         return target
     started = time.monotonic()
-    with _building(target) as folder:
+    with _memory_at_hand(), _building(target) as folder:
         if config.data.format == "synthetic":
             tell("making the synthetic click log")
             reports = _write_synthetic(config, folder)
         else:
             tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, folder)
+            reports = _write_files(config, train_files, test_files, folder, check)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
         f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
@@ -104,7 +110,8 @@ def encode_files(
         config.data, dense=spec.dense_features, sparse=tuple(f.name for f in spec.sparse_features)
     )
     source = Source(list_files(paths, "the paths given"), data, with_labels)
-    report = _write_split(source, encoder, folder / TEST)
+    with _memory_at_hand():
+        report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
         raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
     encoder.save(folder)
@@ -141,6 +148,16 @@ def _is_whole(target: Path) -> bool:
 
 
 @contextmanager
+def _memory_at_hand() -> Iterator[None]:
+    """Turn a MemoryError in here into one line for the user."""
+    try:
+        yield
+    except MemoryError as error:
+        rule = "every distinct value is held; give it more, or set data.vocabulary = hash, which holds none"
+        raise DataError(f"out of memory while preparing the data: {rule}") from error
+
+
+@contextmanager
 def _building(target: Path) -> Iterator[Path]:
     """As :func:`building`; what the disk refuses is a DataError."""
     try:
@@ -171,16 +188,22 @@ def _write_synthetic(config: RunConfig, folder: Path) -> dict[str, DatasetReport
 
 
 def _write_files(
-    config: RunConfig, train_files: tuple[InputFile, ...], test_files: tuple[InputFile, ...], folder: Path
+    config: RunConfig,
+    train_files: tuple[InputFile, ...],
+    test_files: tuple[InputFile, ...],
+    folder: Path,
+    check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
-    source = _source(train_files, config.data)
+    source, test_source = (
+        Source(tuple(Path(file.path) for file in files), config.data, check=check)
+        for files in (train_files, test_files)
+    )
     hold_out = _HoldOut(config.run.seed, 0.0 if test_files else config.data.test_fraction)
     log = source.new_log()
     training = (block.select(~hold_out.mask(block.source_rows_B)) for block in source.blocks(log))
     encoder = FeatureEncoder.fit(training, config.data)
     log.finish()
     if test_files:
-        test_source = _source(test_files, config.data)
         reports = {
             TRAIN: _write_split(source, encoder, folder / TRAIN),
             TEST: _write_split(test_source, encoder, folder / TEST),
@@ -198,10 +221,6 @@ def _write_files(
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
     return reports
-
-
-def _source(files: tuple[InputFile, ...], data: DataSection) -> Source:
-    return Source(tuple(Path(file.path) for file in files), data)
 
 
 def _names(files: tuple[InputFile, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ class RawBlock(NamedTuple):
         )
 
 
+def _nothing_to_check() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Source:
     """The rows of some files; each pass over ``blocks`` reads them anew, in the same blocks.
@@ -57,12 +61,14 @@ class Source:
         data: the section that says how.
         with_labels: whether every row must have a label; otherwise labels are not looked at.
         block_bytes: text read at a time.
+        check: called before every block; what it raises ends the pass.
     """
 
     files: tuple[Path, ...]
     data: DataSection
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
+    check: Callable[[], None] = _nothing_to_check
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
@@ -77,6 +83,7 @@ class Source:
         for path in self.files:
             log.start_file()
             for table in self._tables(path, layout):
+                self.check()
                 try:
                     block, bad = _parse(table, layout, first_row)
                 except MemoryError:

@@ -187,6 +187,22 @@ def build(config, input_spec, widths):
 """
 
 
+def check_changed_input(folder: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values written otherwise are told; other labels in the files of a run are refused."""
+    text = path.read_text()
+    path.write_text(text.replace(",u", ",U"))
+    main(["evaluate", str(folder), "--input", str(path)])
+    assert "of user (0% expected); are they written as in the training files?" in capsys.readouterr().out
+    labels = {"1": "0", "0": "1"}
+    path.write_text("".join(labels.get(line[0], line[0]) + line[1:] for line in text.splitlines(True)))
+    for command in (
+        ["evaluate", str(folder)],
+        ["launch", "--resume", str(folder), "--set", "train.epochs=5"],
+    ):
+        with pytest.raises(SystemExit, match=f"{path}: has changed since the run began; "):
+            main(command)
+
+
 @pytest.mark.parametrize(
     ("name", "write", "sections"),
     [
@@ -245,4 +261,9 @@ def test_files_of_every_format(
         assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in ended.stdout
     monkeypatch.syspath_prepend(tmp_path)  # where the own net is; a command looks into its current folder
     main(["evaluate", str(folder), "--input", str(path)])
-    assert "num samples         400\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "num samples         400\n" in said
+    assert re.search(r"^unknown values      (none|item \d)", said, re.MULTILINE)
+    if name == "clicks.csv":
+        assert re.search(r"^unknown values      (none|item \d)", ended.stdout, re.MULTILINE)
+        check_changed_input(folder, path, capsys)

@@ -93,6 +93,21 @@ def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
     other = ended_child(-signal.SIGSEGV).failure  # which the kernel does not use for that
     assert other is not None
     assert "memory" not in other.message
+    assert (failure.cause, other.cause) == (Cause.STARVED, Cause.KILLED)
+
+
+def test_an_abort_for_want_of_memory_is_told_by_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    reports, writer = report_pipe()
+    os.close(writer)
+    child = Child(WORKER, log, reports, pid=7)
+    log.write_text(
+        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    )
+    child.end(-signal.SIGABRT)
+    assert child.failure is not None
+    assert child.failure.cause is Cause.STARVED
+    assert "killed by SIGABRT, probably since memory ran out" in child.failure.message
 
 
 def test_the_first_failure_is_the_one_that_is_no_echo() -> None:

@@ -129,3 +129,14 @@ def test_restarts_are_on_record(tmp_path: Path) -> None:
         {"cause": "killed", "message": "worker 0 was killed", "step": 5, "resumed_step": 4},
         {"cause": "lost", "message": "frozen", "step": 4, "resumed_step": 4},
     ]
+
+
+def test_memory_that_runs_out_before_the_first_step_would_run_out_again(tmp_path: Path) -> None:
+    starved = Outcome("master (pid 7) was killed by SIGKILL, probably since memory ran out", Cause.STARVED)
+    with pytest.raises(
+        ClusterError, match=r"^master .* since memory ran out; it would run out again before the"
+    ):
+        Restarts(tmp_path, 3).after(starved)
+    restarts = Restarts(tmp_path, 3)
+    log_steps(tmp_path, 5)
+    assert told(restarts, starved) == "steps 0 to 4 are lost, starting from the beginning"

@@ -20,6 +20,7 @@ class Cause(Enum):
     """Why a role failed."""
 
     KILLED = "killed"  # its process was ended by a signal
+    STARVED = "starved"  # the same, since memory ran out
     REFUSED = "refused"  # it said what the user can mend; another start would end the same way
     EXCEPTION = "exception"  # an exception that nobody has thought of
     LOST = "lost"  # it found another role gone, frozen, or too late
@@ -44,7 +45,8 @@ class Outcome:
     def order(self) -> tuple[bool, int, float]:
         """Sorts the first failure to the front: who was killed, who tells something new, who repeats it."""
         echoes = {Cause.ECHO: 1, Cause.SILENT: 2}
-        return self.cause is not Cause.KILLED, echoes.get(self.cause, 0), self.at
+        is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
+        return not is_killed, echoes.get(self.cause, 0), self.at
 
 
 @dataclass(slots=True)
@@ -90,19 +92,26 @@ class Child:
             return Outcome(f"{who} {said}; see {self.log}", Cause.SILENT)
         number = signal.Signals(-exit_code)
         is_oom = number is signal.SIGKILL and oom_kills() > self._oom_kills_before
+        # C++ code that finds no memory ends the process with this word.
+        is_oom |= number is signal.SIGABRT and "std::bad_alloc" in self._end_of_log()
         why = ", probably since memory ran out" if is_oom else ""
-        return Outcome(f"{who} was killed by {number.name}{why}; see {self.log}", Cause.KILLED)
+        cause = Cause.STARVED if is_oom else Cause.KILLED
+        return Outcome(f"{who} was killed by {number.name}{why}; see {self.log}", cause)
 
     def _last_words(self) -> str:
         """The error in its log, where its main thread was beyond reach and could not tell it; see Alarm."""
+        last = self._end_of_log().rstrip("\n").rpartition("\n")[2]
+        before, _, words = last.partition(f"hybrid {self.role}: ")
+        return f": {words}" if words and not before else ""
+
+    def _end_of_log(self) -> str:
+        """What it has written last, if it has written anything."""
         try:
             with self.log.open("rb") as file:
                 file.seek(max(self._log_bytes_before, file.seek(0, os.SEEK_END) - _MOST_LOG_BYTES))
-                last = file.read().decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+                return file.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
-        before, _, words = last.partition(f"hybrid {self.role}: ")
-        return f": {words}" if words and not before else ""
 
 
 def report_pipe() -> tuple[Connection, int]:

@@ -43,6 +43,9 @@ class Restarts:
         # An exception before the first step is a mistake in somebody's code, and not of this moment.
         if failure.cause is Cause.REFUSED or (failure.cause is Cause.EXCEPTION and not has_stepped):
             raise ClusterError(failure.message)
+        if failure.cause is Cause.STARVED and not has_stepped:
+            rule = "it would run out again before the first step; free some, or choose smaller tables"
+            raise ClusterError(f"{failure.message}; {rule}")
         if self._in_vain == self._maximum:
             raise ClusterError(self._first.message + self._given_up())
         self._in_vain += 1

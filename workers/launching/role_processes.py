@@ -25,7 +25,7 @@ from workers.paths import log_path
 from workers.task import Task
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
-_GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
+_GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
 _GRACE_SECONDS_OF_OTHERS = 0.5
 _END_SECONDS = 5.0
 _WAIT_SECONDS = 60.0

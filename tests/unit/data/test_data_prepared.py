@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
 from hybrid.config import DataSection, RunConfig, RunSection
-from hybrid.data import manifest
+from hybrid.data import columns, manifest
 from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
@@ -243,3 +244,34 @@ def test_fingerprint_covers_the_format_version(
     first = prepare(config_of(table), tmp_path / "cache")
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 99)
     assert prepare(config_of(table), tmp_path / "cache") != first
+
+
+@pytest.mark.parametrize("error", [MemoryError("no"), pa.ArrowMemoryError("malloc of size 9 failed")])
+def test_memory_that_runs_out_is_said_and_nothing_is_left(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, error: MemoryError
+) -> None:
+    config = config_of(table)
+    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
+
+    def starve(*args: Any) -> None:
+        raise error
+
+    message = r"^out of memory while preparing the data: .*give it more, or set data\.vocabulary = hash"
+    monkeypatch.setattr(columns, "values", starve)
+    with pytest.raises(DataError, match=message):
+        prepare(config_of(table, standardise=False), tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+    with pytest.raises(DataError, match=message):
+        encode_files(config, [str(table)], encoder, tmp_path / "new")
+
+
+def test_a_preparation_that_is_not_wanted_any_more_ends_and_leaves_nothing(
+    tmp_path: Path, table: Path
+) -> None:
+    def check() -> None:
+        assert list((tmp_path / "cache").iterdir())
+        raise DataError("the run has ended")
+
+    with pytest.raises(DataError, match="the run has ended"):
+        prepare(config_of(table), tmp_path / "cache", check=check)
+    assert not list((tmp_path / "cache").iterdir())
