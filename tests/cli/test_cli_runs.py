@@ -190,17 +190,19 @@ def build(config, input_spec, widths):
 def check_changed_input(folder: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Values written otherwise are told; other labels in the files of a run are refused."""
     text = path.read_text()
-    path.write_text(text.replace(",u", ",U"))
+    path.write_text(re.sub(r",u(\d)", r",U\1", text))
     main(["evaluate", str(folder), "--input", str(path)])
     assert "of user (0% expected); are they written as in the training files?" in capsys.readouterr().out
-    labels = {"1": "0", "0": "1"}
-    path.write_text("".join(labels.get(line[0], line[0]) + line[1:] for line in text.splitlines(True)))
-    for command in (
-        ["evaluate", str(folder)],
-        ["launch", "--resume", str(folder), "--set", "train.epochs=5"],
-    ):
-        with pytest.raises(SystemExit, match=f"{path}: has changed since the run began; "):
-            main(command)
+    other = {"1": "0", "0": "1"}
+    path.write_text(
+        "".join(other.get(line[0], line[0]) + line[1:] for line in text.splitlines(keepends=True))
+    )
+    with pytest.raises(SystemExit, match=rf"{path}: has changed since the run began; name files by --input$"):
+        main(["evaluate", str(folder)])
+    ended = run(["launch", "--resume", folder, "--set", "train.epochs=5"], path.parent)
+    assert ended.code == 1
+    rule = "resume with the same files, or start a new run"
+    assert ended.stderr == f"hybrid launch: {path}: has changed since the run began; {rule}\n"
 
 
 @pytest.mark.parametrize(
