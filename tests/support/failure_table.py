@@ -75,6 +75,16 @@ CASES = [
         "cli/test_raising_roles.py::test_the_kernel_ends_a_role_for_want_of_memory",
     ),
     Case(
+        "the same before the first step, as while the data are prepared",
+        "`launch` ends with one line: it would come again",
+        "unit/test_restarts.py::test_memory_that_runs_out_before_the_first_step_would_run_out_again",
+    ),
+    Case(
+        "an input file has changed since the run began",
+        "`launch --resume` ends with one line that names it",
+        "cli/test_cli_runs.py::test_files_of_every_format",
+    ),
+    Case(
         "a second `launch` in the same run folder",
         "is refused",
         f"{_FAILURES}::test_nothing_outlives_a_launcher_that_was_killed",
@@ -154,9 +164,9 @@ last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sec
 [cluster] of the [configuration](config.md) say how much may be lost, and how often in a row a run is
 started again without a new checkpoint in between.
 
-SIGKILL, SIGTERM, SIGABRT, SIGSEGV and a kill by the kernel for want of memory are the same to the launcher:
-a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP) is silent; the master
-notices, and the other roles notice a silent master.
+SIGKILL, SIGTERM, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory are
+the same to the launcher: a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP) is
+silent; the master notices, and the other roles notice a silent master.
 
 This page is written by `PYTHONPATH=tests python -m support.failure_table > docs/failures.md`, from the rows
 that the tests bring about.

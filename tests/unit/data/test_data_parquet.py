@@ -31,7 +31,9 @@ def coded(value: str, num_rows: int) -> pa.Array:
 
 
 def long_text(path: Path) -> None:
-    pq.write_table(pa.table({"label": labels(MANY), "city": coded("x" * 40_000, MANY)}), path)
+    pq.write_table(
+        pa.table({"label": labels(MANY), "city": coded("x" * 40_000, MANY)}), path, store_schema=False
+    )
 
 
 def long_list(path: Path) -> None:
@@ -42,7 +44,7 @@ def long_list(path: Path) -> None:
 def long_items(path: Path) -> None:
     offsets = pa.array(np.arange(MANY + 1, dtype=np.int32))
     lists = pa.ListArray.from_arrays(offsets, coded("x" * 40_000, MANY))
-    pq.write_table(pa.table({"label": labels(MANY), "city": lists}), path)
+    pq.write_table(pa.table({"label": labels(MANY), "city": lists}), path, store_schema=False)
 
 
 READING = """
