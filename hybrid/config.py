@@ -136,9 +136,7 @@ class DataSection:
         "", "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)"
     )
     checksum: str = option(
-        "sampled",
-        "how a changed input file is known, besides size and time: by checksums of parts, or of the whole",
-        choices=("sampled", "whole"),
+        "sampled", "how a changed input file is known, besides size and time", choices=("sampled", "whole")
     )
     shuffle: bool = option(True, "shuffle the training rows anew each epoch")
     prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1)

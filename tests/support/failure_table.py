@@ -164,9 +164,9 @@ last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sec
 [cluster] of the [configuration](config.md) say how much may be lost, and how often in a row a run is
 started again without a new checkpoint in between.
 
-SIGKILL, SIGTERM, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory are
-the same to the launcher: a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP) is
-silent; the master notices, and the other roles notice a silent master.
+SIGKILL, SIGTERM, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory
+are the same to the launcher: a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP)
+is silent; the master notices, and the other roles notice a silent master.
 
 This page is written by `PYTHONPATH=tests python -m support.failure_table > docs/failures.md`, from the rows
 that the tests bring about.

@@ -92,6 +92,15 @@ def test_a_carriage_return_within_a_line_is_no_field(tmp_path: Path, block_bytes
     ]
 
 
+@pytest.mark.parametrize("line", ['1,2,"b\rc"', "1,2,b\r", "\r1,2,b"])
+def test_one_carriage_return_among_good_lines(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(f"1,1,a\n{line} \n0,3,d\n".encode())
+    cities, _, report = read(path)
+    assert cities == ["a", "d"]
+    assert report.examples == (f"{path}:2: a carriage return within the line",)
+
+
 def test_a_file_of_carriage_returns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(b"label,x,city\r1,1,a\r0,2,b\r")
