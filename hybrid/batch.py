@@ -28,10 +28,13 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid.errors import DataError
+from hybrid.splitmix64 import splitmix64
 
 
 class SparseFeatures(NamedTuple):
@@ -93,7 +96,7 @@ class Batch(NamedTuple):
     Attributes:
         dense_features: ``dense_BF``, float32.
         sparse_features: ids of the K sparse features for the same B samples.
-        labels: ``labels_B``, float32 of 0 and 1.
+        labels: ``labels_B``, float32 of 0 and 1, or probabilities in between.
         global_size: samples in the whole step, over all trainers. The loss is the mean over these,
             so shares of different sizes (or of none) still add up to the right gradient.
         ended: this trainer has no more samples, and goes on for the sake of the others.
@@ -112,11 +115,14 @@ class Batch(NamedTuple):
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
 
     def check(self, num_dense: int, num_sparse: int) -> None:
-        """See that all parts are of the same samples, and of F dense and K sparse features.
+        """See that all parts are of the same samples, of F dense and K sparse features, and labels what they
+        may be.
 
         Raises:
             DataError: they are not.
         """
+        if self.labels.dim() != 1:
+            raise DataError(f"a batch has labels of shape {list(self.labels.shape)}, not of one dimension")
         size = len(self.labels)
         found = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
         if found != ((size, num_dense), size):
@@ -128,6 +134,42 @@ class Batch(NamedTuple):
             raise DataError(
                 f"a batch has {self.sparse_features.num_features} sparse features, not {num_sparse}"
             )
+        self._check_labels()
+
+    def _check_labels(self) -> None:
+        if not len(self.labels):
+            return
+        lowest, highest = self.labels.aminmax()  # NaN where one is
+        if not (lowest >= 0 and highest <= 1):
+            is_wrong_B = ~((self.labels >= 0) & (self.labels <= 1))
+            sample = int(is_wrong_B.nonzero()[0])
+            raise DataError(
+                f"sample {sample} has the label {self.labels[sample].item()}; "
+                "labels are 0, 1, or a probability in between"
+            )
+
+    def row_keys(self) -> Tensor:
+        """``keys_B``, int64: the same for equal samples, whatever their labels, and else different ones.
+
+        Samples with the same ids of a feature are equal in whatever order these stand. Two that differ have
+        the same key with a probability of 2**-64.
+        """
+        sparse, size = self.sparse_features, len(self.labels)
+        if not size:
+            return torch.empty(0, dtype=torch.int64)
+        num_dense, num_sparse = self.dense_features.shape[1], sparse.num_features
+        salts = splitmix64(np.arange(num_dense + num_sparse, dtype=np.uint64))  # tell columns apart
+        keys_B = splitmix64(_bits(self.dense_features) ^ salts[:num_dense]).sum(axis=1)
+        ids_L = sparse.ids_L.cpu().numpy().astype(np.uint64)
+        offsets = np.arange(len(ids_L) + 1) if sparse.offsets is None else sparse.offsets.cpu().numpy()
+        ids_of_K = np.diff(offsets[::size])
+        hashes_L = splitmix64(ids_L ^ np.repeat(salts[num_dense:], ids_of_K))
+        if sparse.weights_L is not None:
+            hashes_L = splitmix64(hashes_L ^ _bits(sparse.weights_L))
+        # Sums and differences wrap around, and are right all the same.
+        sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
+        keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
+        return torch.from_numpy(keys_B.view(np.int64))
 
     def split(self, parts: int) -> list[Batch]:
         """Consecutive parts whose sizes differ by one sample at most; later ones may be empty."""
@@ -143,3 +185,8 @@ class Batch(NamedTuple):
             )
             for start, stop in pairwise(bounds)
         ]
+
+
+def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
+    """The bits of numbers, the same for 0.0 and -0.0."""
+    return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)

@@ -11,9 +11,8 @@ from hybrid.data import encode, manifest
 from hybrid.data.manifest import DataManifest
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
-from hybrid.metrics import Metrics
+from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
-from workers.jobs.tally import metrics_of
 from workers.session import Session
 from workers.trainer import Report
 
@@ -62,12 +61,12 @@ class DatasetSession(Session):
 
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
-        reports: list[Report] = []
+        parts: list[Predictions] = []
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)
-            reports += self._on_trainers("evaluate", timeout, first, count, steps_before)
-        return metrics_of(reports)
+            parts += self._on_trainers("evaluate", timeout, first, count, steps_before)
+        return Predictions.join(parts).metrics()
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint.

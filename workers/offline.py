@@ -30,7 +30,7 @@ from hybrid.embedding.placement import plan
 from hybrid.embedding.stored import StoredTables
 from hybrid.embedding.tables import table_specs
 from hybrid.errors import HybridError
-from hybrid.metrics import binary_metrics
+from hybrid.metrics import Predictions, probabilities
 from hybrid.model import HybridModel
 from hybrid.private_files import open_file
 from hybrid.step import predict_step
@@ -60,17 +60,17 @@ class TrainedModel:
         self.encoder = FeatureEncoder.load(stored.folder)
         self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
 
-    def logits(self, dataset: PreparedDataset) -> tuple[Tensor, Tensor]:
-        """``logits_N`` and ``labels_N`` of all samples of ``dataset``, in its order."""
-        logits, labels = [], []
+    def predictions(self, dataset: PreparedDataset) -> Predictions:
+        """Those of all samples of ``dataset``, in its order."""
+        parts = []
         clock = StepClock()
         ticket = Ticket(0, self.step, self.step, purpose=Purpose.PREDICT)
         loader = BatchLoader(dataset, batch_size=self.config.train.batch_size)
         with loader.batches(0) as batches:
             for batch in batches:
-                logits.append(predict_step(self._model, self._embeddings, batch, ticket, clock))
-                labels.append(batch.labels)
-        return torch.cat(logits), torch.cat(labels)
+                logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, logits_B))
+        return Predictions.join(parts)
 
 
 def _assemble(
@@ -102,7 +102,7 @@ def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> N
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
     trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=True) as dataset:
-        metrics = binary_metrics(*trained.logits(dataset))
+        metrics = trained.predictions(dataset).metrics()
         for name, value in metrics.as_dict().items():
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
             _say(f"{name.replace('_', ' '):<20}{number}")
@@ -122,8 +122,7 @@ def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool 
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
     trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=False) as dataset:
-        logits_N, _ = trained.logits(dataset)
-        _write(output, dataset, logits_N.sigmoid())
+        _write(output, dataset, probabilities(trained.predictions(dataset).tied().logits))
         _say(f"wrote {dataset.num_samples:,} probabilities to {output}")
         _say_of_rows(dataset)
 
@@ -161,7 +160,7 @@ def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> N
             writer = csv.writer(file)
             writer.writerow(["row", "probability"])
             for row, probability in zip(dataset.source_rows.tolist(), probabilities_N.tolist(), strict=True):
-                writer.writerow([row, f"{probability:.6f}"])
+                writer.writerow([row, probability])
         partial.rename(output)
     except OSError as error:
         raise HybridError(f"{output}: cannot be written: {error.strerror}") from error

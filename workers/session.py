@@ -252,16 +252,16 @@ class Session:
         """Call a method of all tables, on all workers at once; it may take long."""
         gather([h.call(method, *args, timeout_seconds=BULK_TIMEOUT_SECONDS) for h in self._hosts.values()])
 
-    def _on_trainers(self, method: str, timeout_seconds: float, *args: Any) -> list[Report]:
+    def _on_trainers(self, method: str, timeout_seconds: float, *args: Any) -> list[Any]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
-            reports: list[Report] = gather(calls)
+            answers: list[Any] = gather(calls)
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
             for host in self._everything_hosted:
                 host.call("fail", f"the run has failed: {error}")
             raise
-        return reports
+        return answers
 
     def _create_tables(self, role: Role) -> wire.RemoteTables:
         wire_dtype = None if self._config.embedding.wire_dtype == "rows" else torch.bfloat16

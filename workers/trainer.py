@@ -27,10 +27,12 @@ from hybrid.dense.shared_sum import SharedSum
 from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import InputSpec, TableSpec
+from hybrid.errors import DataError
 from hybrid.feed import Feed, StepInput, evened
 from hybrid.generators import seed_step
 from hybrid.guard import Guard
 from hybrid.manifest import Files
+from hybrid.metrics import Predictions
 from hybrid.model import HybridModel
 from hybrid.secret import Secret
 from hybrid.step import predict_step, train_step
@@ -151,7 +153,7 @@ class Trainer:
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch is not of the job's features.
+            DataError: a batch is not of the job's features, or a label not from 0 to 1.
         """
         self._close_stream()
         spec = self._job.input_spec
@@ -165,8 +167,11 @@ class Trainer:
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec = self._job.input_spec
-        for batch in batches:
-            batch.check(len(spec.dense_features), len(spec.sparse_features))
+        for number, batch in enumerate(batches):
+            try:
+                batch.check(len(spec.dense_features), len(spec.sparse_features))
+            except DataError as error:
+                raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
             yield batch
 
     def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
@@ -179,16 +184,17 @@ class Trainer:
             self._clock.end_step()
         return report.build(self._clock)
 
-    def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Report:
-        """Predict this trainer's share of some steps of the test data."""
+    def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
+        """Predict this trainer's share of some steps of the test data; at least one."""
         module = self._model.module.eval()
-        report = _ReportBuilder()
+        parts = []
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._test_loader.batches(0, first_step) as stream:
             for batch in itertools.islice(stream, num_steps):
-                report.add(predict_step(module, self._embeddings, batch, ticket, clock), batch.labels)
-        return report.build(clock)
+                logits_B = predict_step(module, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, logits_B))
+        return Predictions.join(parts)
 
     def settle(self) -> None:
         """See :meth:`Feed.settle`."""
@@ -274,7 +280,7 @@ class _ReportBuilder:
         self._labels: list[Tensor] = []
         self._skipped_steps = 0
 
-    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float = 0.0, is_skipped: bool = False) -> None:
+    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float, is_skipped: bool) -> None:
         self._losses.append(loss)
         self._logits.append(logits_B)
         self._labels.append(labels_B)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from hybrid.splitmix64 import splitmix64
 
 _BLOCK_VALUES = 1 << 20
 
@@ -29,12 +30,5 @@ def initialise_rows(
         stop = min(start + block, num_rows)
         rows = np.arange(start, stop, dtype=np.uint64) * np.uint64(count) + np.uint64(index)
         counter_RD = rows[:, None] * np.uint64(dim) + columns_D
-        uniform_RD = (_splitmix64(counter_RD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+        uniform_RD = (splitmix64(counter_RD + key) >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
         out_RD[start:stop] = torch.from_numpy((uniform_RD * 2 - 1) * np.float32(scale))
-
-
-def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

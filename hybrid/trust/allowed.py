@@ -42,6 +42,7 @@ DATA = frozenset(
         "hybrid.embedding.kernels": "Bags",
         "hybrid.embedding.placement": "Placement Shard",
         "hybrid.embedding.spec": "FeatureSpec InputSpec OptimizerSpec Pooling TableSpec",
+        "hybrid.metrics": "Predictions",
         "hybrid.own_code": "OwnFunction OwnValue",
         "hybrid.schedule": "Schedule",
         "hybrid.topology": "Role RoleKind Topology",

@@ -65,10 +65,19 @@ def with_an_unknown_id(trainer: int) -> list[Batch]:
     return [first, *others]
 
 
+def with_signs_as_labels(trainer: int) -> list[Batch]:
+    first, second, *others = Case().batches(trainer)
+    return [first, second._replace(labels=2 * (torch.arange(6) > 3).float() - 1), *others]
+
+
 @pytest.mark.parametrize(
     ("make_batches", "message"),
     [
-        (too_narrow, "a batch of 6 labels has dense features of shape [6, 1], not [6, 2]"),
+        (with_signs_as_labels, "trainer 0, batch 1: sample 0 has the label -1.0; labels are 0, 1, or a prob"),
+        (
+            too_narrow,
+            "trainer 0, batch 0: a batch of 6 labels has dense features of shape [6, 1], not [6, 2]",
+        ),
         (of_fewer_samples, "a batch of 5 labels has dense features of shape [6, 2], not [5, 2], and sparse"),
         (with_fewer_ids, "and sparse features of 5 samples"),
         (with_an_unknown_id, "feature b, sample 4: id 99 is not a row of table bc (12 rows)"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise
+import math
+import re
+from itertools import chain, pairwise, product
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ def batches(draw: st.DrawFn) -> Batch:
     if has_one_id and sparse.weights_L is None:
         sparse = sparse._replace(offsets=None)
     dense_BF = torch.arange(float(NUM_DENSE * size)).view(size, NUM_DENSE)
-    return Batch(dense_BF, sparse, torch.arange(float(size)), 99, draw(st.booleans()))
+    return Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99, draw(st.booleans()))
 
 
 Bag = list[tuple[int, float]]
@@ -71,6 +73,43 @@ def test_any_samples_in_a_row(batch: Batch, data: st.DataObject) -> None:
     assert taken == [feature[start:stop] for feature in bags_of(batch.sparse_features)]
 
 
+def described(batch: Batch) -> list[object]:
+    """What each sample is, but for its label and the order of its ids."""
+    bags = bags_of(batch.sparse_features)
+    return [
+        (tuple(dense), tuple(tuple(sorted(feature[sample])) for feature in bags))
+        for sample, dense in enumerate(batch.dense_features.tolist())
+    ]
+
+
+@given(batches(), st.data())
+def test_samples_have_the_same_key_where_they_are_equal(batch: Batch, data: st.DataObject) -> None:
+    """Few values, so that many are; 0.0 and -0.0 are equal."""
+    sparse = batch.sparse_features
+    values = st.sampled_from([0.0, -0.0, 1.0])
+    dense_BF = torch.tensor([data.draw(values) for _ in range(batch.dense_features.numel())])
+    ids_L = torch.tensor([data.draw(st.integers(0, 2)) for _ in sparse.ids_L], dtype=torch.int64)
+    if sparse.weights_L is not None:
+        weights_L = torch.tensor([data.draw(st.sampled_from([1.0, 2.0])) for _ in sparse.ids_L])
+        sparse = sparse._replace(weights_L=weights_L)
+    batch = batch._replace(
+        dense_features=dense_BF.view_as(batch.dense_features), sparse_features=sparse._replace(ids_L=ids_L)
+    )
+    keys, samples = batch.row_keys().tolist(), described(batch)
+    assert len(keys) == len(samples)
+    for i, j in product(range(len(keys)), repeat=2):
+        assert (keys[i] == keys[j]) == (samples[i] == samples[j])
+    assert [key for part in batch.split(3) for key in part.row_keys().tolist()] == keys
+
+
+def test_keys_of_many_samples_differ() -> None:
+    size = 20_000
+    ids_KB = torch.stack([torch.arange(size), torch.arange(size).flip(0)])
+    sparse = SparseFeatures(ids_KB.flatten(), None, None, 2)
+    batch = Batch(torch.zeros(size, NUM_DENSE), sparse, torch.zeros(size), size)
+    assert len(batch.row_keys().unique()) == size
+
+
 def test_a_batch_in_one_part_is_not_copied() -> None:
     batch = Batch.empty(NUM_DENSE, 1)
     assert batch.split(1)[0] is batch
@@ -81,9 +120,30 @@ def test_an_empty_batch_has_the_features_of_any_other() -> None:
 
 
 @pytest.mark.parametrize(
+    "label", [-1.0, 2.0, -(2.0**-149), 1 + 2.0**-23, math.nan, math.inf, -math.inf, 3], ids=str
+)
+def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
+    batch = Batch.empty(0, 1)._replace(
+        dense_features=torch.zeros(4, 0),
+        sparse_features=SparseFeatures(torch.zeros(4, dtype=torch.int64), None, None, 1),
+    )
+    for labels in ([0.0, 1.0, 0.25, 1.0], [0, 1, 1, 0], [True, False, True, True]):
+        batch._replace(labels=torch.tensor(labels)).check(0, 1)
+    wrong = batch._replace(labels=torch.tensor([0, 1, label, label]))
+    stated = re.escape(str(wrong.labels[2].item()))
+    message = f"^sample 2 has the label {stated}; labels are 0, 1, or a probability in between$"
+    with pytest.raises(DataError, match=message):
+        wrong.check(0, 1)
+
+
+@pytest.mark.parametrize(
     ("batch", "message"),
     [
         (Batch.empty(NUM_DENSE + 1, 1), r"^a batch of 0 labels has dense features of shape \[0, 3\], not"),
+        (
+            Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(3, 1)),
+            r"^a batch has labels of shape \[3, 1\], not of one dimension$",
+        ),
         (Batch.empty(NUM_DENSE, 2), r"^a batch has 2 sparse features, not 1$"),
         (Batch.empty(NUM_DENSE, 1)._replace(labels=torch.ones(1)), r"^a batch of 1 labels has .* \[1, 2\]"),
         (

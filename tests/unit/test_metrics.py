@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from hybrid.metrics import Metrics, binary_metrics
+from hybrid.metrics import Metrics, Predictions, binary_metrics, probabilities
 
 
 def _samples(seed: int = 0, size: int = 300) -> tuple[Tensor, Tensor]:
@@ -55,13 +57,61 @@ def test_predicting_the_base_rate_has_normalised_entropy_one() -> None:
     assert found.auc == 0.5
 
 
-def test_large_logits_neither_overflow_nor_tie() -> None:
+def test_large_logits_do_not_overflow() -> None:
     logits_N = torch.tensor([-1000.0, -900, 900, 1000])
     found = binary_metrics(logits_N, torch.tensor([1.0, 0, 0, 1]))
     assert found.log_loss == pytest.approx((1000 + 900) / 4)
     assert found.auc == 0.5
-    wrong = binary_metrics(torch.tensor([100.0, 200.0]), torch.tensor([1.0, 0.0]))
+
+
+def test_probabilities_are_ranked_as_they_are_written() -> None:
+    wrong = binary_metrics(torch.tensor([20.0, 20.0 + 2**-18]), torch.tensor([1.0, 0.0]))
     assert wrong.auc == 0.0
+    one = binary_metrics(torch.tensor([100.0, 200.0]), torch.tensor([1.0, 0.0]))  # both are 1.0
+    assert one.auc == 0.5
+
+
+@given(st.integers(1, 70), st.floats(-30, 30, width=32))
+def test_a_logit_has_one_probability_wherever_it_stands(size: int, logit: float) -> None:
+    assert len(probabilities(torch.full((size,), logit)).unique()) == 1
+
+
+class TestPredictions:
+    """Of 400 samples, most of which are there many times, with logits that differ in their last bits."""
+
+    @pytest.fixture
+    def noisy(self) -> Predictions:
+        logits_N, labels_N = _samples(size=400)
+        rows_N = (10 * logits_N).round().long()
+        noise_N = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 1e-6
+        return Predictions(logits_N + noise_N, labels_N, rows_N)
+
+    def test_equal_samples_are_tied(self, noisy: Predictions) -> None:
+        clean_N = noisy.rows.double() / 10
+        expected = _auc_by_pairs(clean_N, noisy.labels)
+        assert noisy.metrics().auc == pytest.approx(expected, abs=1e-15)
+        assert abs(binary_metrics(noisy.logits, noisy.labels).auc - expected) > 1e-4
+        assert torch.allclose(noisy.tied().logits.double(), clean_N, rtol=0, atol=5e-6)
+
+    def test_their_order_and_how_they_were_cut_are_no_matter(self, noisy: Predictions) -> None:
+        order_N = torch.randperm(400)
+        parts = [Predictions(*(t[order_N][i : i + 37] for t in noisy)) for i in range(0, 400, 37)]
+        joined = Predictions.join(parts)
+        assert torch.equal(joined.logits, noisy.logits[order_N])
+        assert joined.metrics().as_dict() == pytest.approx(noisy.metrics().as_dict(), rel=1e-9)
+        assert joined.metrics().auc == noisy.metrics().auc
+
+    def test_logits_that_are_equal_keep_their_bits(self, noisy: Predictions) -> None:
+        alone = noisy._replace(rows=torch.arange(400))
+        assert torch.equal(alone.tied().logits, alone.logits)
+        tied = noisy.tied()
+        assert torch.equal(tied.tied().logits, tied.logits)
+        assert tied.logits.dtype == torch.float32
+
+    def test_one_that_is_not_finite_does_not_spread(self, noisy: Predictions) -> None:
+        noisy.logits[0] = math.nan
+        wrong_N = noisy.tied().logits.isnan()
+        assert torch.equal(wrong_N, noisy.rows == noisy.rows[0])
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])

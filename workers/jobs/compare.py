@@ -14,7 +14,7 @@ from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net
-from hybrid.metrics import Metrics, binary_metrics
+from hybrid.metrics import Metrics, Predictions
 from hybrid.reference import Reference
 from hybrid.topology import Topology
 from workers.dataset_session import DatasetSession
@@ -104,12 +104,11 @@ class Comparison:
 
     def _evaluate_here(self, reference: Reference, data_folder: Path) -> Metrics:
         dataset = PreparedDataset.open(data_folder, "test")
-        logits, labels = [], []
+        parts = []
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
             for batch in batches:
-                logits.append(reference.logits(batch))
-                labels.append(batch.labels)
-        return binary_metrics(torch.cat(logits), torch.cat(labels))
+                parts.append(Predictions.of(batch, reference.logits(batch)))
+        return Predictions.join(parts).metrics()
 
     def _judge(self, found: Sequence[Difference]) -> None:
         relative, absolute = TOLERANCES[self._config.train.dtype]

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor
 
 from hybrid.clock import PHASES
-from hybrid.metrics import Metrics, binary_metrics
+from hybrid.metrics import binary_metrics
 from hybrid.update import Staleness
 from workers.jobs.saving import Progress
 from workers.trainer import Report
-
-
-def metrics_of(reports: Sequence[Report]) -> Metrics:
-    """Metrics over all samples of some reports."""
-    return binary_metrics(torch.cat([r.logits for r in reports]), torch.cat([r.labels for r in reports]))
 
 
 @dataclass
@@ -60,7 +55,9 @@ class Interval:
 
     @property
     def auc(self) -> float:
-        return metrics_of(self.reports).auc
+        """Over all samples, each by the logit that it had before the update of its own step."""
+        logits_N = torch.cat([report.logits for report in self.reports])
+        return binary_metrics(logits_N, torch.cat([report.labels for report in self.reports])).auc
 
     @property
     def phase_seconds(self) -> dict[str, float]:

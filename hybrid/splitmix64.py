@@ -1,0 +1,14 @@
+"""SplitMix64 (Steele et al. 2014): from numbers that are alike to numbers that look random."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+
+def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A number for each of ``x``, other ones for other ones; every bit depends on every bit."""
+    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
