@@ -7,19 +7,26 @@ of workers loads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
-from hybrid.manifest import MANIFEST_FILE, Manifest, check_sizes, shard_file, stored
-from hybrid.tensor_file import map_arrays
+from hybrid.manifest import (
+    MANIFEST_FILE,
+    Best,
+    Manifest,
+    check_sizes,
+    shard_file,
+    step_folder,
+    step_of,
+    stored,
+)
+from hybrid.tensor_file import map_arrays, read_tensors
 
 CONFIG_FILE = "config.toml"
 DENSE_FILE = "dense.safetensors"
@@ -33,11 +40,17 @@ def dense_file(trainer: int) -> str:
 
 
 class Checkpoint:
-    """A checkpoint on disk, read piece by piece."""
+    """A checkpoint on disk, read piece by piece.
+
+    Attributes:
+        folder, manifest: where it is, and what it holds.
+        standing: what it is among those of its run, where it was chosen as :meth:`best_good`.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
+        self.standing = ""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -63,8 +76,47 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none.
         """
-        damage: list[CheckpointError] = []
-        for candidate in [folder] if (folder / MANIFEST_FILE).exists() else stored(folder):
+        return cls._first_good(folder, _candidates(folder), [], say)
+
+    @classmethod
+    def best_good(cls, folder: Path, say: Callable[[str], object]) -> Checkpoint:
+        """The best checkpoint of a run; where it is not as it was written, the newest that is.
+
+        Args:
+            folder, say: as for :meth:`newest_good`.
+
+        Raises:
+            CheckpointError: there is none.
+        """
+        newest_first, damage = _candidates(folder), list[CheckpointError]()
+        for index, candidate in enumerate(newest_first):
+            try:
+                best = Manifest.read(candidate / MANIFEST_FILE).best
+            except CheckpointError as error:
+                damage.append(error)
+                continue
+            first = candidate if best is None or candidate == folder else step_folder(folder, best.step)
+            rest = [first, *(other for other in newest_first[index:] if other != first)]
+            found = cls._first_good(folder, rest, damage, say)
+            if candidate != folder:
+                found.standing = _standing(found.folder, newest_first[0], best)
+            return found
+        return cls._first_good(folder, [], damage, say)
+
+    @classmethod
+    def _first_good(
+        cls,
+        folder: Path,
+        candidates: Iterable[Path],
+        damage: list[CheckpointError],
+        say: Callable[[str], object],
+    ) -> Checkpoint:
+        """The first of some checkpoints that is as it was written.
+
+        Args:
+            damage: of those that come before them.
+        """
+        for candidate in candidates:
             try:
                 found = cls.open(candidate)
                 found.manifest.verify(candidate)
@@ -80,11 +132,7 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The named tensors of one file."""
-        path = self.folder / name
-        try:
-            return load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        return read_tensors(self.folder / name)
 
     def mapped_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """The rows of every shard of a table, in their files: see :func:`map_arrays`.
@@ -94,7 +142,8 @@ class Checkpoint:
         """
         shards = range(self._num_shards(table))
         weights = [self._map(table, shard, len(shards))["weight"] for shard in shards]
-        if {w.shape[1:] for w in weights} != {(dim,)} or sum(map(len, weights)) != num_rows:
+        rows_of_each = [len(range(shard, num_rows, len(shards))) for shard in shards]
+        if [w.shape for w in weights] != [(rows, dim) for rows in rows_of_each]:
             raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
         return weights
 
@@ -129,7 +178,25 @@ class Checkpoint:
         return self.manifest.tables[table][2]
 
     def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
-        return map_arrays(self.folder / shard_file(table, shard, num_shards))
+        path = self.folder / shard_file(table, shard, num_shards)
+        arrays = map_arrays(path)
+        if "weight" not in arrays or any(array.ndim == 0 for array in arrays.values()):
+            raise CheckpointError(f"{path}: holds no rows")
+        return arrays
+
+
+def _standing(folder: Path, newest: Path, best: Best | None) -> str:
+    """What a checkpoint of a run is among the others, in words."""
+    last = "the last" if folder == newest else f"the last is {newest.name}"
+    if best is None or step_of(folder) != best.step:
+        return last
+    metric = best.metric.replace("_", " ")
+    return f"the best ({metric} {best.value:.4f}){' and ' if folder == newest else '; '}{last}"
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """A checkpoint itself, or those of a run, newest first."""
+    return [folder] if (folder / MANIFEST_FILE).exists() else stored(folder)
 
 
 def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:
@@ -162,8 +229,10 @@ def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in packed.items():
         if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            state.setdefault(int(index), {})[key] = tensor
+            parameter, _, key = name.removeprefix("optimizer.").partition(".")
+            if not (parameter.isascii() and parameter.isdecimal()):
+                raise CheckpointError(f"{name!r} is no state of an optimizer")
+            state.setdefault(int(parameter), {})[key] = tensor
     return net, state
 
 

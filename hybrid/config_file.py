@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,8 @@ _NOT_PART_OF_THE_RESULT = (
     "profile.steps",
     "profile.first_step",
 )
+# A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
+_DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
 
@@ -155,11 +158,16 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+        if _DEEP_KEY.search(text):
+            raise RecursionError
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), "is nested too deeply for a configuration") from error
     except ValueError as error:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
 

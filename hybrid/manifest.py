@@ -30,10 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
+from hybrid.manifest_rules import check_fields
 from hybrid.private_files import make_folder
 
 FORMAT = 2
@@ -42,8 +43,21 @@ _FOLDER = "checkpoints"  # of a run
 _PARTIAL = ".partial"
 _VERIFYING_THREADS = 4
 
+# Of the values in a manifest's progress.
+BEST = "best"
+# One of a thousand tables on a hundred workers has 20 MB.
+_MOST_BYTES = 32 << 20
+
 # Files by their path relative to the checkpoint, with their size in bytes and their SHA-256.
 Files: TypeAlias = dict[str, tuple[int, str]]
+
+
+class Best(NamedTuple):
+    """The best checkpoint of a run: its step, and its value of a metric."""
+
+    metric: str
+    value: float
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +84,39 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Read the manifest of a checkpoint; CheckpointError where it is none, or altered."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-            if document.get("format") != FORMAT:
-                raise CheckpointError(f"{path}: written by another version (format {document.get('format')})")
+            document = json.loads(_read_text(path))
+            if not isinstance(document, dict):
+                raise ValueError("it is no object")
+            if (version := document.get("format")) != FORMAT:
+                raise CheckpointError(f"{path}: written by another version (format {version!r:.80})")
+            if not document.keys() >= {"manifest", "sha256"}:
+                raise ValueError("it has no fields, or no checksum of them")
             fields = document["manifest"]
             if document["sha256"] != _text_checksum(json.dumps(fields)):
                 raise CheckpointError(f"{path}: altered since the checkpoint was written")
-            fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
-            return cls(**fields)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            check_fields(fields, {each.name for each in dataclasses.fields(cls)})
+        except RecursionError as error:
+            raise CheckpointError(f"{path}: is not a manifest: nested too deeply") from error
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{path}: is not a manifest: {error}") from error
+        fields["files"] = {name: (size, sha256) for name, (size, sha256) in fields["files"].items()}
+        fields["tables"] = {name: tuple(shape) for name, shape in fields["tables"].items()}
+        read = cls(**fields)
+        read._check_shards(path)
+        return read
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint of the run so far, where it keeps one."""
+        values = self.progress.get(BEST)
+        return None if values is None else Best(*values)
+
+    def _check_shards(self, path: Path) -> None:
+        for table, (_, _, count) in self.tables.items():
+            # The files are fewer than any number that somebody may have written there.
+            for index in range(min(count, len(self.files) + 1)):
+                if (name := shard_file(table, index, count)) not in self.files:
+                    raise CheckpointError(f"{path}: lists no {name}, which table {table!r} is said to have")
 
     def write(self, folder: Path) -> None:
         """Write it into ``folder``, with a checksum of its own."""
@@ -229,7 +266,21 @@ def check_sizes(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
 
 
 def _has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
+    try:
+        return path.is_file() and path.stat().st_size == size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _read_text(path: Path) -> str:
+    """The text of a manifest; ValueError where it is larger than one can be."""
+    if not path.is_file():
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
+    return content.decode()
 
 
 def _checksum(path: Path) -> str:

@@ -14,6 +14,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, first_line
 from hybrid.manifest import Files, cannot_write
 from hybrid.private_files import make_folder
 
@@ -49,8 +51,16 @@ _DTYPES = {
 }
 # Of rows and their optimizer's state.
 _ARRAY_TYPES = {"F64": np.float64, "F32": np.float32}
+# Of a thousand tensors, it has 100 kB; the library takes 100 MB, which become gigabytes of objects.
+_MOST_HEADER_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # hashed while it is in the cache
+# What the libraries raise for files that are not as they should be: SafetensorError mostly.
+_NOT_READABLE = (
+    *(OSError, SafetensorError, ArithmeticError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
 _ALIGNMENT = 8
+_LENGTH_BYTES = 8
 
 
 def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Files:
@@ -89,23 +99,56 @@ def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
     Raises:
         CheckpointError: it cannot be read, or a tensor is of another type than rows are.
     """
-    try:
+    with _reading(path):
+        length = _header_length(path)
         with safe_open(path, framework="numpy"):  # sees whether the header is right
             pass
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
+            file.seek(_LENGTH_BYTES)
             header: dict[str, dict[str, Any]] = json.loads(file.read(length))
         # A plain array of the map: each operation on a numpy.memmap makes another of those.
-        content = np.asarray(np.memmap(path, np.uint8, "r"))[8 + length :]
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+        content = np.asarray(np.memmap(path, np.uint8, "r"))[_LENGTH_BYTES + length :]
+    header.pop("__metadata__", None)  # of whatever tool has written the file; ours has none
     arrays = {}
     for name, entry in header.items():
         if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
-            raise CheckpointError(f"{path}: {name} is of type {dtype}; rows are {' or '.join(_ARRAY_TYPES)}")
+            types = " or ".join(_ARRAY_TYPES)
+            raise CheckpointError(f"{path}: {name!r} is of type {dtype}; rows are {types}")
         first, last = entry["data_offsets"]
-        arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
+        with _reading(path):
+            arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
     return arrays
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The named tensors of a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _reading(path):
+        _header_length(path)
+        return load_file(path)
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+    if len(start) < _LENGTH_BYTES:
+        raise ValueError("it is too short")
+    (length,) = struct.unpack("<Q", start)
+    if length > _MOST_HEADER_BYTES:
+        raise ValueError(f"its header has more than {_MOST_HEADER_BYTES >> 20} MiB")
+    return int(length)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what the libraries make of a file that is not as it should be into a CheckpointError."""
+    try:
+        yield
+    except _NOT_READABLE as error:
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor]) -> bytes:

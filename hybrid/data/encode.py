@@ -6,6 +6,7 @@ Row 0 of every table is for missing values and for those unknown at training tim
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from hybrid.errors import DataError
 
 FILE_NAME = "features.json"
 FORMAT_VERSION = 2
+_TRANSFORMS = ("none", "log")
 
 
 class Bags(NamedTuple):
@@ -62,6 +64,12 @@ class DenseEncoding:
     mean: float = 0.0
     deviation: float = 1.0
 
+    def is_right(self) -> bool:
+        """Whether it can be one, which comes out of a file."""
+        numbers = (self.mean, self.deviation)
+        are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+        return isinstance(self.name, str) and are_numbers and self.deviation > 0
+
 
 @dataclass(frozen=True)
 class SparseEncoding:
@@ -82,6 +90,18 @@ class SparseEncoding:
     multi_hot: bool = False
     values: tuple[str, ...] = ()
     expected_unknown: float = 0.0
+
+    def is_right(self) -> bool:
+        """Whether it can be one, which comes out of a file."""
+        if type(self.num_rows) is not int or not all(isinstance(value, str) for value in self.values):
+            return False
+        fewest = {"build": 1 + len(self.values), "hash": 2, "identity": 1}.get(self.vocabulary, 1 << 31)
+        return (
+            isinstance(self.name, str)
+            and type(self.multi_hot) is bool
+            and type(self.expected_unknown) in (int, float)
+            and fewest <= self.num_rows <= np.iinfo(np.int32).max
+        )
 
     def rows(self, values: Sequence[str | None]) -> list[int]:
         """The row of each of ``values``; 0 where it is unknown, or None."""
@@ -188,12 +208,19 @@ class FeatureEncoder:
         path = folder / FILE_NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
-        if content.get("format") != FORMAT_VERSION:
-            raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT_VERSION}")
-        dense = tuple(DenseEncoding(**d) for d in content["dense"])
-        sparse = tuple(SparseEncoding(**{**s, "values": tuple(s["values"])}) for s in content["sparse"])
+        found = content.get("format") if isinstance(content, dict) else None
+        if found != FORMAT_VERSION:
+            raise DataError(f"{path}: format {found!r}, this version reads {FORMAT_VERSION}")
+        try:
+            dense = tuple(DenseEncoding(**d) for d in content["dense"])
+            sparse = tuple(SparseEncoding(**{**s, "values": tuple(s["values"])}) for s in content["sparse"])
+            is_right = all(d.is_right() for d in dense) and all(s.is_right() for s in sparse)
+        except (TypeError, KeyError) as error:
+            raise DataError(f"{path}: does not say how columns become numbers ({error!r})") from error
+        if not is_right or content["numeric_transform"] not in _TRANSFORMS:
+            raise DataError(f"{path}: does not say how columns become numbers")
         return cls(content["numeric_transform"], dense, sparse)
 
 

@@ -112,7 +112,7 @@ class DataManifest:
                 {split: tuple(InputFile(**f) for f in files) for split, files in content["inputs"].items()},
                 {name: StoredFile(**file) for name, file in content["stored"].items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:

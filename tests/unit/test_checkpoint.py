@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.errors import CheckpointError
-from hybrid.manifest import MANIFEST_FILE, Manifest, shard_file, step_folder
+from hybrid.manifest import MANIFEST_FILE, Best, Manifest, shard_file, step_folder
 from hybrid.tensor_file import write_tensors
 
 
@@ -57,6 +59,30 @@ def test_rows_written_in_any_number_of_shards_are_read_in_any_other(
         stored.load_rows(
             "t", 0, 1, {"weight": torch.zeros(num_rows + 1, 2), "sum": torch.zeros(num_rows + 1)}
         )
+
+
+@pytest.mark.parametrize("tensors", [{}, {"rows": torch.zeros(3, 2)}, {"weight": torch.tensor(1.0)}])
+def test_a_file_of_no_rows_is_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    write_tensors(tmp_path, shard_file("t", 0, 1), tensors)
+    stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (3, 2, 1)}, {}, {}, {}))
+    into = {name: torch.zeros(3) for name in tensors}
+    for read in (lambda: stored.mapped_rows("t", 3, 2), lambda: stored.load_rows("t", 0, 1, into)):
+        with pytest.raises(CheckpointError, match=f"^{tmp_path}/tables/t.0-of-1.safetensors: holds no rows$"):
+            read()
+
+
+def test_rows_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
+    for shard, num_rows in enumerate((1, 4)):  # not 3 and 2
+        write_tensors(tmp_path, shard_file("t", shard, 2), {"weight": torch.zeros(num_rows, 2)})
+    stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (5, 2, 2)}, {}, {}, {}))
+    with pytest.raises(CheckpointError, match="table t has another shape than the model's"):
+        stored.mapped_rows("t", 5, 2)
+
+
+@pytest.mark.parametrize("name", ["optimizer.x.step", "optimizer.-1.step", "optimizer.", "optimizer.²"])
+def test_a_state_of_no_parameter_is_refused(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^'{name}' is no state of an optimizer$"):
+        unpack_dense({name: torch.zeros(1)})
 
 
 class TestNewestGood:
@@ -108,6 +134,78 @@ class TestNewestGood:
                 Checkpoint.newest_good(place, pytest.fail)
         with pytest.raises(CheckpointError, match=f"^{folder}: there is no checkpoint here$"):
             Checkpoint.open(folder)
+
+
+class TestBestGood:
+    """Of a run with checkpoints after steps 2, 30 and 110, of which 30 is the best."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        write_run(tmp_path, 2, 30, 110)
+        self.rank(tmp_path, 30)
+        return tmp_path
+
+    def rank(self, run: Path, best: int | None, newest: int = 110) -> None:
+        """Let the newest checkpoint say which is the best."""
+        folder = step_folder(run, newest)
+        progress = {"best": None if best is None else Best("auc", 0.75, best)}
+        read = Manifest.read(folder / MANIFEST_FILE)
+        dataclasses.replace(read, progress=progress).write(folder)
+
+    def test_it_is_the_best(self, run: Path) -> None:
+        found = Checkpoint.best_good(run, pytest.fail)
+        assert (found.manifest.step, found.folder) == (30, step_folder(run, 30))
+        assert found.standing == "the best (auc 0.7500); the last is step-00000110"
+
+    def test_it_may_be_the_last(self, run: Path) -> None:
+        self.rank(run, 110)
+        found = Checkpoint.best_good(run, pytest.fail)
+        assert (found.manifest.step, found.standing) == (110, "the best (auc 0.7500) and the last")
+
+    def test_it_is_the_last_where_none_is_kept_for_being_the_best(self, run: Path) -> None:
+        self.rank(run, None)
+        found = Checkpoint.best_good(run, pytest.fail)
+        assert (found.manifest.step, found.standing) == (110, "the last")
+
+    @pytest.mark.parametrize("is_there", [True, False])
+    def test_it_is_the_newest_where_the_best_is_altered_or_gone(self, run: Path, is_there: bool) -> None:
+        said: list[str] = []
+        best = step_folder(run, 30)
+        if is_there:
+            flip_a_bit(best / DENSE_FILE)
+        else:
+            shutil.rmtree(best)
+        found = Checkpoint.best_good(run, said.append)
+        assert (found.manifest.step, found.standing) == (110, "the last")
+        damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
+        gone = f"{best}: there is no checkpoint here"
+        assert said == [f"{damage if is_there else gone}; step-00000110 is taken instead"]
+
+    def test_the_one_before_says_which_is_the_best_where_the_newest_is_altered(self, run: Path) -> None:
+        said: list[str] = []
+        self.rank(run, 2, newest=30)
+        flip_a_bit(step_folder(run, 110) / MANIFEST_FILE)
+        found = Checkpoint.best_good(run, said.append)
+        assert found.manifest.step == 2
+        assert found.standing == "the best (auc 0.7500); the last is step-00000110"
+        (line,) = said
+        assert line.endswith("; step-00000002 is taken instead")
+
+    def test_a_good_one_is_taken_though_the_newest_is_not(self, run: Path) -> None:
+        (step_folder(run, 110) / DENSE_FILE).write_bytes(b"")
+        assert Checkpoint.best_good(run, pytest.fail).manifest.step == 30
+
+    def test_one_that_is_named_is_taken(self, run: Path) -> None:
+        found = Checkpoint.best_good(step_folder(run, 110), pytest.fail)
+        assert (found.manifest.step, found.standing) == (110, "")
+
+    def test_there_may_be_none(self, run: Path) -> None:
+        for step in (2, 30, 110):
+            flip_a_bit(step_folder(run, step) / MANIFEST_FILE)
+        with pytest.raises(CheckpointError, match=r"step-00000110/manifest.*; .*step-00000002/manifest"):
+            Checkpoint.best_good(run, pytest.fail)
+        with pytest.raises(CheckpointError, match=r"there is no checkpoint here$"):
+            Checkpoint.best_good(run / "absent", pytest.fail)
 
 
 def net() -> nn.Sequential:

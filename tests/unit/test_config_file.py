@@ -339,6 +339,30 @@ def test_the_reference_names_every_key() -> None:
                 assert f"| `{field.name}` |" in page
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=" + 100_000 * "[",
+        "a=" + 100_000 * "{a=",
+        "a" + 100_000 * ".a" + "=1",  # would take 40 GB
+        "[" + 100_000 * "a." + "a]",
+        "x = {" + 1000 * r"""'a.b' . "\"\\" . c-d .""" + "a = 1}",
+    ],
+    ids=lambda text: text[:10],
+)
+def test_deep_nesting_is_an_error_of_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/c.toml: is nested too deeply for a configuration$"):
+        load_config(tmp_path / "c.toml")
+
+
+def test_names_with_many_dots_are_no_nesting(tmp_path: Path) -> None:
+    name = ".".join("abcdefgh")
+    columns = ", ".join(f'"{name}.{i}"' for i in range(500))
+    (tmp_path / "c.toml").write_text(f'[data]\nsparse = [{columns}]\n[tables."{name}.3"]\ndim = 4\n')
+    assert len(load_config(tmp_path / "c.toml").data.sparse) == 500
+
+
 def test_importing_does_not_import_torch() -> None:
     code = "import sys, hybrid.config_file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

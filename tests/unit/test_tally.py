@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from hybrid.clock import PHASES
+from hybrid.errors import CheckpointError
 from hybrid.tensor_file import write_tensors
 from hybrid.update import Staleness
 from workers.jobs.tally import Interval, Tally
@@ -79,6 +81,12 @@ def test_a_checkpoint_right_after_a_line_has_nothing_of_the_next(tmp_path: Path)
 
 def test_what_has_counted_nothing_is_a_new_run() -> None:
     assert Tally.unpack({}, {}) == Tally()
+
+
+@pytest.mark.parametrize("wrong", [{"samples": 1}, {"interval_skipped_steps": 3}, [1]])
+def test_what_no_run_has_counted_is_refused(wrong: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"^the progress in the checkpoint is none \("):
+        Tally.unpack(wrong, {})
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])

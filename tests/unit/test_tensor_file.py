@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybrid import tensor_file
 from hybrid.errors import CheckpointError
-from hybrid.tensor_file import map_arrays, write_tensors
+from hybrid.tensor_file import map_arrays, read_tensors, write_tensors
 
 DTYPES = list(tensor_file._DTYPES)
 
@@ -70,7 +70,7 @@ def test_what_is_mapped_is_what_was_written_and_stays_so(tmp_path: Path) -> None
 def test_what_cannot_be_mapped_is_an_error_of_one_line(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     write_tensors(tmp_path, path.name, {"weight": torch.ones(3, dtype=torch.bfloat16)})
-    with pytest.raises(CheckpointError, match=f"^{path}: weight is of type BF16; rows are F64 or F32$"):
+    with pytest.raises(CheckpointError, match=f"^{path}: 'weight' is of type BF16; rows are F64 or F32$"):
         map_arrays(path)
     for content in (b"", b"x" * 100, path.read_bytes()[:-1]):
         path.write_bytes(content)
@@ -79,6 +79,58 @@ def test_what_cannot_be_mapped_is_an_error_of_one_line(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(CheckpointError, match=f"^{path}: cannot be read: .*$"):
         map_arrays(path)
+
+
+FOUR_BYTES = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+
+
+def write_header(path: Path, header: object, length: int | None = None) -> Path:
+    """A file with four bytes of data after a header that may be anything."""
+    text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + bytes(4))
+    return path
+
+
+def test_what_another_tool_says_of_its_file_is_no_tensor(tmp_path: Path) -> None:
+    path = write_header(tmp_path / "t", {"__metadata__": {"format": "pt"}, "w": FOUR_BYTES})
+    assert map_arrays(path)["w"].tolist() == read_tensors(path)["w"].tolist() == [0.0]
+    assert map_arrays(path).keys() == read_tensors(path).keys() == {"w"}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(100_000 * "[", 100_000 * '{"w":', "[1]", "", '{"w": NaN}', '{"__metadata__": {"a": 1}}'),
+        {"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"w": {"dtype": "F32", "shape": [2**62, 4], "data_offsets": [0, 4]}},
+        {"w": FOUR_BYTES, "none": {"dtype": "F32", "shape": [0, 2**63], "data_offsets": [4, 4]}},
+        {"w": {"dtype": "F6_E2M3", "shape": [2, 2], "data_offsets": [0, 3]}},
+        {"w": {"shape": [1], "data_offsets": [0, 4]}},
+    ],
+    ids=lambda header: str(header)[:60],
+)
+def test_a_header_that_is_wrong_is_an_error_of_one_line(tmp_path: Path, header: object) -> None:
+    path = write_header(tmp_path / "t", header)
+    for read in (map_arrays, read_tensors):
+        with pytest.raises(CheckpointError) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path}: cannot be read: ")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("length", [(8 << 20) + 8, 2**63, 2**64 - 1])
+def test_a_large_header_is_not_read(tmp_path: Path, length: int) -> None:
+    path = write_header(tmp_path / "t", {}, length)
+    with path.open("r+b") as file:
+        file.truncate(99_000_000)
+    for read in (map_arrays, read_tensors):
+        with pytest.raises(
+            CheckpointError, match=f"^{path}: cannot be read: its header has more than 8 MiB$"
+        ):
+            read(path)
 
 
 def test_a_file_without_tensors_is_one(tmp_path: Path) -> None:

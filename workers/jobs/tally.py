@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.clock import PHASES
+from hybrid.errors import CheckpointError
 from hybrid.metrics import binary_metrics
 from hybrid.update import Staleness
 from workers.jobs.saving import Progress
@@ -125,7 +126,18 @@ class Tally:
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
-        """The inverse of :meth:`pack`; nothing counted where there is nothing."""
+        """The inverse of :meth:`pack`; nothing counted where there is nothing.
+
+        Raises:
+            CheckpointError: this is nothing that :meth:`pack` gives.
+        """
+        try:
+            return cls._unpack(values, tensors)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"the progress in the checkpoint is none ({error!r})") from error
+
+    @classmethod
+    def _unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:
         if not values:
             return cls()
         skipped, phases = values["interval_skipped_steps"], values["interval_phase_seconds"]

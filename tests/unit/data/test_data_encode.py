@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ import pytest
 
 from hybrid.config import DataSection
 from hybrid.data.columns import values
-from hybrid.data.encode import Bags, FeatureEncoder, SparseEncoding, stable_hash
+from hybrid.data.encode import FORMAT_VERSION, Bags, FeatureEncoder, SparseEncoding, stable_hash
 from hybrid.data.sources import RawBlock
 from hybrid.embedding.spec import FeatureSpec
 from hybrid.errors import DataError
@@ -128,4 +130,33 @@ def test_errors(tmp_path: Path) -> None:
         FeatureEncoder.load(tmp_path)
     (tmp_path / "features.json").write_text('{"format": 99}')
     with pytest.raises(DataError, match="format 99, this version reads 2"):
+        FeatureEncoder.load(tmp_path)
+
+
+WRONG = [
+    *(100_000 * "[", "[]", "{}"),
+    {"dense": 3},
+    {"dense": [{"name": "x", "mean": "0", "deviation": 1.0}]},
+    {"dense": [{"name": "x", "mean": 0.0, "deviation": 0.0}]},
+    {"dense": [{"name": "x", "other": 1}]},
+    {"sparse": [{"name": "c"}]},
+    {"sparse": [{"name": "c", "vocabulary": "hash", "num_rows": 1}]},
+    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 1, "values": ["a"]}]},
+    {"sparse": [{"name": "c", "vocabulary": "other", "num_rows": 5, "values": []}]},
+    {"sparse": [{"name": "c", "vocabulary": ["build"], "num_rows": 5, "values": []}]},
+    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 2, "values": [7]}]},
+    {"sparse": [{"name": "c", "vocabulary": "identity", "num_rows": 2**40, "values": []}]},
+    {"numeric_transform": "exp"},
+]
+
+
+@pytest.mark.parametrize("change", WRONG, ids=lambda change: str(change)[:60])
+def test_a_file_that_somebody_else_has_made_is_an_error_of_one_line(tmp_path: Path, change: Any) -> None:
+    path = tmp_path / "features.json"
+    content = {"format": FORMAT_VERSION, "numeric_transform": "none", "dense": [], "sparse": []}
+    path.write_text(change if isinstance(change, str) else json.dumps({**content, **change}))
+    reason = "does not say how columns become numbers"
+    if isinstance(change, str):
+        reason = "cannot be read|format None"
+    with pytest.raises(DataError, match=f"^{path}: ({reason})[^\n]*$"):
         FeatureEncoder.load(tmp_path)
