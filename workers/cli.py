@@ -166,7 +166,12 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="run folder, or one of its checkpoints")
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN",
+        help="run folder, of whose checkpoints the best is taken; or one of these",
+    )
     _add_trust(parser)
 
 

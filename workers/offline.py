@@ -44,8 +44,11 @@ class TrainedModel:
     """A model out of a checkpoint, in this process; the rows of its tables stay in their files.
 
     Args:
-        folder: a run folder, or one of its checkpoints.
+        folder: a run folder, of whose checkpoints the best is taken; or one of these.
         trust_code: whether code that it names may be run though the user has not signed it.
+
+    Attributes:
+        origin: the checkpoint that it is out of, and what that is among those of its run, in words.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is broken.
@@ -53,9 +56,10 @@ class TrainedModel:
     """
 
     def __init__(self, folder: Path, trust_code: bool = False) -> None:
-        stored = Checkpoint.newest_good(folder, lambda line: print(visible(line), file=sys.stderr))
+        stored = Checkpoint.best_good(folder, lambda line: print(visible(line), file=sys.stderr))
         self.step = stored.manifest.step
         self.folder = stored.folder
+        self.origin = f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
         self.config = load_run_config(stored.folder / CONFIG_FILE, trust_code=trust_code)
         self.encoder = FeatureEncoder.load(stored.folder)
         self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
@@ -103,6 +107,7 @@ def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> N
     trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=True) as dataset:
         metrics = trained.predictions(dataset).metrics()
+        _say(f"{'checkpoint':<20}{trained.origin}")
         for name, value in metrics.as_dict().items():
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
             _say(f"{name.replace('_', ' '):<20}{number}")
@@ -123,7 +128,7 @@ def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool 
     trained = TrainedModel(folder, trust_code)
     with _dataset(trained, inputs, with_labels=False) as dataset:
         _write(output, dataset, probabilities(trained.predictions(dataset).tied().logits))
-        _say(f"wrote {dataset.num_samples:,} probabilities to {output}")
+        _say(f"wrote {dataset.num_samples:,} probabilities to {output}; checkpoint: {trained.origin}")
         _say_of_rows(dataset)
 
 

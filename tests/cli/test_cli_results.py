@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ import numpy.typing as npt
 import pytest
 from support.commands import Ended, run, settings
 
+from hybrid.manifest import step_folder
 from workers.cli import main
 
 NUM_ROWS = 80
+BEST, LAST = 3, 4  # steps; the AUC falls in the last one
 
 
 @dataclass(frozen=True)
 class Clicks:
-    """A finished run on a file of few distinct rows, which are its test rows too."""
+    """A finished run on a file of few distinct rows, which are its test rows too.
+
+    Its best evaluation is not its last one.
+    """
 
     folder: Path
     file: Path
@@ -35,10 +41,13 @@ class Clicks:
     def labels(self) -> npt.NDArray[np.int64]:
         return np.array([int(row["clicked"]) for row in csv.DictReader(self.file.read_text().splitlines())])
 
-    def predicted(self, scratch: Path, *arguments: object) -> npt.NDArray[np.float64]:
-        """What predict writes, row by row."""
-        output = scratch / f"p{len(arguments)}.csv"
-        main(["predict", *map(str, [self.folder, *arguments]), "--output", str(output)])
+    def checkpoint(self, step: int) -> Path:
+        return step_folder(self.folder, step)
+
+    def predicted(self, of: Path, *arguments: object) -> npt.NDArray[np.float64]:
+        """What predict writes for a run or one of its checkpoints, row by row."""
+        output = self.folder / f"../{uuid.uuid4().hex}.csv"
+        main(["predict", *map(str, [of, *arguments]), "--output", str(output)])
         rows = list(csv.DictReader(output.read_text().splitlines()))
         assert [int(row["row"]) for row in rows] == list(range(NUM_ROWS))
         return np.array([float(row["probability"]) for row in rows])
@@ -78,7 +87,8 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
         },
         dense={"device": "cpu"},
         embedding={"placement": "row"},
-        train={"batch_size": 29, "epochs": 2},
+        train={"batch_size": 29, "epochs": 2, "max_steps": LAST, "eval_every_steps": 1},
+        checkpoint={"keep_last": 1},
     )
     ended = run(["launch", *arguments], folder)
     assert (ended.code, ended.stderr) == (0, "")
@@ -91,27 +101,60 @@ def auc_of(probabilities_N: npt.NDArray[np.float64], labels_N: npt.NDArray[np.in
     return float(((ahead_PQ > 0) + 0.5 * (ahead_PQ == 0)).mean())
 
 
-def test_run_evaluate_and_predict_have_one_auc(clicks: Clicks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [BEST, LAST])
+def test_run_evaluate_and_predict_have_one_auc(clicks: Clicks, step: int) -> None:
     """Also where most rows stand there many times, each at other places of a batch."""
-    labels_N = clicks.labels
-    probabilities_N = clicks.predicted(tmp_path)
+    probabilities_N = clicks.predicted(clicks.checkpoint(step))
     assert len(set(probabilities_N.tolist())) == 10
-    expected = auc_of(probabilities_N, labels_N)
-    assert clicks.result["auc"] == pytest.approx(expected, abs=1e-15)
-    assert auc_of(clicks.predicted(tmp_path, "--input", clicks.file), labels_N) == expected
+    expected = auc_of(probabilities_N, clicks.labels)
+    of_run = clicks.result if step == LAST else clicks.result["best"]
+    assert of_run["auc"] == pytest.approx(expected, abs=1e-15)
+    from_file_N = clicks.predicted(clicks.checkpoint(step), "--input", clicks.file)
+    assert auc_of(from_file_N, clicks.labels) == expected
+
+
+def evaluated(of: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What evaluate prints."""
+    capsys.readouterr()
+    main(["evaluate", str(of)])
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out.splitlines()
 
 
 def test_run_evaluate_and_predict_agree_in_every_metric(
-    clicks: Clicks, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clicks: Clicks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    labels_N = clicks.labels
-    probabilities_N = clicks.predicted(tmp_path)
-    result = clicks.result
+    labels_N, result = clicks.labels, clicks.result
+    probabilities_N = clicks.predicted(clicks.checkpoint(LAST))
     log_loss = -np.log(np.where(labels_N == 1, probabilities_N, 1 - probabilities_N)).mean()
     assert result["log_loss"] == pytest.approx(log_loss, rel=1e-6)
     assert result["calibration"] == pytest.approx(probabilities_N.sum() / labels_N.sum(), rel=1e-6)
-    capsys.readouterr()
-    main(["evaluate", str(clicks.folder)])
-    said = capsys.readouterr().out
-    for name in ("auc", "log_loss", "normalised_entropy", "calibration", "accuracy", "base_rate"):
-        assert f"{name.replace('_', ' '):<20}{result[name]:.4f}\n" in said
+    names = ("auc", "log_loss", "normalised_entropy", "calibration", "accuracy", "base_rate")
+    assert evaluated(clicks.checkpoint(LAST), capsys) == [
+        f"checkpoint          {clicks.checkpoint(LAST)}",
+        *(f"{name.replace('_', ' '):<20}{result[name]:.4f}" for name in names),
+        f"num samples         {NUM_ROWS}",
+    ]
+
+
+def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.CaptureFixture[str]) -> None:
+    last, best = clicks.result["auc"], clicks.result["best"]
+    assert best["step"] == BEST
+    assert best["auc"] > last
+    assert sorted(path.name for path in clicks.checkpoint(LAST).parent.iterdir()) == [
+        f"step-0000000{step}" for step in (BEST, LAST)
+    ]
+    for line in (
+        f"test AUC            {last:.4f} at step {LAST}",
+        f"best AUC            {best['auc']:.4f} at step {BEST}",
+        f"last checkpoint     {clicks.checkpoint(LAST)} (resume goes on from it)",
+        f"best checkpoint     {clicks.checkpoint(BEST)} (evaluate and predict take it)",
+    ):
+        assert f"{line}\n" in clicks.ended.stdout
+    taken = f"{clicks.checkpoint(BEST)}, the best (auc {best['auc']:.4f}); the last is step-0000000{LAST}"
+    said = evaluated(clicks.folder, capsys)
+    assert said[:2] == [f"checkpoint          {taken}", f"auc                 {best['auc']:.4f}"]
+    by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
+    assert (by_best_N == by_run_N).all()
+    assert f"; checkpoint: {taken}\n" in capsys.readouterr().out

@@ -47,7 +47,8 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     outcome = result(trained.folder)
     assert (outcome["steps"], outcome["num_samples"], outcome["bad_rows"]) == (16, 500, 0)
     said = trained.ended.stdout
-    assert f"test AUC            {outcome['auc']:.4f} (best reachable" in said
+    assert f"test AUC            {outcome['auc']:.4f} at step 16 (best reachable" in said
+    assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
         assert f" {command} {trained.folder}" in said
 
@@ -69,7 +70,10 @@ def test_evaluate_agrees_with_the_run(trained: TrainedRun, tmp_path: Path) -> No
 def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path) -> None:
     ended = run(["predict", trained.folder, "--output", "out.csv"], tmp_path)
     assert (ended.code, ended.stderr) == (0, "")
-    assert ended.stdout == "wrote 500 probabilities to out.csv\n"
+    taken = (
+        f"{step_folder(trained.folder, 16)}, the best (auc {result(trained.folder)['auc']:.4f}) and the last"
+    )
+    assert ended.stdout == f"wrote 500 probabilities to out.csv; checkpoint: {taken}\n"
     rows = list(csv.reader((tmp_path / "out.csv").read_text().splitlines()))
     assert rows[0] == ["row", "probability"]
     assert [int(row) for row, _ in rows[1:]] == list(range(500))
@@ -99,7 +103,7 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     for kind in ("train", "test"):
         assert records(folder, kind) == records(tmp_path / "whole", kind)
     assert tensor_files(folder, 32) == tensor_files(tmp_path / "whole", 32) != {}
-    main(["evaluate", str(folder)])
+    main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
     assert f"auc                 {result(folder)['auc']:.4f}\n" in capsys.readouterr().out
 
 

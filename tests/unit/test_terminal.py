@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from hybrid.clock import PHASES
+from hybrid.manifest import Best
 from hybrid.metrics import Metrics
 from hybrid.update import Staleness
 from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
@@ -32,6 +33,8 @@ PROGRESS = Progress(
 METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
 SUMMARY = Summary(
     metrics=METRICS,
+    step=5860,
+    best=None,
     best_auc=0.8012,
     samples_per_second=30123.4,
     run_folder=Path("runs") / ("a-very-long-name-" * 8),
@@ -89,16 +92,48 @@ def test_plain_summary() -> None:
         view.summary(SUMMARY)
     assert file.getvalue().splitlines() == [
         "",
-        "test AUC            0.7712 (best reachable 0.8012)",
+        "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
         "log loss            0.4532",
         "normalised entropy  0.8123",
         "throughput          30,123 samples/s",
         f"run folder          {SUMMARY.run_folder}",
         "curves              runs/x/curves.png",
+        f"checkpoint          {SUMMARY.run_folder}/checkpoints/step-00005860",
         "resume              hybrid train --resume runs/x",
         "evaluate            hybrid evaluate runs/x",
         "predict             hybrid predict runs/x",
     ]
+
+
+@pytest.mark.parametrize(
+    ("best", "line"),
+    [
+        (Best("auc", 0.78123, 1200), "best AUC            0.7812 at step 1,200"),
+        (Best("log_loss", 0.45, 1200), "best log loss       0.4500 at step 1,200"),
+    ],
+)
+def test_a_summary_names_the_best_checkpoint_where_it_is_not_the_last(best: Best, line: str) -> None:
+    view, file = _plain()
+    view.summary(dataclasses.replace(SUMMARY, run_folder=Path("runs/x"), best=best))
+    said = file.getvalue().splitlines()
+    assert said[1:6] == [
+        "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
+        "log loss            0.4532",
+        "normalised entropy  0.8123",
+        line,
+        "throughput          30,123 samples/s",
+    ]
+    assert said[8:10] == [
+        "last checkpoint     runs/x/checkpoints/step-00005860 (resume goes on from it)",
+        "best checkpoint     runs/x/checkpoints/step-00001200 (evaluate and predict take it)",
+    ]
+
+
+def test_a_summary_names_one_checkpoint_where_the_last_is_the_best() -> None:
+    views = [_plain(), _plain()]
+    for (view, _), best in zip(views, [None, Best("auc", 0.7712, 5860)], strict=True):
+        view.summary(dataclasses.replace(SUMMARY, best=best))
+    assert views[0][1].getvalue() == views[1][1].getvalue()
 
 
 def test_a_profile_says_where_it_is_and_what_takes_most_of_a_step() -> None:
@@ -114,7 +149,7 @@ def test_a_profile_says_where_it_is_and_what_takes_most_of_a_step() -> None:
 def test_an_unknown_best_auc_is_not_mentioned() -> None:
     view, file = _plain()
     view.summary(dataclasses.replace(SUMMARY, best_auc=None))
-    assert "test AUC            0.7712\n" in file.getvalue()
+    assert "test AUC            0.7712 at step 5,860\n" in file.getvalue()
 
 
 def test_unknown_numbers_say_so() -> None:
@@ -170,7 +205,7 @@ def test_the_live_region_is_gone_at_the_end_and_the_cursor_is_back() -> None:
         view.summary(SUMMARY)
     shown = [line for line in _screen(file.getvalue()) if line.strip()]
     assert shown[0].startswith("test AUC")
-    assert len(shown) == 9
+    assert len(shown) == 10
     assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
 
 

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol
 from hybrid import manifest
 from hybrid.config import CheckpointSection
 from hybrid.errors import CheckpointError
+from hybrid.manifest import BEST, Best
 from hybrid.metrics import Metrics
 from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
 from workers.reporting.report import RunFolder
 
-_BEST = "best"  # of the values in Progress
 _LOWER_IS_BETTER = ("log_loss",)
 
 
@@ -50,14 +50,6 @@ class Moment(NamedTuple):
     epoch: int
     metrics: Metrics | None
     tally: Tally
-
-
-class Best(NamedTuple):
-    """The best checkpoint: its step, and its value of a metric."""
-
-    metric: str
-    value: float
-    step: int
 
 
 class _Written(NamedTuple):
@@ -110,13 +102,18 @@ class Checkpoints:
         self._run = run
         self._section = section
         self._say = say
-        self._best = Best(*progress[_BEST]) if progress.get(_BEST) else None
+        self._best = Best(*progress[BEST]) if progress.get(BEST) else None
         if self._best is not None and self._best.metric != section.keep_best:
             self._best = None
         self._under_way: _UnderWay | None = None
         self._has_said_that_it_waits = False
         self._begun_at = time.monotonic()
         run.make_room = self._make_room
+
+    @property
+    def best(self) -> Best | None:
+        """The best one that is kept; None where none is."""
+        return self._best
 
     def steps_to_next(self, step: int) -> float:
         """Steps from ``step`` until one is due by their number; infinite where none will be."""
@@ -172,7 +169,7 @@ class Checkpoints:
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
         packed = now.tally.pack()
-        progress = packed._replace(values={**packed.values, _BEST: best})
+        progress = packed._replace(values={**packed.values, BEST: best})
         folder = manifest.step_folder(self._run.path, now.step)
         saving = self._saver.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()

@@ -195,9 +195,11 @@ class Training:
         self._checkpoints.write_last(self._moment(session))
         session.close()
         rate = self._tally.samples / self._tally.seconds
+        best = self._checkpoints.best
         result = {
             **metrics.as_dict(),
-            "best_auc": session.best_auc,
+            "best": best and {"step": best.step, best.metric: best.value},
+            "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
             "unknown_values": {column.name: column.share for column in session.reports[1].unknown},
             "steps": self._step,
@@ -210,6 +212,8 @@ class Training:
         view.summary(
             Summary(
                 metrics=metrics,
+                step=self._step,
+                best=best,
                 best_auc=session.best_auc,
                 samples_per_second=rate,
                 run_folder=run_folder,

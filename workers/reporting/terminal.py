@@ -16,11 +16,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hybrid.manifest import step_folder
 from workers.reporting.data_notes import unknown_shares
 from workers.reporting.visible import visible
 
 if TYPE_CHECKING:
     from hybrid.data.unknown import UnknownValues
+    from hybrid.manifest import Best
     from hybrid.metrics import Metrics
     from hybrid.update import Staleness
 
@@ -85,7 +87,8 @@ class Summary:
     """What to say at the end of a run.
 
     Attributes:
-        metrics: on the test rows.
+        metrics, step: on the test rows, at the last step; which that is.
+        best: the best evaluation whose model is kept; None where none is.
         best_auc: AUC that no model can beat, where the data tell; else None.
         samples_per_second: over all trainers and the whole run.
         run_folder, curves: where the results are.
@@ -95,6 +98,8 @@ class Summary:
     """
 
     metrics: Metrics
+    step: int
+    best: Best | None
     best_auc: float | None
     samples_per_second: float
     run_folder: Path
@@ -238,15 +243,26 @@ def _plain_progress(progress: Progress) -> Iterator[str]:
 def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Label, value and style of each line."""
     metrics = summary.metrics
-    best = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
-    yield "test AUC", f"{_number(metrics.auc)}{best}", "bold green"
+    reachable = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
+    yield "test AUC", f"{_number(metrics.auc)} at step {summary.step:,}{reachable}", "bold green"
     yield "log loss", _number(metrics.log_loss), ""
     yield "normalised entropy", _number(metrics.normalised_entropy), ""
+    best = summary.best if summary.best and summary.best.step != summary.step else None
+    if best is not None:
+        name = "AUC" if best.metric == "auc" else best.metric.replace("_", " ")
+        yield f"best {name}", f"{_number(best.value)} at step {best.step:,}", "bold green"
     if summary.unknown:
         yield "unknown values", unknown_shares(summary.unknown), ""
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
     yield "run folder", str(summary.run_folder), ""
     yield "curves", str(summary.curves), ""
+    last_folder = step_folder(summary.run_folder, summary.step)
+    if best is None:
+        yield "checkpoint", str(last_folder), ""
+    else:
+        best_folder = step_folder(summary.run_folder, best.step)
+        yield "last checkpoint", f"{last_folder} (resume goes on from it)", ""
+        yield "best checkpoint", f"{best_folder} (evaluate and predict take it)", ""
     if (profile := summary.profile) is not None:
         yield "profile", str(profile.folder), ""
         shares = ", ".join(f"{name} {share:.0%}" for name, share in profile.shares.items())
