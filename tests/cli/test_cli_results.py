@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import runpy
+import sys
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +15,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import Ended, run, settings
+from support.commands import ROOT, Ended, run, settings
 
 from hybrid.manifest import step_folder
 from workers.cli import main
 
 NUM_ROWS = 80
-BEST, LAST = 3, 4  # steps; the AUC falls in the last one
+BEST, LAST = 2, 4  # steps; the AUC falls after the second
 
 
 @dataclass(frozen=True)
 class Clicks:
-    """A finished run on a file of few distinct rows, which are its test rows too.
+    """A finished run on a file of few distinct rows.
+
+    Attributes:
+        file: its test rows.
 
     Its best evaluation is not its last one.
     """
@@ -53,8 +59,8 @@ class Clicks:
         return np.array([float(row["probability"]) for row in rows])
 
 
-def write_clicks(path: Path) -> None:
-    """Ten kinds of rows; clicks have little to do with them."""
+def write_clicks(path: Path, seed: int) -> None:
+    """Ten kinds of rows, the same with each seed; clicks have little to do with them."""
     random = np.random.default_rng(7)
     kinds = [
         (f"{random.normal():.2f}", random.integers(90), f"i{kind % 4}", "|".join("abc"[: kind % 3]))
@@ -62,6 +68,7 @@ def write_clicks(path: Path) -> None:
     ]
     with path.open("w") as file:
         print("clicked,price,age,item,tags", file=file)
+        random = np.random.default_rng(seed)
         for kind in random.integers(10, size=NUM_ROWS):
             print(int(random.random() < 0.4 + 0.02 * kind), *kinds[kind], sep=",", file=file)
 
@@ -71,13 +78,14 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
     """Three trainers, and batches of a size that puts equal rows anywhere; tables are split in two."""
     folder = tmp_path_factory.mktemp("clicks")
     file = folder / "clicks.csv"
-    write_clicks(file)
+    write_clicks(file, 1)
+    write_clicks(folder / "train.csv", 2)
     arguments = settings(
         run={"folder": folder / "run"},
         cluster={"trainers": 3},
         data={
             "format": "csv",
-            "path": file,
+            "path": folder / "train.csv",
             "test_path": file,
             "label": "clicked",
             "dense": ["price", "age"],
@@ -135,6 +143,7 @@ def test_run_evaluate_and_predict_agree_in_every_metric(
         f"checkpoint          {clicks.checkpoint(LAST)}",
         *(f"{name.replace('_', ' '):<20}{result[name]:.4f}" for name in names),
         f"num samples         {NUM_ROWS}",
+        "unknown values      none",
     ]
 
 
@@ -158,3 +167,25 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
     by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
     assert (by_best_N == by_run_N).all()
     assert f"; checkpoint: {taken}\n" in capsys.readouterr().out
+
+
+def test_the_documented_lines_predict_the_same_in_plain_pytorch(
+    clicks: Clicks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    assert "hybrid" not in code
+    program = clicks.folder.parent / "plain.py"
+    program.write_text(code)
+    new = clicks.folder.parent / "new.csv"
+    header, *rows = clicks.file.read_text().splitlines()
+    unknown = ["0,0.5,33,other,", "1,,,i1,c", "0,1.5,,,a|other|b", "0,-2,40,i3,other"]
+    new.write_text("\n".join([header, *rows[: NUM_ROWS - len(unknown)], *unknown]) + "\n")
+    expected_N = clicks.predicted(clicks.checkpoint(LAST), "--input", new)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", [str(program), str(clicks.checkpoint(LAST)), str(new)])
+    runpy.run_path(str(program))
+    printed = [line.split(",") for line in capsys.readouterr().out.splitlines()]
+    assert [int(row) for row, _ in printed] == list(range(NUM_ROWS))
+    assert [float(value) for _, value in printed] == pytest.approx(expected_N.tolist(), rel=1e-5)
+    assert len({round(value, 6) for value in expected_N.tolist()}) == 10 + len(unknown)
