@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -64,9 +64,29 @@ def log_path(run: Path, role: Role) -> Path:
 
 
 @contextmanager
+def writing(path: Path, elsewhere: str = "set run.folder to another place") -> Iterator[None]:
+    """Turn an OSError in here into one line for the user, that ``path`` cannot be written.
+
+    Args:
+        elsewhere: what else can be done than to make room.
+    """
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error
+        raise HybridError(f"{path}: cannot be written: {why}; make room there, or {elsewhere}") from error
+
+
+def writing_temporarily() -> AbstractContextManager[None]:
+    """The same, for the system's temporary folder."""
+    return writing(Path(tempfile.gettempdir()), "set TMPDIR to another place")
+
+
+@contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
     """A folder for the logs of a cluster that leaves no run; it stays only where an error points to it."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    with writing_temporarily():
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
     is_wanted = False
     try:
         yield folder

@@ -110,6 +110,21 @@ CASES = [
         "unit/test_run_checkpoints.py::test_the_last_one_must_be_written",
     ),
     Case(
+        "the disk is full, or read-only, when anything else of a run is written",
+        "`launch` ends with exit code 1 and names the file; after making room, `--resume` goes on",
+        "unit/test_report.py::test_a_full_disk_while_logging",
+    ),
+    Case(
+        "the same when a restart is to be noted in `restarts.jsonl`",
+        "the line that says who failed says that too, and the run is started again",
+        "unit/test_restarts.py::test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause",
+    ),
+    Case(
+        "the same, for the log of a role that fails",
+        "`launch` says who failed, and how, as ever",
+        "unit/test_role_processes.py::test_it_tells_its_error",
+    ),
+    Case(
         "a file of the newest checkpoint is truncated or altered",
         "a line names it, and the checkpoint before is taken",
         "cluster/test_resumed_runs.py::test_an_altered_checkpoint_is_said_and_the_one_before_is_taken",

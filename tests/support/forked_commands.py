@@ -69,6 +69,8 @@ class ForkedCommand:
 
 def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
     os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # these tests may run under nohup; the command does not
+        signal.signal(number, signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -92,6 +92,18 @@ with alarm.armed():
     assert told.endswith("ValueError: own\nhybrid worker 0: own\n")
 
 
+def test_it_ends_though_the_log_is_full() -> None:
+    program = """
+sys.stdout, sys.stderr = open("/dev/full", "w"), open("/dev/full", "w", buffering=1)
+print("not written yet", end="")
+with alarm.armed():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ring()
+    time.sleep(20)
+"""
+    assert run(program) == (FAILED, "", "")
+
+
 def test_pythons_own_end_is_left_out_after_an_error() -> None:
     program = """
 import atexit

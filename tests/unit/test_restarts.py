@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,22 @@ def test_a_resumed_run_has_not_finished_until_it_says_so_anew(tmp_path: Path) ->
     assert not restarts.is_finished()
     (tmp_path / "result.json").write_text('{"auc": 1}')
     assert restarts.is_finished()
+
+
+def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    restarts = Restarts(tmp_path, 3)
+    with monkeypatch.context() as full:
+        full.setattr("workers.reporting.appended_file.os.write", refuse)
+        line = told(restarts)
+    rule = "cannot be written: No space left on device; make room there, or set run.folder to another place"
+    assert line == f"nothing is lost, starting from the beginning; {tmp_path / FILE_NAME}: {rule}"
+    restarts.after(KILLED)
+    assert len((tmp_path / FILE_NAME).read_text().splitlines()) == 1
 
 
 def test_restarts_are_on_record(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from hybrid.errors import ClusterError, first_line
 from workers.reporting.visible import visible
@@ -61,7 +61,7 @@ class Alarm:
         except BaseException as error:
             self._disarm(previous)
             self._end_soon(error)
-            atexit.register(_end, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+            atexit.register(end_now, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
             raise
         else:
             self._disarm(previous)
@@ -94,8 +94,10 @@ class Alarm:
 
     def _end(self) -> None:
         assert self._error is not None
-        print(f"{self._name}: {visible(last_words(self._error))}", file=sys.stderr)
-        _end(FAILED)
+        try:
+            print(f"{self._name}: {visible(last_words(self._error))}", file=sys.stderr)
+        finally:  # the log may be full
+            end_now(FAILED)
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
@@ -122,7 +124,9 @@ def last_words(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
 
 
-def _end(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+def end_now(code: int) -> NoReturn:
+    """End this process, whatever its threads wait for."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, or nobody who reads it
+            stream.flush()
     os._exit(code)

@@ -27,7 +27,7 @@ from workers.launching.outcome import Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
 from workers.launching.run_lock import run_lock
-from workers.paths import log_path
+from workers.paths import log_path, writing
 from workers.reporting.visible import visible
 from workers.task import Task, TrainTask
 
@@ -51,7 +51,9 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     with ExitStack() as stack:
         stack.callback(Console().show_cursor)  # a master that was killed could not
         lock = stack.enter_context(run_lock(folder))
-        make_folder(log_path(folder, MASTER).parent)
+        logs = log_path(folder, MASTER).parent
+        with writing(logs):
+            make_folder(logs)
         restarts = Restarts(folder, config.cluster.max_restarts)
         server = stack.enter_context(_server(config.cluster))
         while (failure := _run(server, config, folder, task, lock)) is not None:

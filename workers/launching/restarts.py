@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
 from pathlib import Path
 
-from hybrid.errors import ClusterError
-from hybrid.private_files import open_file
+from hybrid.errors import ClusterError, HybridError
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.run_state import RunState
+from workers.paths import writing
+from workers.reporting.appended_file import AppendedFile
 
 FILE_NAME = "restarts.jsonl"
 
@@ -51,8 +53,8 @@ class Restarts:
         self._in_vain += 1
         self._at_start = now
         lost = now.logged_step if has_stepped else now.resumed_step
-        self._log(failure, lost, now.resumed_step)
-        return f"{failure.message}; {_what_is_lost(lost, now.checkpoint_step)}"
+        trouble = self._log(failure, lost, now.resumed_step)
+        return f"{failure.message}; {_what_is_lost(lost, now.checkpoint_step)}{trouble}"
 
     def is_finished(self) -> bool:
         """Whether the run has come to its end since the last start."""
@@ -64,7 +66,8 @@ class Restarts:
             return ""
         return f"; given up after {self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
 
-    def _log(self, failure: Outcome, step: int, resumed_step: int) -> None:
+    def _log(self, failure: Outcome, step: int, resumed_step: int) -> str:
+        """Add a restart to the record; why that is left out, where the disk does not take it."""
         record = {
             "time": round(time.time(), 3),
             "cause": failure.cause.value,
@@ -72,8 +75,13 @@ class Restarts:
             "step": step,
             "resumed_step": resumed_step,
         }
-        with open(self._folder / FILE_NAME, "a", encoding="utf-8", opener=open_file) as file:
-            file.write(f"{json.dumps(record)}\n")
+        path = self._folder / FILE_NAME
+        try:
+            with writing(path), closing(AppendedFile(path, lambda: False)) as file:
+                file.write(f"{json.dumps(record)}\n".encode())
+        except HybridError as error:  # the run may go on without
+            return f"; {error}"
+        return ""
 
 
 def _what_is_lost(step: int, checkpoint_step: int | None) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 from contextlib import suppress
@@ -14,14 +13,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, HybridError
 from hybrid.private_files import open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
+from workers.joining.alarm import FAILED, end_now
 from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
-from workers.paths import log_path
+from workers.paths import log_path, writing
 from workers.task import Task
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
@@ -135,18 +135,22 @@ def _role_main(
         reports, lock, listener: file descriptors; the lock is only held.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    told = Connection(reports, readable=False)
     try:
         _log_to(log_path(folder, role), keep_stdout=role == MASTER)
+    except HybridError as error:
+        told.send(_outcome(role, error))
+        end_now(FAILED)
+    try:
         from workers.roles import run_role
 
         bound = None if listener is None else socket.socket(fileno=listener)
         run_role(role, config, task, secret, bound)
     except Exception as error:
-        traceback.print_exc()
-        Connection(reports, readable=False).send(_outcome(role, error))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # threads of torch may wait for a role that is gone
+        told.send(_outcome(role, error))  # before a log that may be full
+        with suppress(OSError):
+            traceback.print_exc()
+        end_now(FAILED)  # threads of torch may wait for a role that is gone
 
 
 def _outcome(role: Role, error: Exception) -> Outcome:
@@ -159,7 +163,8 @@ def _outcome(role: Role, error: Exception) -> Outcome:
 
 def _log_to(path: Path, keep_stdout: bool) -> None:
     """Send what this process prints, torch's own messages too, to its log; the master keeps its screen."""
-    descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    with writing(path):
+        descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     if not keep_stdout:
         os.dup2(descriptor, 1)

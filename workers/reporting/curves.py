@@ -6,11 +6,12 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybrid.private_files import open_file
+from workers.paths import writing_temporarily
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,9 @@ def matplotlib_leaving_no_files() -> Iterator[None]:
     if "MPLCONFIGDIR" in os.environ:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="matplotlib-") as folder:
+    with ExitStack() as stack:
+        with writing_temporarily():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="matplotlib-"))
         os.environ["MPLCONFIGDIR"] = folder
         try:
             yield

@@ -21,8 +21,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -32,10 +31,9 @@ from typing import Any, Self
 import hybrid
 from hybrid.code_signature import signed_toml
 from hybrid.config import RunConfig
-from hybrid.errors import HybridError
 from hybrid.metrics import Metrics
 from hybrid.private_files import make_folder, open_file
-from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing
+from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing, writing
 from workers.reporting.appended_file import AppendedFile
 from workers.reporting.curves import Record, draw_curves
 from workers.reporting.profile import Profile
@@ -54,7 +52,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._metrics_path = path / METRICS_FILE
-        with _writing(self._metrics_path):
+        with writing(self._metrics_path):
             self._metrics = AppendedFile(self._metrics_path, self._make_room)
         self._events = _EventFile(path, self._make_room)
         self.make_room: Callable[[], bool] = _nothing_to_remove
@@ -63,7 +61,7 @@ class RunFolder:
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
         """Start the folder of a new run; ConfigError where ``path`` holds one already."""
         refuse_existing(path)
-        with _writing(path):
+        with writing(path):
             make_folder(path)
         _write_text(path / CONFIG_FILE, signed_toml(config))
         _write_text(path / "versions.json", _json(_versions()))
@@ -75,7 +73,7 @@ class RunFolder:
 
         A run that was killed early may have left nothing in it yet.
         """
-        with _writing(path):
+        with writing(path):
             make_folder(path)
             (path / RESULT_FILE).unlink(missing_ok=True)
         if (path / METRICS_FILE).exists():
@@ -137,13 +135,13 @@ class RunFolder:
 
     def sync(self) -> None:
         """See what has been logged safely on the disk."""
-        with _writing(self._metrics_path):
+        with writing(self._metrics_path):
             self._metrics.sync()
 
     def write_profile(self, profile: Profile) -> Path:
         """Write the profile; the folder that holds it."""
         folder = self.path / "profile"
-        with _writing(folder):
+        with writing(folder):
             profile.write(folder)
         return folder
 
@@ -154,20 +152,20 @@ class RunFolder:
 
     def draw_curves(self) -> None:
         """Write curves.png from what has been logged so far."""
-        with _writing(self.curves):
+        with writing(self.curves):
             draw_curves(_read_records(self._metrics_path), self.curves)
 
     def close(self) -> None:
         """Close the files; what has been logged is on disk before that."""
         try:
-            with _writing(self._metrics_path):
+            with writing(self._metrics_path):
                 self._metrics.close()
         finally:
             self._events.close()
 
     def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
-        with _writing(self._metrics_path):
+        with writing(self._metrics_path):
             self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
 
     def _make_room(self) -> bool:
@@ -185,7 +183,7 @@ class _EventFile:
 
         self._event, self._session_log, self._summary = Event, SessionLog, Summary
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        with _writing(self._path):
+        with writing(self._path):
             self._file = AppendedFile(self._path, make_room)
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
@@ -201,11 +199,11 @@ class _EventFile:
         self._add(step=step, session_log=self._session_log(status=self._session_log.START))
 
     def close(self) -> None:
-        with _writing(self._path):
+        with writing(self._path):
             self._file.close()
 
     def _add(self, **fields: Any) -> None:
-        with _writing(self._path):
+        with writing(self._path):
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
@@ -213,23 +211,17 @@ def _nothing_to_remove() -> bool:
     return False
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError in here into one line for the user."""
-    try:
-        yield
-    except OSError as error:
-        rule = "make room there, or set run.folder to another place"
-        raise HybridError(f"{path}: cannot be written: {error.strerror or error}; {rule}") from error
-
-
 def _write_text(path: Path, text: str) -> None:
     """Write a whole file or, where that fails, leave the old one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with _writing(path):
-        with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
-            file.write(text)
-        unfinished.replace(path)
+    with writing(path):
+        try:
+            with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
+                file.write(text)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
 
 
 def _json(values: Mapping[str, Any]) -> str:

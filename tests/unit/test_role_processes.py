@@ -1,0 +1,63 @@
+"""What the process of a role does under the launcher before it ends."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from support.cluster import PRELOAD
+
+from hybrid.config import ClusterSection, RunConfig
+from hybrid.secret import Secret
+from hybrid.topology import Role, RoleKind
+from workers.joining.alarm import FAILED
+from workers.launching.outcome import Cause, Outcome
+from workers.launching.role_processes import _role_main
+from workers.paths import log_path
+from workers.task import OwnTask
+
+SECONDS = 60.0
+WORKER = Role(RoleKind.WORKER, 0)
+STARTLESS = RunConfig(cluster=ClusterSection(interface="none0"))  # a role ends at once on it
+TASK = OwnTask("own:function")
+
+
+def _be_a_role(told: Connection, folder: Path, most_bytes: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk, but for the words
+    _role_main(WORKER, STARTLESS, folder, TASK, Secret.fresh(), told.fileno(), 0)
+
+
+def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[Outcome]]:
+    """Exit code of a role whose files take so many bytes, and what it tells the launcher."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=_be_a_role, args=(writer, folder, most_bytes))
+    process.start()
+    writer.close()
+    process.join(SECONDS)
+    return process.exitcode or 0, [reader.recv()] if reader.poll() else []
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 20, 0], ids=["there is room", "no room in its log"])
+def test_it_tells_its_error(most_bytes: int, tmp_path: Path) -> None:
+    log = log_path(tmp_path, WORKER)
+    log.parent.mkdir()
+    code, (told,) = ended_role(tmp_path, most_bytes)
+    assert (code, told.cause) == (FAILED, Cause.REFUSED)
+    assert told.message.startswith("cluster.interface = 'none0': this host has ")
+    assert ("Traceback" in log.read_text()) == bool(most_bytes)
+
+
+def test_it_says_that_it_can_have_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, (told,) = ended_role(tmp_path)
+    what_to_do = "make room there, or set run.folder to another place"
+    log = log_path(tmp_path, WORKER)
+    assert told.message == f"{log}: cannot be written: No such file or directory; {what_to_do}"
+    assert (code, told.cause) == (FAILED, Cause.REFUSED)
+    assert capfd.readouterr().err == ""
