@@ -72,7 +72,9 @@ class ClusterSection:
     )
     threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
     start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
-    rpc_timeout_seconds: float = option(60.0, "how long one call may take", above=0)
+    rpc_timeout_seconds: float = option(
+        60.0, "how long one call may take, and a run that is asked to stop to end its step and save", above=0
+    )
     step_timeout_seconds: float = option(
         60.0, "how long a worker waits for the gradients of all trainers", above=0
     )

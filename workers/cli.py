@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid import __version__
@@ -22,9 +22,11 @@ from hybrid.topology import MASTER, Role, RoleKind
 from workers.launching.imports import lasting_imports
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.launching.run_lock import run_lock
+from workers.launching.run_state import left_behind
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
 from workers.reporting.visible import visible
 from workers.search_path import search_here_last
+from workers.stopping import STOP_SIGNALS
 from workers.task import CompareTask, OwnTask, TrainTask
 from workers.torch_cache import choose_torch_cache
 
@@ -46,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.run(options, started_at)
     except HybridError as error:
         sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
-    except KeyboardInterrupt:
-        everywhere = "; every process has stopped" if options.command == "launch" else ""
-        print(f"{_name(options)}: interrupted{everywhere}", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"{_name(options)}: {visible(str(interrupt)) or 'interrupted'}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -67,9 +68,10 @@ def _interruptible() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     # What is ignored already, as SIGHUP is under nohup, stays so.
-    previous = {each: handler for each in signals if (handler := signal.getsignal(each)) != signal.SIG_IGN}
+    previous = {
+        each: handler for each in STOP_SIGNALS if (handler := signal.getsignal(each)) != signal.SIG_IGN
+    }
     for each in previous:
         signal.signal(each, interrupt)
     try:
@@ -215,11 +217,22 @@ def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
     return config, folder, False
 
 
+@contextmanager
+def _going_on_later(folder: Path, command: str) -> Iterator[None]:
+    """Have the interrupt of a run in here say what is saved of it, and how it goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        why = f": {interrupt}" if str(interrupt) else ""
+        raise KeyboardInterrupt(f"stopped{why}; {left_behind(folder, command)}") from interrupt
+
+
 def _launch(options: argparse.Namespace, started_at: float) -> None:
     from workers.launching.launch import launch
 
     config, folder, is_resumed = _wanted_run(options)
-    launch(config, folder, TrainTask(folder, is_resumed, started_at))
+    with _going_on_later(folder, options.command):
+        launch(config, folder, TrainTask(folder, is_resumed, started_at))
 
 
 def _compare(options: argparse.Namespace, started_at: float) -> None:
@@ -268,8 +281,12 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
     with lasting_imports():
         from workers.roles import run_role
 
-    with run_lock(folder) if role == MASTER else nullcontext():
-        run_role(role, config, TrainTask(folder, is_resumed, started_at), secret)
+    task = TrainTask(folder, is_resumed, started_at)
+    if role == MASTER:
+        with _going_on_later(folder, options.command), run_lock(folder):
+            run_role(role, config, task, secret)
+    else:
+        run_role(role, config, task, secret)
 
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from hybrid.checkpoint import Checkpoint
@@ -61,12 +62,15 @@ class DatasetSession(Session):
 
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
-        parts: list[Predictions] = []
+        parts = [part for of_all in self.evaluation(steps_before) for part in of_all]
+        return Predictions.join(parts).metrics()
+
+    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
+        """What all trainers predict of the test set, some steps after the other; see :meth:`evaluate`."""
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)
-            parts += self._on_trainers("evaluate", timeout, first, count, steps_before)
-        return Predictions.join(parts).metrics()
+            yield self._on_trainers("evaluate", timeout, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hybrid import errors, wire
@@ -20,8 +20,11 @@ class UnexpectedError(ClusterError):
     """A role answered a call with an exception that nobody has thought of."""
 
 
-def gather(calls: Sequence[wire.Pending]) -> list[Any]:
+def gather(calls: Sequence[wire.Pending], meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
     """The answers of calls under way, in their order; the first failure, whichever call has it.
+
+    Args:
+        meanwhile: called every now and then.
 
     Raises:
         RemoteError, LostError: as :meth:`hybrid.wire.Pending.wait`.
@@ -29,6 +32,7 @@ def gather(calls: Sequence[wire.Pending]) -> list[Any]:
     waiting = list(calls)
     while waiting:
         waiting[0].done(_POLL_SECONDS)
+        meanwhile()
         for call in [c for c in waiting if c.done()]:
             call.wait()
             waiting.remove(call)

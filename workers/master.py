@@ -44,6 +44,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
 
     Raises:
         HybridError: what went wrong first, in one line.
+        KeyboardInterrupt: it was asked to stop, and has.
     """
     torch.set_num_threads(config.cluster.threads)
     job = _make_job(config, task)
@@ -55,7 +56,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             join(MASTER, config, secret, bound) as cluster,
         ):
             try:
-                job.run(cluster.topology, data.result, view)
+                has_ended = job.run(cluster.topology, data.result, view)
             except (wire.RemoteError, wire.LostError, LostRoleError) as error:
                 cause = diagnose(cluster, error, job.doing)
                 announce_stop(cluster, str(cause))
@@ -65,6 +66,8 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
                 announce_stop(cluster, "interrupted" if interrupted else first_line(error))
                 raise
             announce_stop(cluster)
+    if not has_ended:
+        raise KeyboardInterrupt
 
 
 class _Job(Protocol):
@@ -72,11 +75,14 @@ class _Job(Protocol):
 
     doing: str
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Do it, on a cluster that is there.
 
         Args:
             data: gives the folder of the prepared data, once it is there.
+
+        Returns:
+            whether it has come to its end; else it was asked to stop.
         """
         ...
 

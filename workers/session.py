@@ -74,6 +74,7 @@ class Session:
         trainers: a stub for each.
         recorded: the steps of which every role records what it does, as the section [profile] says;
             counted from where the session starts or goes on.
+        meanwhile: called every now and then while trainers train or evaluate.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Session:
         ids_per_sample: Mapping[str, float] = MappingProxyType({}),
         data_folder: Path | None = None,
     ) -> None:
+        self.meanwhile: Callable[[], object] = lambda: None
         self._config = config
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
@@ -255,7 +257,7 @@ class Session:
     def _on_trainers(self, method: str, timeout_seconds: float, *args: Any) -> list[Any]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
-            answers: list[Any] = gather(calls)
+            answers: list[Any] = gather(calls, lambda: self.meanwhile())
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
             for host in self._everything_hosted:

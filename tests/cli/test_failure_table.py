@@ -9,7 +9,7 @@ import pytest
 from support.failure_plans import FILES, PLANS, STARVED_PLANS, plans_of
 from support.failure_table import CASES, ROW_TEST, TESTS, Case, describe
 
-WAYS = {"SIGKILL", "SIGTERM", "SIGSTOP", "ValueError", "MemoryError"}
+WAYS = {"SIGKILL", "SIGSTOP", "ValueError", "MemoryError"}
 PHASES = {"start", "step", "evaluation", "checkpoint", "shutdown"}
 ROLES = {"master", "trainer", "worker"}
 

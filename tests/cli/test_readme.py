@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.commands import ROOT, run
 from hybrid.config import RunConfig
 from hybrid.config_file import load_config
 from workers.cli import main
+from workers.stopping import STOP_SIGNALS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = dataclasses.asdict(RunConfig())
@@ -98,12 +100,17 @@ def test_its_role_script_starts_the_role_of_a_rank(
     variable: str, rank: int, role: str, tmp_path: Path
 ) -> None:
     command = tmp_path / "hybrid"
-    command.write_text('#!/bin/sh\necho "$@"\n')
+    command.write_text('#!/bin/sh\necho "$@"\nsed -n "s/SigIgn:[^0-9a-f]*//p" /proc/$$/status\n')
     command.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable: str(rank)}
     arguments = ["bash", "-c", block("bash"), "role.sh", "--set", "run.name=a b"]
     ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    assert ended.stdout == f"{role} --set run.name=a b\n"
+    started, ignored = ended.stdout.splitlines()
+    assert started == f"{role} --set run.name=a b"
+    for number in (
+        STOP_SIGNALS if rank else (signal.SIGTERM,)
+    ):  # a scheduler may send it to all: the master saves
+        assert bool(int(ignored, 16) >> number - 1 & 1) == bool(rank)
 
 
 def test_every_file_it_names_is_there() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,15 @@ from hybrid.checkpoint import DENSE_FILE, PROGRESS_FILE, Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.manifest import Files, Manifest, step_folder
+from hybrid.metrics import Predictions
 from workers.dataset_session import DatasetSession
 from workers.failure import gather
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
 from workers.reporting.terminal import Progress, TerminalView
+from workers.stopping import ASK_SIGNAL
 from workers.task import TrainTask
+from workers.trainer import Report
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -52,11 +56,15 @@ class View(TerminalView):
     def __init__(self, run: Path, last_step: int) -> None:
         super().__init__(Console(file=open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
         self.notes: list[str] = []
+        self.statuses: list[str] = []
         self._run = run
         self._last_step = last_step
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+    def status(self, text: str) -> None:
+        self.statuses.append(text)
 
     def progress(self, progress: Progress) -> None:
         if progress.step == self._last_step:
@@ -64,18 +72,44 @@ class View(TerminalView):
             raise InterruptedRunError
 
 
-@contextmanager
-def sessions_closed() -> Iterator[None]:
-    """Close what a run that does not come to its end has left on the cluster."""
-    made: list[DatasetSession] = []
+class Asking(DatasetSession):
+    """A session in the midst of which its run is asked to stop.
 
-    def make(*args: Any) -> DatasetSession:
-        made.append(DatasetSession(*args))
+    Attributes:
+        moment: while it trains or evaluates, and at or after which step.
+        calls: how many steps trainers were to take at a time.
+    """
+
+    moment = ("", 0)
+    calls: list[int]
+
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
+        self.calls.append(num_steps)
+        if self.moment[0] == "training" and steps_before <= self.moment[1] < steps_before + num_steps:
+            signal.raise_signal(ASK_SIGNAL)
+        return super().train(epoch, first_step, num_steps, steps_before)
+
+    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
+        if self.moment == ("evaluating", steps_before):
+            signal.raise_signal(ASK_SIGNAL)
+        yield from super().evaluation(steps_before)
+        if self.moment == ("done evaluating", steps_before):
+            signal.raise_signal(ASK_SIGNAL)
+
+
+@contextmanager
+def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
+    """Close what a run that does not come to its end has left on the cluster."""
+    made: list[Asking] = []
+
+    def make(*args: Any) -> Asking:
+        made.append(Asking(*args))
+        made[-1].moment, made[-1].calls = moment, []
         return made[-1]
 
     with patch("workers.jobs.training.DatasetSession", make):
         try:
-            yield
+            yield made
         except InterruptedRunError:
             made[-1].close()
 
@@ -85,10 +119,28 @@ def train(
 ) -> list[str]:
     """Train in a run folder, to the end or to a line of progress; the notes."""
     view = View(run, last_step)
-    with view, sessions_closed():
+    with view, sessions_closed(("", 0)):
         task = TrainTask(run, resume, time.time())
         Training(config, task).run(cluster.topology, lambda: prepare(config, cache), view)
     return view.notes
+
+
+def stop(cluster: Cluster, cache: Path, run: Path, moment: tuple[str, int]) -> tuple[bool, list[str]]:
+    """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
+    view = View(run, 0)
+    signal.signal(ASK_SIGNAL, signal.default_int_handler)
+    with view, sessions_closed(moment):
+        training = Training(CONFIG, TrainTask(run, False, time.time()))
+        return training.run(cluster.topology, lambda: prepare(CONFIG, cache), view), view.statuses
+
+
+def calls_of(cluster: Cluster, cache: Path, run: Path, seconds: float) -> list[int]:
+    """Train where a call of the trainers is to take so long; the steps of each call."""
+    view = View(run, 0)
+    with view, sessions_closed(("", 0)) as sessions, patch("workers.jobs.training._CALL_SECONDS", seconds):
+        training = Training(CONFIG, TrainTask(run, False, time.time()))
+        assert training.run(cluster.topology, lambda: prepare(CONFIG, cache), view)
+        return sessions[0].calls
 
 
 def lines(run: Path) -> list[dict[str, Any]]:
@@ -137,7 +189,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert manifest.step_of(manifest.stored(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
-    assert cluster.run(train, CONFIG, cache, run, resume=True) == []
+    said = [f"going on from step {CUT}: {step_folder(run, CUT)}"]
+    assert cluster.run(train, CONFIG, cache, run, resume=True) == said
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     assert not list(run.glob("checkpoints/*.partial"))
@@ -148,6 +201,57 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     for key in ("auc", "steps", "skipped_steps"):
         assert results[0][key] == results[1][key]
+
+
+@pytest.mark.parametrize(
+    ("moment", "step"),
+    [
+        (("training", 6), 8),  # where a checkpoint is due
+        (("training", 13), 15),
+        (("training", 8), 9),  # where an evaluation is due
+        (("evaluating", 18), 18),
+        (("done evaluating", 18), 18),
+        (("evaluating", TOTAL), TOTAL),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
+    moment: tuple[str, int], step: int, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    run, cluster = tmp_path / "run", clusters.get(2, 2)
+    has_ended, statuses = cluster.run(stop, cache, run, moment)
+    assert not has_ended
+    assert statuses[-1] == f"saving step {step}; again to stop at once"
+    assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
+    assert manifest.step_of(manifest.stored(run)[0]) == step
+    assert not (run / "result.json").exists()
+    said = [f"going on from step {step}: {step_folder(run, step)}"]
+    assert cluster.run(train, CONFIG, cache, run, resume=True) == said
+    assert lines(run) == lines(whole)
+    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
+    results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
+    assert results[0]["auc"] == results[1]["auc"]
+    kept = {manifest.step_of(folder) for folder in manifest.stored(whole)}
+    assert {manifest.step_of(folder) for folder in manifest.stored(run)} == {*kept, step}
+    if step < TOTAL:
+        bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
+        assert bests[0] == bests[1]
+
+
+def test_how_many_steps_trainers_take_at_a_time_means_nothing(
+    whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    assert clusters.get(2, 2).run(calls_of, cache, tmp_path / "run", 1e-9) == [1] * TOTAL
+    assert lines(tmp_path / "run") == lines(whole)
+    assert checksums(step_folder(tmp_path / "run", TOTAL)) == checksums(step_folder(whole, TOTAL))
+
+
+def test_a_run_without_a_checkpoint_begins_again_and_says_so(
+    clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    config = small_config(train={"max_steps": 2, "batch_size": 128})
+    (note,) = clusters.get(2, 2).run(train, config, cache, tmp_path, resume=True)
+    assert note == f"{tmp_path} has no checkpoint: starting from the beginning"
 
 
 def test_an_altered_checkpoint_is_said_and_the_one_before_is_taken(
@@ -161,7 +265,7 @@ def test_an_altered_checkpoint_is_said_and_the_one_before_is_taken(
     (run / "result.json").unlink()
     altered = step_folder(run, 28) / "dense.safetensors"
     flip_a_bit(altered)
-    (note,) = clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
+    note, _ = clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True)
     assert note.startswith(f"{altered}: missing or altered since the checkpoint was written; step-000000")
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, 28)) == checksums(step_folder(whole, 28))
@@ -174,7 +278,8 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_ends(
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (run / "result.json").unlink()
-    assert clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True) == []
+    said = [f"going on from step {TOTAL}: {step_folder(run, TOTAL)}"]
+    assert clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True) == said
     assert lines(run) == lines(whole)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     assert results[0]["auc"] == results[1]["auc"]

@@ -12,7 +12,6 @@ ROLES = ("master", "trainer", "worker")
 # How, and the test file that brings it about.
 FILES = {
     "SIGKILL": "cli/test_killed_roles.py",
-    "SIGTERM": "cli/test_killed_roles.py",
     "SIGSTOP": "cli/test_frozen_roles.py",
     "ValueError": "cli/test_raising_roles.py",
     "MemoryError": "cli/test_raising_roles.py",
@@ -24,7 +23,7 @@ HEARTBEAT_SECONDS = 2
 
 # With one trainer and one worker only, nobody would wait for another of his kind.
 _INDICES = {"start": 0, "step": 1, "evaluation": 0, "checkpoint": 1, "shutdown": 1}
-_SIGNALS = {"SIGKILL": "SIGKILL", "SIGTERM": "SIGTERM", STARVED: "SIGKILL, probably since memory ran out"}
+_SIGNALS = {"SIGKILL": "SIGKILL", STARVED: "SIGKILL, probably since memory ran out"}
 _DOING = {
     "start": r"at (start|step 0)",
     "step": r"at step 2",

@@ -32,6 +32,7 @@ class Case:
 
 
 _FAILURES = "cli/test_cli_failures.py"
+_STOPPING = "cli/test_cli_stopping.py"
 CASES = [
     Case(
         "`launch` is killed",
@@ -40,9 +41,40 @@ CASES = [
         f"{_FAILURES}::test_nothing_outlives_a_launcher_that_was_killed",
     ),
     Case(
-        "Ctrl-C, SIGTERM or SIGHUP to `launch`",
-        "every process ends, exit code 130; `launch --resume RUN` goes on",
-        f"{_FAILURES}::test_a_signal_stops_everything",
+        "Ctrl-C, SIGTERM or SIGHUP to `launch`, or to all of its processes at once",
+        "the step under way is finished and a checkpoint written, every process ends, exit code 130, and the "
+        "command that goes on is printed",
+        f"{_STOPPING}::test_a_signal_saves_and_stops_everything",
+    ),
+    Case(
+        "the same, to a master that was started by hand",
+        "the same; the other roles end in peace",
+        f"{_STOPPING}::test_the_master_by_hand_saves_and_stops_all",
+    ),
+    Case(
+        "the same for the second time, or step and checkpoint take longer than `cluster.rpc_timeout_seconds`",
+        "every process ends at once, exit code 130; what the newest checkpoint does not hold is lost",
+        f"{_STOPPING}::test_a_step_that_does_not_end",
+    ),
+    Case(
+        "the same, and then a role fails",
+        "`launch` ends with its failure and exit code 1; it starts nothing again",
+        f"{_STOPPING}::test_a_step_that_does_not_end",
+    ),
+    Case(
+        "the same before the first step",
+        "every process ends at once, exit code 130; nothing is saved",
+        f"{_STOPPING}::test_before_the_first_step_it_ends_at_once",
+    ),
+    Case(
+        "Ctrl-C, SIGTERM or SIGHUP to `compare` or `run`",
+        "every process ends at once, exit code 130: there is nothing to save",
+        f"{_STOPPING}::test_a_comparison_has_nothing_to_save",
+    ),
+    Case(
+        "SIGTERM or SIGHUP to a role under `launch` alone",
+        "nothing: the launcher decides",
+        "unit/test_fork_server.py::test_signals_that_stop_a_launch_are_not_for_its_processes",
     ),
     Case(
         "an exception before the first step",
@@ -95,7 +127,7 @@ CASES = [
         f"{_FAILURES}::test_roles_by_hand_hear_who_was_killed",
     ),
     Case(
-        "roles by hand: the master is killed or stopped",
+        "roles by hand: the master is killed",
         "the others end and say so",
         f"{_FAILURES}::test_roles_by_hand_stop_with_their_master",
     ),
@@ -161,7 +193,6 @@ class Way:
 # As support.failure_runs has measured them.
 WAYS = [
     Way("SIGKILL", "worker 0 (pid N) was killed by SIGKILL; see LOG; ...", 0.0, 0.5),
-    Way("SIGTERM", "worker 0 (pid N) was killed by SIGTERM; see LOG; ...", 0.1, 0.4),
     Way("SIGSTOP", "worker 0 (host H, pid N) is frozen: no sign of life for 10 s ...", 0.3, 0.7),
     Way("ValueError", "worker 0: ValueError: ...", 0.1, 0.5),
     Way("MemoryError", "worker 0: MemoryError: ...", 0.1, 0.5),
@@ -179,7 +210,7 @@ last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sec
 [cluster] of the [configuration](config.md) say how much may be lost, and how often in a row a run is
 started again without a new checkpoint in between.
 
-SIGKILL, SIGTERM, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory
+SIGKILL, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory
 are the same to the launcher: a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP)
 is silent; the master notices, and the other roles notice a silent master.
 

@@ -23,6 +23,7 @@ from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause
 from workers.launching.role_processes import RoleProcesses
+from workers.stopping import STOP_SIGNALS
 from workers.task import TrainTask
 
 SECONDS = forked.SECONDS
@@ -109,6 +110,16 @@ def test_a_signal_ends_a_process_whatever_it_does(server: ForkServer, target: Ca
     server.signal("one", signal.SIGKILL)
     assert server.event(SECONDS) == Ended("one", -signal.SIGKILL)
     server.signal("one", signal.SIGKILL)  # to nobody
+
+
+def test_signals_that_stop_a_launch_are_not_for_its_processes(server: ForkServer) -> None:
+    server.start("one", forked.pause, (), [])
+    process = started(server, "one")
+    for each in (process, psutil.Process(process.ppid())):
+        for number in STOP_SIGNALS:  # as a terminal or a scheduler sends them to all at once
+            each.send_signal(number)
+    assert server.event(0.1) is None
+    assert process.is_running()
 
 
 def test_nothing_happens_for_a_while(server: ForkServer) -> None:

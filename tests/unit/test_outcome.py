@@ -40,7 +40,9 @@ def test_an_end_in_peace_is_no_failure() -> None:
 
 def test_what_a_role_says_of_itself_counts() -> None:
     outcome = Outcome("it is out of cheese", Cause.EXCEPTION)
-    assert ended_child(1, told=outcome).failure == outcome
+    child = ended_child(1, told=outcome)
+    assert (child.failure, child.has_told) == (outcome, True)
+    assert not ended_child(1).has_told
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,14 @@ def test_an_abort_for_want_of_memory_is_told_by_its_log(tmp_path: Path) -> None:
 
 
 def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
-    causes = [Cause.SILENT, Cause.ECHO, Cause.LOST, Cause.EXCEPTION, Cause.KILLED, Cause.KILLED]
+    causes = [
+        *(Cause.SILENT, Cause.ECHO, Cause.LOST, Cause.EXCEPTION, Cause.KILLED, Cause.KILLED),
+        Cause.STOPPED,
+    ]
     outcomes = [Outcome(cause.value, cause, at) for at, cause in enumerate(causes)]
     ordered = [(o.cause, o.at) for o in sorted(outcomes, key=lambda outcome: outcome.order)]
     assert ordered == [
-        *((Cause.KILLED, 4), (Cause.KILLED, 5), (Cause.LOST, 2), (Cause.EXCEPTION, 3)),
+        *((Cause.KILLED, 4), (Cause.KILLED, 5), (Cause.STOPPED, 6), (Cause.LOST, 2), (Cause.EXCEPTION, 3)),
         *((Cause.ECHO, 1), (Cause.SILENT, 0)),
     ]
 

@@ -182,6 +182,19 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
     assert _scalars(path)["train/loss"] == expected
 
 
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_an_evaluation_that_is_owed_is_not_logged_twice(tmp_path: Path, is_evaluated: bool) -> None:
+    path = tmp_path / "run"
+    metrics = Metrics(0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 10)
+    with RunFolder.create(path, CONFIG) as folder:
+        for step in (10, 20):
+            folder.log_progress(_progress(step))
+            folder.log_evaluation(step, metrics)
+    RunFolder.reopen(path, CONFIG, 20, is_evaluated).close()
+    logged = [("train", 10), ("test", 10), ("train", 20), *([("test", 20)] if is_evaluated else [])]
+    assert [(record["kind"], record["step"]) for record in _records(path)] == logged
+
+
 @pytest.mark.parametrize("left", [[], ["config.toml"], ["config.toml", "versions.json"]], ids=len)
 def test_a_run_that_was_killed_before_its_first_line_begins_again(tmp_path: Path, left: list[str]) -> None:
     path = tmp_path / "run"

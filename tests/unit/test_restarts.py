@@ -13,6 +13,8 @@ import pytest
 from hybrid.errors import ClusterError
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import FILE_NAME, Restarts
+from workers.launching.run_state import left_behind
+from workers.paths import own_command
 
 KILLED = Outcome("worker 0 was killed", Cause.KILLED)
 
@@ -131,6 +133,19 @@ def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
     assert line == f"nothing is lost, starting from the beginning; {tmp_path / FILE_NAME}: {rule}"
     restarts.after(KILLED)
     assert len((tmp_path / FILE_NAME).read_text().splitlines()) == 1
+
+
+def test_what_a_stopped_run_leaves_and_how_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "my run"
+    again = f"to go on: {own_command()} launch --resume '{run}'"
+    assert left_behind(run, "launch") == "nothing is saved"
+    run.mkdir()
+    log_steps(run, 5)
+    assert left_behind(run, "launch") == "nothing is saved; steps 0 to 4 are lost"
+    write_checkpoint(run, 4)
+    assert left_behind(run, "launch") == f"step 4 is saved; steps 4 to 4 are lost; {again}"
+    write_checkpoint(run, 6)
+    assert left_behind(run, "launch") == f"step 6 is saved; {again}"
 
 
 def test_restarts_are_on_record(tmp_path: Path) -> None:

@@ -337,6 +337,41 @@ def test_the_last_one_is_not_written_again(start: Start) -> None:
     assert run.role.held == [10]
 
 
+def progress_of(run: Run, step: int) -> dict[str, Any]:
+    return Checkpoint.open(step_folder(run.folder.path, step)).manifest.progress
+
+
+@pytest.mark.parametrize("owes_evaluation", [True, False])
+def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owes_evaluation: bool) -> None:
+    run = start()
+    run.at(2, 0.8)
+    run.checkpoints.write_stop(moment(15, 0.9)._replace(owes_evaluation=owes_evaluation))
+    assert run.stored == [2, 15]
+    assert progress_of(run, 15)["best"] == ["auc", 0.8, 2]  # 0.9 is of some step before
+    assert progress_of(run, 15)["owes_evaluation"] == owes_evaluation
+
+
+def test_one_that_was_stopped_at_may_become_the_best(start: Start) -> None:
+    run = start(keep_last=1)
+    run.at(2, 0.8)
+    run.checkpoints.write_stop(moment(20)._replace(owes_evaluation=True))
+    again = start(progress_of(run, 20), keep_last=1)
+    again.at(20, 0.9)
+    again.at(30)
+    assert (again.said, again.stored) == ([], [20, 30])
+    assert progress_of(again, 30)["best"] == ["auc", 0.9, 20]
+
+
+def test_that_of_a_stop_must_be_written(start: Start) -> None:
+    run = start()
+    run.role.has_room = False
+    message = (
+        "^cannot write rows: No space left on device; the run was asked to stop, and nothing of it is saved$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        run.checkpoints.write_stop(moment(15))
+
+
 def test_what_is_no_matter_of_the_disk_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
 

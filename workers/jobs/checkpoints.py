@@ -20,6 +20,7 @@ from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
 from workers.reporting.report import RunFolder
 
+OWES_EVALUATION = "owes_evaluation"
 _LOWER_IS_BETTER = ("log_loss",)
 
 
@@ -44,12 +45,14 @@ class Moment(NamedTuple):
         step, epoch: how many of each are done.
         metrics: of the last evaluation, if there was one.
         tally: what the run has counted so far.
+        owes_evaluation: whether one of this step is due, and not done yet.
     """
 
     step: int
     epoch: int
     metrics: Metrics | None
     tally: Tally
+    owes_evaluation: bool = False
 
 
 class _Written(NamedTuple):
@@ -133,7 +136,10 @@ class Checkpoints:
             self.finish()
             self._begun_at = time.monotonic()
             best = self._better(now, self._best) if is_evaluated else self._best
-            self._begin(now, best, start, in_background=True)
+            if self._is_there(now):  # the run had stopped before its evaluation
+                self._best = best
+            else:
+                self._begin(now, best, start, in_background=True)
 
     def poll(self) -> None:
         """Finish the one under way if it is written; called between the steps of a run."""
@@ -155,21 +161,33 @@ class Checkpoints:
         Raises:
             CheckpointError: it cannot be written; says where the run's last checkpoint is.
         """
+        self._write_now(now, True, "the run is at its end")
+
+    def write_stop(self, now: Moment) -> None:
+        """The same, for a run that was asked to stop."""
+        self._write_now(now, False, "the run was asked to stop")
+
+    def _write_now(self, now: Moment, is_evaluated: bool, why: str) -> None:
         self.finish()
-        if manifest.step_folder(self._run.path, now.step) in manifest.stored(self._run.path):
+        if self._is_there(now):
             return
-        self._begin(now, self._better(now, self._best), time.perf_counter(), in_background=False)
+        best = self._better(now, self._best) if is_evaluated else self._best
+        self._begin(now, best, time.perf_counter(), in_background=False)
         try:
             self._end()
         except CheckpointError as error:
             before = manifest.stored(self._run.path)
             left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
-            raise CheckpointError(f"{error}; the run is at its end, and {left}") from error
+            raise CheckpointError(f"{error}; {why}, and {left}") from error
+
+    def _is_there(self, now: Moment) -> bool:
+        return manifest.step_folder(self._run.path, now.step) in manifest.stored(self._run.path)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
         packed = now.tally.pack()
-        progress = packed._replace(values={**packed.values, BEST: best})
+        more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
+        progress = packed._replace(values={**packed.values, **more})
         folder = manifest.step_folder(self._run.path, now.step)
         saving = self._saver.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()

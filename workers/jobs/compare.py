@@ -47,7 +47,7 @@ class Comparison:
         self._steps = steps
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Train on the cluster, then here, and print what differs.
 
         Raises:
@@ -79,6 +79,7 @@ class Comparison:
             f"{same} of {len(found)} tensors are the same bit for bit",
         )
         self._judge(found)
+        return True
 
     def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
         spec = PreparedDataset.open(data_folder, "train").input_spec

@@ -24,7 +24,8 @@ class OwnJob:
         self._config = config
         self._function = load_function("FUNCTION", function)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Call it; the run ends when it returns."""
         view.close()
         self._function(topology, self._config)
+        return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -24,35 +23,37 @@ class Interval:
 
     Attributes:
         seconds: that trainers took for them.
-        reports: of each trainer, for all of these steps. After a resume with another number of trainers,
-            only the first ones have taken all.
+        parts: what each trainer has reported, one call after the other. After a resume with another number
+            of trainers, only the first ones have taken all of these steps.
         staleness: of the updates of tables; None where it is zero by design.
     """
 
     seconds: float = 0.0
-    reports: list[Report] = field(default_factory=list)
+    parts: list[list[Report]] = field(default_factory=list)
     staleness: Staleness | None = None
 
     def add(self, reports: Sequence[Report], seconds: float, staleness: Staleness | None) -> None:
         """Count some further steps."""
         self.seconds += seconds
-        pairs = zip_longest(self.reports, reports)
-        self.reports = [_joined(before, after) for before, after in pairs]
+        self.parts += [[] for _ in reports[len(self.parts) :]]
+        for parts, report in zip(self.parts, reports, strict=False):
+            parts.append(report)
         if staleness is not None:
             self.staleness = staleness + (self.staleness or Staleness())
 
     @property
     def num_steps(self) -> int:
-        return len(self.reports[0].losses)
+        return sum(len(report.losses) for report in self.parts[0])
 
     @property
     def num_samples(self) -> int:
-        return sum(len(report.labels) for report in self.reports)
+        return sum(len(report.labels) for parts in self.parts for report in parts)
 
     @property
     def loss(self) -> float:
         """Mean over the steps."""
-        return sum(sum(report.losses) for report in self.reports) / self.num_steps
+        losses = (sum(loss for report in parts for loss in report.losses) for parts in self.parts)
+        return sum(losses) / self.num_steps
 
     @property
     def auc(self) -> float:
@@ -63,21 +64,23 @@ class Interval:
     @property
     def phase_seconds(self) -> dict[str, float]:
         """Mean over the trainers."""
-        return {p: sum(r.phase_seconds[p] for r in self.reports) / len(self.reports) for p in PHASES}
+        reports = [report for parts in self.parts for report in parts]
+        return {p: sum(r.phase_seconds[p] for r in reports) / len(self.parts) for p in PHASES}
+
+    @property
+    def reports(self) -> list[Report]:
+        """Of each trainer, for all of these steps."""
+        return [_joined(parts) for parts in self.parts]
 
 
-def _joined(before: Report | None, after: Report | None) -> Report:
-    """One trainer's reports of steps before and after as one; it may have only one of them."""
-    if before is None or after is None:
-        only = before or after
-        assert only is not None
-        return only
+def _joined(parts: Sequence[Report]) -> Report:
+    """One trainer's reports of some steps after the other, as one."""
     return Report(
-        before.losses + after.losses,
-        torch.cat([before.logits, after.logits]),
-        torch.cat([before.labels, after.labels]),
-        {phase: before.phase_seconds[phase] + after.phase_seconds[phase] for phase in PHASES},
-        before.skipped_steps + after.skipped_steps,
+        [loss for part in parts for loss in part.losses],
+        torch.cat([part.logits for part in parts]),
+        torch.cat([part.labels for part in parts]),
+        {phase: sum(part.phase_seconds[phase] for part in parts) for phase in PHASES},
+        sum(part.skipped_steps for part in parts),
     )
 
 
@@ -107,18 +110,18 @@ class Tally:
     def pack(self) -> Progress:
         """It as a checkpoint holds it."""
         interval = self.interval
-        staleness = interval.staleness
+        reports, staleness = interval.reports, interval.staleness
         values = {
             "samples": self.samples,
             "seconds": self.seconds,
             "skipped_steps": self.skipped_steps,
             "interval_seconds": interval.seconds,
             "interval_staleness": staleness and [staleness.count, staleness.total, staleness.largest],
-            "interval_skipped_steps": [report.skipped_steps for report in interval.reports],
-            "interval_phase_seconds": [report.phase_seconds for report in interval.reports],
+            "interval_skipped_steps": [report.skipped_steps for report in reports],
+            "interval_phase_seconds": [report.phase_seconds for report in reports],
         }
         tensors: dict[str, Tensor] = {}
-        for index, report in enumerate(interval.reports):
+        for index, report in enumerate(reports):
             tensors[f"losses.{index}"] = torch.tensor(report.losses, dtype=torch.float64)
             tensors[f"logits.{index}"] = report.logits
             tensors[f"labels.{index}"] = report.labels
@@ -152,5 +155,6 @@ class Tally:
             for i in range(len(skipped))
         ]
         staleness = values["interval_staleness"]
-        interval = Interval(values["interval_seconds"], reports, staleness and Staleness(*staleness))
+        parts = [[report] for report in reports]
+        interval = Interval(values["interval_seconds"], parts, staleness and Staleness(*staleness))
         return cls(values["samples"], values["seconds"], values["skipped_steps"], interval)

@@ -11,19 +11,23 @@ from hybrid import manifest
 from hybrid.checkpoint import PROGRESS_FILE, Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
-from hybrid.metrics import Metrics
+from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.dataset_session import DatasetSession
-from workers.jobs.checkpoints import Checkpoints, Moment
+from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
 from workers.paths import RESULT_FILE, own_command
 from workers.reporting.data_notes import data_notes
 from workers.reporting.report import RunFolder
 from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
+from workers.stopping import Stop
 from workers.task import TrainTask
 from workers.trainer import Report
 
 _SPANS_SHOWN = 6  # of a profile, at the end of a run
+# About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
+_CALL_SECONDS = 1.0
+_AGAIN = "; again to stop at once"
 
 
 class Training:
@@ -48,9 +52,12 @@ class Training:
         self._metrics: Metrics | None = None  # of the last evaluation
         self._tally = Tally()
         self._profile: ProfileSummary | None = None
+        self._owes_evaluation = False
+        self._seconds_per_step = _CALL_SECONDS
+        self._stop = Stop(config.cluster.rpc_timeout_seconds)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> None:
-        """Train, evaluate, write checkpoints and the report."""
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+        """Train, evaluate, write checkpoints and the report; whether the run has come to its end."""
         session = DatasetSession(topology, self._config, data())
         train = self._config.train
         for report in session.reports:
@@ -58,13 +65,17 @@ class Training:
                 view.note(line)
         progress = self._go_on(session, view)
         more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
-        with self._open_folder() as self._folder:
+        with self._open_folder() as self._folder, self._stop.listening():
             section = self._config.checkpoint
             self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
             self._train(session, view)
+            if self._step < session.total_steps or self._owes_evaluation:
+                self._save_for_later(session, view)
+                return False
             # Killed between its last checkpoint and its end, it has no step to take.
             metrics = self._metrics or session.evaluate(self._step)
             self._finish(session, metrics, view, f"--set {session.limit}={more}")
+        return True
 
     def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
         """Load the newest good checkpoint, if the run has one; what it says of the run's progress.
@@ -73,7 +84,10 @@ class Training:
             CheckpointError: there are checkpoints, and none is good.
             ConfigError: the run has come to its end already.
         """
-        if not (self._is_resumed and manifest.stored(self._path)):
+        if not self._is_resumed:
+            return {}
+        if not manifest.stored(self._path):
+            view.note(f"{self._path} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
@@ -87,6 +101,8 @@ class Training:
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
+        self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
+        view.note(f"going on from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
             self._metrics = Metrics(**checkpoint.manifest.metrics)  # type: ignore[arg-type]  # out of JSON
         return progress
@@ -95,39 +111,62 @@ class Training:
         if not self._is_resumed:
             return RunFolder.create(self._path, self._config)
         manifest.drop_later(self._path, self._step)
-        return RunFolder.reopen(self._path, self._config, self._step)
+        return RunFolder.reopen(self._path, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
-        per_epoch, total = session.steps_per_epoch, session.total_steps
-        while self._step < total:
-            self.doing = f"at step {self._step}"
-            epoch, within = divmod(self._step, per_epoch)
-            count = self._steps_to_next_stop(within, per_epoch, total)
-            start = time.perf_counter()
-            reports = session.train(epoch, within, count, self._step)
-            seconds = time.perf_counter() - start
-            if math.isnan(self._seconds_to_first_step):
-                self._seconds_to_first_step = time.time() - self._started_at
-            self._note_skipped(reports, count, view)
-            self._step += count
-            self._tally.add(
-                reports, seconds, None if self._config.train.update == "sync" else session.take_staleness()
-            )
-            self._checkpoints.poll()
-            epoch_ends = within + count == per_epoch
-            is_evaluated = self._is_evaluation_due(epoch_ends, total)
-            if is_evaluated or epoch_ends or self._is_line_due():
-                self._log(epoch, total, view)
-            if self._profile is None and session.recorded and self._step >= session.recorded.stop:
-                self._profile = self._take_profile(session)
-            if is_evaluated:
-                self._metrics = self._evaluate(session, view)
-            if self._step < total:
+        """Take every step, or as many as there is time for until the run is asked to stop."""
+        while (self._step < session.total_steps or self._owes_evaluation) and not self._stop.is_asked:
+            if not self._owes_evaluation:
+                self._take_steps(session, view)
+            is_evaluated = self._owes_evaluation and self._evaluate(session, view)
+            if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+
+    def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
+        per_epoch, total = session.steps_per_epoch, session.total_steps
+        self.doing = f"at step {self._step}"
+        epoch, within = divmod(self._step, per_epoch)
+        count = self._steps_to_next_stop(within, per_epoch, total)
+        self._tell_of_stop(session, view, self._step + count)
+        start = time.perf_counter()
+        reports = session.train(epoch, within, count, self._step)
+        seconds = time.perf_counter() - start
+        self._seconds_per_step = seconds / count
+        if math.isnan(self._seconds_to_first_step):
+            self._seconds_to_first_step = time.time() - self._started_at
+        self._note_skipped(reports, count, view)
+        self._step += count
+        self._tally.add(
+            reports, seconds, None if self._config.train.update == "sync" else session.take_staleness()
+        )
+        self._checkpoints.poll()
+        epoch_ends = within + count == per_epoch
+        self._owes_evaluation = self._is_evaluation_due(epoch_ends, total)
+        if self._owes_evaluation or epoch_ends or self._is_line_due():
+            self._log(epoch, total, view)
+        if self._profile is None and session.recorded and self._step >= session.recorded.stop:
+            self._profile = self._take_profile(session)
+
+    def _tell_of_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
+        """Have the screen say, as soon as the run is asked to stop, that it will after ``step``."""
+
+        def tell() -> None:
+            if self._stop.is_asked:
+                view.status(f"stopping after step {step}{_AGAIN}")
+                session.meanwhile = lambda: None
+
+        session.meanwhile = tell
+
+    def _save_for_later(self, session: DatasetSession, view: TerminalView) -> None:
+        """Leave a run that was asked to stop so that it can go on."""
+        self.doing = "while writing the checkpoint"
+        view.status(f"saving step {self._step}{_AGAIN}")
+        self._checkpoints.write_stop(self._moment(session))
+        session.close()
 
     def _moment(self, session: DatasetSession) -> Moment:
         epochs_done = self._step // session.steps_per_epoch
-        return Moment(self._step, epochs_done, self._metrics, self._tally)
+        return Moment(self._step, epochs_done, self._metrics, self._tally, self._owes_evaluation)
 
     def _take_profile(self, session: DatasetSession) -> ProfileSummary:
         profile = session.take_profile()
@@ -143,7 +182,7 @@ class Training:
             )
 
     def _steps_to_next_stop(self, within: int, per_epoch: int, total: int) -> int:
-        """Steps until something is to be logged, evaluated or saved, or the epoch or the run ends."""
+        """Steps until something is to be logged, evaluated, saved or heard, or the epoch or the run ends."""
         train = self._config.train
         if math.isnan(self._seconds_to_first_step):
             return 1  # shows at once that the run is alive
@@ -151,6 +190,7 @@ class Training:
             train.log_every_steps - self._step % train.log_every_steps,
             per_epoch - within,
             total - self._step,
+            max(1, int(_CALL_SECONDS / self._seconds_per_step)),
             self._checkpoints.steps_to_next(self._step),
         ]
         if train.eval_every_steps:
@@ -181,13 +221,21 @@ class Training:
         self._folder.log_progress(progress)
         view.progress(progress)
 
-    def _evaluate(self, session: DatasetSession, view: TerminalView) -> Metrics:
+    def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
+        """Evaluate, unless the run is asked to stop meanwhile; whether it is done."""
         self.doing = f"while evaluating after step {self._step}"
         view.status("evaluating")
-        metrics = session.evaluate(self._step)
-        self._folder.log_evaluation(self._step, metrics)
-        view.evaluation(self._step, metrics)
-        return metrics
+        self._tell_of_stop(session, view, self._step)
+        parts: list[Predictions] = []
+        for of_all in session.evaluation(self._step):
+            if self._stop.is_asked:
+                return False
+            parts += of_all
+        self._owes_evaluation = False
+        self._metrics = Predictions.join(parts).metrics()
+        self._folder.log_evaluation(self._step, self._metrics)
+        view.evaluation(self._step, self._metrics)
+        return True
 
     def _finish(self, session: DatasetSession, metrics: Metrics, view: TerminalView, more: str) -> None:
         self.doing = "while writing the checkpoint"

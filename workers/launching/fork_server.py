@@ -35,6 +35,7 @@ import psutil
 
 from hybrid.errors import ClusterError
 from workers.launching.forking import MARKER, Answer, Broken, Ended, Started
+from workers.stopping import STOP_SIGNALS
 
 _END_SECONDS = 2.0
 _ANSWER_SECONDS = 30.0
@@ -72,14 +73,14 @@ class ForkServer:
             f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.forking import serve; "
             f"serve({theirs.fileno()}, {os.getpid()})"
         )
-        # Ctrl-C is not meant for it: blocked until it has said so itself.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # Ctrl-C and the like are not meant for it: blocked until it has said so itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             return subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def __enter__(self) -> Self:
         return self

@@ -19,6 +19,7 @@ from hybrid.errors import ConfigError
 from workers.joining.listener import listen
 from workers.launching.imports import lasting_imports
 from workers.launching.namespace import enter_network_namespace
+from workers.stopping import ASK_SIGNAL, STOP_SIGNALS
 
 MARKER = b"."  # ancillary data needs a byte to travel with
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -76,8 +77,11 @@ def serve(descriptor: int, launcher: int) -> None:
         launcher: its pid.
     """
     end_with_parent(launcher)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    # A terminal or a scheduler may send them to every process: the launcher decides what they mean.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_SIGNAL])  # until the master is ready for it
     server = _Server(socket.socket(fileno=descriptor))
     with suppress(EOFError):  # the launcher is done
         while True:

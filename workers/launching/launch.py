@@ -11,8 +11,10 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 
@@ -23,12 +25,14 @@ from hybrid.secret import Secret
 from hybrid.topology import MASTER
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
-from workers.launching.outcome import Outcome
+from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
 from workers.launching.run_lock import run_lock
+from workers.launching.run_state import left_behind
 from workers.paths import log_path, writing
 from workers.reporting.visible import visible
+from workers.stopping import Stop
 from workers.task import Task, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
@@ -48,52 +52,94 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
         ClusterError: a role failed; the message is the first cause.
         KeyboardInterrupt: the user or the system asked to stop.
     """
-    with ExitStack() as stack:
-        stack.callback(Console().show_cursor)  # a master that was killed could not
+    with _Screen() as screen, ExitStack() as stack:
         lock = stack.enter_context(run_lock(folder))
         logs = log_path(folder, MASTER).parent
         with writing(logs):
             make_folder(logs)
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(_server(config.cluster))
-        while (failure := _run(server, config, folder, task, lock)) is not None:
+        server = stack.enter_context(_server(config.cluster, screen))
+        while True:
+            roles = RoleProcesses(server, config, folder)
+            failure = _run(server, roles, config, task, lock, screen)
+            if failure is None:
+                return
             if not isinstance(task, TrainTask):
                 raise ClusterError(failure.message)
             if restarts.is_finished():
-                _say(f"{failure.message}; the run had finished, nothing is lost")
+                screen.say(f"{failure.message}; the run had finished, nothing is lost")
                 return
-            _say(restarts.after(failure))
+            if failure.cause is Cause.STOPPED:
+                raise KeyboardInterrupt(failure.message)
+            if roles.is_asked:
+                left = left_behind(folder, "launch")
+                raise ClusterError(f"{failure.message}; the run was asked to stop; {left}")
+            screen.say(restarts.after(failure))
             task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
-                server = stack.enter_context(_server(config.cluster))
+                server = stack.enter_context(_server(config.cluster, screen))
 
 
 @contextmanager
-def _server(section: ClusterSection) -> Iterator[ForkServer]:
+def _server(section: ClusterSection, screen: _Screen) -> Iterator[ForkServer]:
     """The server that forks the roles, in a network of their own where that can be."""
     with ForkServer(_PRELOAD) as server:
         if namespace.is_wanted(section):
             try:
                 server.isolate()
             except OSError as error:
-                _say(namespace.what_is_open(error))
+                screen.say(namespace.what_is_open(error))
         yield server
 
 
-def _run(server: ForkServer, config: RunConfig, folder: Path, task: Task, lock: int) -> Outcome | None:
+def _run(
+    server: ForkServer, roles: RoleProcesses, config: RunConfig, task: Task, lock: int, screen: _Screen
+) -> Outcome | None:
     """One start of a cluster, from its first process to the end of its last; the first failure."""
-    roles = RoleProcesses(server, config, folder)
     section = config.cluster
     with server.listen(section.master_address, section.master_port) as listener:  # the master gets its own
         secret = Secret.find(config.cluster.secret_file) or Secret.fresh()
+        screen.is_live = True
         roles.start(task, secret, listener, lock)
-    failure = roles.watch()
+    # The master gives up by itself; this is for one that cannot be reached.
+    stop = Stop(section.rpc_timeout_seconds + 2 * section.stop_timeout_seconds, roles.ask_to_stop)
+    with stop.listening() if isinstance(task, TrainTask) else nullcontext():
+        failure = roles.watch()
     roles.end()
+    screen.is_live = not roles.has_cleared_screen
     if failure is not None and server.is_isolated:
         return dataclasses.replace(failure, message=failure.message + namespace.hint(failure.message))
     return failure
 
 
-def _say(line: str) -> None:
-    Console().show_cursor()
-    print(f"hybrid launch: {visible(line)}", file=sys.stderr)
+class _Screen:
+    """The terminal that the launcher shares with its masters.
+
+    Attributes:
+        is_live: whether a master may have its live region there, or have left it there when it was killed.
+    """
+
+    is_live = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.is_live = True  # at least the ^C that the terminal shows
+        self._leave()
+
+    def _leave(self) -> None:
+        """Go below the live region; no master draws any more."""
+        console = Console()
+        console.show_cursor()
+        if self.is_live and console.is_terminal:
+            console.line()
+        self.is_live = False
+
+    def say(self, line: str) -> None:
+        """Tell the user of something that does not end the launch."""
+        self._leave()
+        print(f"hybrid launch: {visible(line)}", file=sys.stderr)

@@ -19,6 +19,7 @@ _MOST_LOG_BYTES = 4096
 class Cause(Enum):
     """Why a role failed."""
 
+    STOPPED = "stopped"  # it was asked to
     KILLED = "killed"  # its process was ended by a signal
     STARVED = "starved"  # the same, since memory ran out
     REFUSED = "refused"  # it said what the user can mend; another start would end the same way
@@ -44,7 +45,7 @@ class Outcome:
     @property
     def order(self) -> tuple[bool, int, float]:
         """Sorts the first failure to the front: who was killed, who tells something new, who repeats it."""
-        echoes = {Cause.ECHO: 1, Cause.SILENT: 2}
+        echoes = {Cause.STOPPED: -1, Cause.ECHO: 1, Cause.SILENT: 2}
         is_killed = self.cause in (Cause.KILLED, Cause.STARVED)
         return not is_killed, echoes.get(self.cause, 0), self.at
 
@@ -56,6 +57,7 @@ class Child:
     Attributes:
         reports: what it says of itself before it fails.
         pid: known once it is there.
+        has_told: whether it has said how it failed, as one does whose end was its own doing.
         failure: how it failed; None as long as it runs, and where it ended in peace.
     """
 
@@ -64,6 +66,7 @@ class Child:
     reports: Connection
     pid: int | None = None
     has_ended: bool = False
+    has_told: bool = False
     failure: Outcome | None = None
     _oom_kills_before: int = field(default_factory=oom_kills)
     _log_bytes_before: int = field(init=False)
@@ -75,7 +78,9 @@ class Child:
         """Note how the process ended: with an exit code, or minus the number of a signal."""
         self.has_ended = True
         if exit_code:
-            self.failure = self._told() or self._seen(exit_code)
+            told = self._told()
+            self.has_told = told is not None
+            self.failure = told or self._seen(exit_code)
         self.reports.close()
 
     def _told(self) -> Outcome | None:

@@ -17,12 +17,13 @@ from hybrid.errors import ClusterError, HybridError
 from hybrid.private_files import open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.joining.alarm import FAILED, end_now
+from workers.joining.alarm import FAILED, INTERRUPTED, end_now
 from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path, writing
-from workers.task import Task
+from workers.stopping import ASK_SIGNAL
+from workers.task import Task, TrainTask
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
@@ -37,6 +38,9 @@ class RoleProcesses:
     Args:
         server: forks them.
         folder: for their logs.
+
+    Attributes:
+        is_asked: whether the master has been asked to stop.
     """
 
     def __init__(self, server: ForkServer, config: RunConfig, folder: Path) -> None:
@@ -45,6 +49,7 @@ class RoleProcesses:
         self._folder = folder
         self._children: dict[str, Child] = {}
         self._ended_at: float | None = None  # when the first failed, or the master was done
+        self.is_asked = False
 
     def start(self, task: Task, secret: Secret, listener: socket.socket, lock: int) -> None:
         """Start every role.
@@ -80,6 +85,22 @@ class RoleProcesses:
             return Outcome(f"{stuck} did not stop after the master had finished", Cause.LOST)
         return self._first_failure()
 
+    def ask_to_stop(self) -> None:
+        """Have the master save where it is, and end; called by a signal handler while they are watched.
+
+        Raises:
+            KeyboardInterrupt: it is not there yet.
+        """
+        if self._master.pid is None:
+            raise KeyboardInterrupt
+        self.is_asked = True
+        self._server.signal(str(MASTER), ASK_SIGNAL)
+
+    @property
+    def has_cleared_screen(self) -> bool:
+        """Whether nothing of the master's live region is left on a terminal, since it has ended by itself."""
+        return self._master.has_ended and (self._master.failure is None or self._master.has_told)
+
     def end(self) -> None:
         """See that every process has ended."""
         with suppress(ClusterError):  # with the server, all have ended
@@ -88,6 +109,10 @@ class RoleProcesses:
             deadline = time.monotonic() + _END_SECONDS
             while self._running and (left := deadline - time.monotonic()) > 0:
                 self._take_event(left)
+
+    @property
+    def _master(self) -> Child:
+        return self._children[str(MASTER)]
 
     @property
     def _running(self) -> list[Child]:
@@ -134,7 +159,8 @@ def _role_main(
     Args:
         reports, lock, listener: file descriptors; the lock is only held.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    if not isinstance(task, TrainTask):  # there is nothing to save; the server ignores what stops a launch
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     told = Connection(reports, readable=False)
     try:
         _log_to(log_path(folder, role), keep_stdout=role == MASTER)
@@ -142,10 +168,16 @@ def _role_main(
         told.send(_outcome(role, error))
         end_now(FAILED)
     try:
+        if role == MASTER:
+            signal.signal(ASK_SIGNAL, signal.default_int_handler)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_SIGNAL])
         from workers.roles import run_role
 
         bound = None if listener is None else socket.socket(fileno=listener)
         run_role(role, config, task, secret, bound)
+    except KeyboardInterrupt as interrupt:
+        told.send(Outcome(str(interrupt), Cause.STOPPED))
+        end_now(INTERRUPTED)
     except Exception as error:
         told.send(_outcome(role, error))  # before a log that may be full
         with suppress(OSError):

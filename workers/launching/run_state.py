@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 from hybrid import manifest
-from workers.paths import METRICS_FILE, RESULT_FILE
+from workers.paths import METRICS_FILE, RESULT_FILE, own_command
 
 _FileVersion: TypeAlias = tuple[int, int, int] | None
 
@@ -38,6 +39,21 @@ class RunState:
     def resumed_step(self) -> int:
         """Where the run would go on."""
         return self.checkpoint_step or 0
+
+
+def left_behind(folder: Path, command: str) -> str:
+    """What a run that was stopped has saved and lost, and how it goes on.
+
+    Args:
+        command: that takes ``--resume``: launch, or master.
+    """
+    state = RunState.of(folder)
+    lost = state.logged_step - state.resumed_step
+    said = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
+    if state.checkpoint_step is None:
+        return "; ".join(["nothing is saved", *said])
+    again = f"{own_command()} {command} --resume {shlex.quote(str(folder))}"
+    return "; ".join([f"step {state.checkpoint_step} is saved", *said, f"to go on: {again}"])
 
 
 def newest_step(folder: Path) -> int | None:

@@ -68,16 +68,21 @@ class RunFolder:
         return cls(path)
 
     @classmethod
-    def reopen(cls, path: Path, config: RunConfig, step: int) -> RunFolder:
+    def reopen(cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True) -> RunFolder:
         """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped.
 
         A run that was killed early may have left nothing in it yet.
+
+        Args:
+            is_evaluated: whether the evaluation that is due after ``step``, if one is, has been.
         """
         with writing(path):
             make_folder(path)
             (path / RESULT_FILE).unlink(missing_ok=True)
         if (path / METRICS_FILE).exists():
-            kept = [record for record in _read_records(path / METRICS_FILE) if record["step"] <= step]
+            last = {"test": step if is_evaluated else step - 1}
+            records = _read_records(path / METRICS_FILE)
+            kept = [record for record in records if record["step"] <= last.get(record["kind"], step)]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
         if not (path / "versions.json").exists():

@@ -1,0 +1,216 @@
+"""Runs that are asked to stop: what they save, what they say, and how they go on."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+from support.commands import (
+    HYBRID,
+    LEFT_SECONDS,
+    Command,
+    Ended,
+    by_hand,
+    eventually,
+    marked,
+    marked_environment,
+    run,
+    settings,
+    started,
+)
+
+from hybrid.manifest import step_of, stored
+
+START_SECONDS = 60.0
+STOP_SECONDS = 10.0
+ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
+RUN = settings(run={"folder": "run"})
+TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
+OWN_NET = """
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from hybrid.dense.nets import DenseNet
+
+def block():
+    Path("blocked").touch()
+    time.sleep(60)
+
+class Bottom(nn.Module):
+    steps = 0
+
+    def forward(self, dense_BF):
+        self.steps += 1
+        if self.steps > 3:
+            block()
+        return dense_BF
+
+class SideBySide(nn.Module):
+    def forward(self, dense_BF, pooled_BE):
+        return torch.cat([dense_BF, pooled_BE], dim=1)
+
+def build(config, input_spec, widths):
+    width = len(input_spec.dense_features) + sum(widths)
+    return DenseNet(Bottom(), SideBySide(), nn.Sequential(nn.Linear(width, 1), nn.Flatten(0)))
+
+def build_never(config, input_spec, widths):
+    block()
+"""
+
+
+def await_step(command: Command, step: int = 5) -> None:
+    """Wait until a run is in the middle of training."""
+    text = f"\nstep {step}/"
+    assert eventually(lambda: text in command.stdout, START_SECONDS), command.stdout + command.stderr
+
+
+def check_saved(ended: Ended, folder: Path, command: str) -> int:
+    """See that a run was stopped in peace, and says so; the step at which it is saved."""
+    step = step_of(stored(folder)[0])
+    said = rf"hybrid {command}: stopped; step {step} is saved; to go on: \S+ {command} --resume run\n"
+    assert ended.code == 130
+    assert re.fullmatch(said, ended.stderr), ended.stderr
+    assert ended.stdout.count(f"\nstopping after step {step}; again to stop at once\n") <= 1
+    assert f"\nsaving step {step}; again to stop at once\n" in ended.stdout
+    assert not (folder / "result.json").exists()
+    return step
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
+def test_a_signal_saves_and_stops_everything(
+    number: signal.Signals, endless: list[str], tmp_path: Path
+) -> None:
+    """To the launcher, or to all its processes at once, as schedulers send it."""
+    with started(["launch", *endless, *RUN], tmp_path) as command:
+        await_step(command)
+        others = [each for each in command.processes() if each.pid != command.process.pid]
+        for each in others if number is signal.SIGTERM else []:
+            each.send_signal(number)
+        command.process.send_signal(number)
+        ended = command.wait(STOP_SECONDS)
+    step = check_saved(ended, tmp_path / "run", "launch")
+    if number is signal.SIGTERM:
+        goes_on = ["--set", f"train.max_steps={step + 1}"]
+        ended = run(["launch", "--resume", "run", *goes_on], tmp_path)
+        assert (ended.code, ended.stderr) == (0, "")
+        assert f"\ngoing on from step {step}: run/checkpoints/step-{step:08}\n" in ended.stdout
+
+
+def test_the_master_by_hand_saves_and_stops_all(endless: list[str], tmp_path: Path) -> None:
+    master = ["master", *RUN]
+    with by_hand([master, TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (first, *others):
+        await_step(first)
+        first.process.send_signal(signal.SIGTERM)
+        check_saved(first.wait(STOP_SECONDS), tmp_path / "run", "master")
+        assert [(ended.code, ended.stderr) for ended in (each.wait(STOP_SECONDS) for each in others)] == [
+            (0, "")
+        ] * 2
+
+
+@contextmanager
+def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Command]:
+    """A command whose trainer comes no further than ``function`` of an own net."""
+    (folder / "own.py").write_text(OWN_NET)
+    net = settings(dense={"net": f"own:{function}"})
+    with started([*arguments, *ONE_EACH, *net], folder) as command:
+        assert eventually((folder / "blocked").exists, START_SECONDS), command.stderr
+        yield command
+
+
+@pytest.mark.parametrize("then", ["again", "too long", "killed"])
+def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path) -> None:
+    bound = settings(cluster={"rpc_timeout_seconds": 5})
+    with blocked(["launch", *endless, *RUN, *bound], "build", tmp_path) as command:
+        command.process.send_signal(signal.SIGINT)
+        assert eventually(
+            lambda: "\nstopping after step 4; again to stop at once" in command.stdout, STOP_SECONDS
+        )
+        if then == "again":
+            command.process.send_signal(signal.SIGINT)
+        elif then == "killed":
+            command.role("worker 0").kill()
+        ended = command.wait(STOP_SECONDS)
+    bound_said = r"the step or the checkpoint took longer than 5 s \(cluster.rpc_timeout_seconds\)"
+    killed_said = r"worker 0 \(pid \d+\) was killed by SIGKILL; see \S+; the run was asked to stop"
+    code, said = {
+        "again": (130, "stopped"),
+        "too long": (130, f"stopped: {bound_said}"),
+        "killed": (1, killed_said),
+    }[then]
+    assert ended.code == code
+    lost = "nothing is saved; steps 0 to 2 are lost"
+    assert re.fullmatch(rf"hybrid launch: {said}; {lost}\n", ended.stderr), ended.stderr
+
+
+def test_before_the_first_step_it_ends_at_once(tiny: list[str], tmp_path: Path) -> None:
+    with blocked(["launch", *tiny, *RUN], "build_never", tmp_path) as command:
+        command.process.send_signal(signal.SIGINT)
+        ended = command.wait(STOP_SECONDS)
+    assert (ended.code, ended.stderr) == (130, "hybrid launch: stopped; nothing is saved\n")
+    assert not (tmp_path / "run/config.toml").exists()
+
+
+def test_a_comparison_has_nothing_to_save(tiny: list[str], tmp_path: Path) -> None:
+    with blocked(["compare", *tiny], "build_never", tmp_path) as command:
+        command.process.send_signal(signal.SIGTERM)
+        ended = command.wait(STOP_SECONDS)
+    assert (ended.code, ended.stderr) == (130, "hybrid compare: interrupted\n")
+
+
+@pytest.mark.parametrize("times", [0, 1, 2], ids=["at the start", "once", "twice"])
+def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    environment = marked_environment(mark) | {"TERM": "xterm"}
+    command, *arguments = [*HYBRID, "launch", *endless, *ONE_EACH, *RUN]
+    terminal = pexpect.spawn(
+        command,
+        arguments,
+        cwd=tmp_path,
+        env=environment,
+        encoding="utf-8",
+        timeout=START_SECONDS,
+        dimensions=(24, 160),
+        # What a script starts in the background ignores Ctrl-C, and so do its children, these tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        if times:
+            terminal.expect("step [0-9]{2}/")
+        else:
+            assert eventually(lambda: len(marked(mark)) > 1, START_SECONDS)
+        if times == 2:
+            for process in marked(mark):
+                if any("worker-0.log" in file.path for file in process.open_files()):
+                    process.suspend()
+        began = time.monotonic()
+        terminal.sendintr()
+        if times:
+            terminal.expect("(stopping after|saving) step [0-9]+; again to stop at once")
+        if times == 2:
+            terminal.sendintr()
+        terminal.expect(pexpect.EOF, timeout=STOP_SECONDS)
+        shown = terminal.before
+        terminal.close()
+        assert time.monotonic() - began < STOP_SECONDS
+        assert terminal.exitstatus == 130
+        assert eventually(lambda: not marked(mark), LEFT_SECONDS), marked(mark)
+        assert shown.rindex("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor is shown again"
+        # On a line of its own, below what the live region has left.
+        found = re.search(r"\r\nhybrid launch: stopped; (.*)\r\n$", shown)
+        assert found, shown
+        assert found[1].startswith("step " if times == 1 else "nothing is saved")
+        assert "Traceback" not in shown
+    finally:
+        for process in marked(mark):
+            process.kill()

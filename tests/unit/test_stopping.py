@@ -1,0 +1,78 @@
+"""Being asked to stop: the first signal is noted, the second is for whom it was, and the time is bounded."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from workers.stopping import ASK_SIGNAL, STOP_SIGNALS, Stop
+
+ALL = (*STOP_SIGNALS, ASK_SIGNAL)
+SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[list[int]]:
+    """The signals that nobody has noted."""
+    numbers: list[int] = []
+    previous = {number: signal.signal(number, lambda number, _: numbers.append(number)) for number in ALL}
+    yield numbers
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", ALL, ids=lambda number: number.name)
+def test_the_first_is_noted_and_the_second_is_not(first: signal.Signals, heard: list[int]) -> None:
+    asked: list[bool] = []
+    stop = Stop(SECONDS, lambda: asked.append(stop.is_asked))
+    with stop.listening():
+        assert not stop.is_asked
+        signal.raise_signal(first)
+        assert (stop.is_asked, asked, heard) == (True, [True], [])
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+    signal.raise_signal(first)
+    assert (asked, heard) == ([True], [signal.SIGTERM, first])
+
+
+def test_what_is_ignored_stays_so() -> None:
+    stop = Stop(SECONDS)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    with stop.listening():
+        signal.raise_signal(signal.SIGHUP)
+    assert not stop.is_asked
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def test_what_the_second_one_sets_stays_so() -> None:
+    stop = Stop(SECONDS)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def wait_after_it_was_asked(stop: Stop) -> None:
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(SECONDS)
+
+
+def test_it_may_not_take_longer_than_it_may() -> None:
+    said = r"^the step or the checkpoint took longer than 0.05 s \(cluster.rpc_timeout_seconds\)$"
+    stop = Stop(0.05)
+    with pytest.raises(KeyboardInterrupt, match=said):
+        wait_after_it_was_asked(stop)
+
+
+def test_the_time_ends_with_the_block() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    stop = Stop(0.05)
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.1)
+    assert signal.getsignal(signal.SIGALRM) == before
