@@ -62,11 +62,11 @@ class DatasetSession(Session):
 
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
-        parts = [part for of_all in self.evaluation(steps_before) for part in of_all]
+        parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
         return Predictions.join(parts).metrics()
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        """What all trainers predict of the test set, some steps after the other; see :meth:`evaluate`."""
+        """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)

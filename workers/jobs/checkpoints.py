@@ -20,7 +20,7 @@ from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
 from workers.reporting.report import RunFolder
 
-OWES_EVALUATION = "owes_evaluation"
+OWES_EVALUATION = "owes_evaluation"  # of the values in Progress
 _LOWER_IS_BETTER = ("log_loss",)
 
 
@@ -169,9 +169,10 @@ class Checkpoints:
 
     def _write_now(self, now: Moment, is_evaluated: bool, why: str) -> None:
         self.finish()
-        if self._is_there(now):
-            return
         best = self._better(now, self._best) if is_evaluated else self._best
+        if self._is_there(now):  # due at this very step, or stopped at before
+            self._best = best
+            return
         self._begin(now, best, time.perf_counter(), in_background=False)
         try:
             self._end()

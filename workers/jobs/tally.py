@@ -58,8 +58,9 @@ class Interval:
     @property
     def auc(self) -> float:
         """Over all samples, each by the logit that it had before the update of its own step."""
-        logits_N = torch.cat([report.logits for report in self.reports])
-        return binary_metrics(logits_N, torch.cat([report.labels for report in self.reports])).auc
+        reports = [report for parts in self.parts for report in parts]
+        logits_N = torch.cat([report.logits for report in reports])
+        return binary_metrics(logits_N, torch.cat([report.labels for report in reports])).auc
 
     @property
     def phase_seconds(self) -> dict[str, float]:

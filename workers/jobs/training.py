@@ -227,10 +227,10 @@ class Training:
         view.status("evaluating")
         self._tell_of_stop(session, view, self._step)
         parts: list[Predictions] = []
-        for of_all in session.evaluation(self._step):
+        for some in session.evaluation(self._step):
             if self._stop.is_asked:
                 return False
-            parts += of_all
+            parts += some
         self._owes_evaluation = False
         self._metrics = Predictions.join(parts).metrics()
         self._folder.log_evaluation(self._step, self._metrics)
