@@ -14,6 +14,8 @@ from hybrid.private_files import own_folder
 # Of torch's compiler, and of kernels that torch brings for some GPUs. Left alone, both take a folder in the
 # system's temporary one, of a name that anybody can take first, and load libraries that they find there.
 _VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
+# Headers that it compiles beforehand go there whatever is named: a kernel takes twice as long without, once.
+_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 
 
 def choose_torch_cache() -> None:
@@ -22,6 +24,7 @@ def choose_torch_cache() -> None:
     They are among the user's caches, and serve later runs as well; where there is no place that is the user's
     alone, they are new ones, which go with this process.
     """
+    os.environ.setdefault(_HEADERS, "0")
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if not missing:
         return

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from workers.cli import main
@@ -16,11 +17,15 @@ from workers.torch_cache import choose_torch_cache
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 
+HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in (*VARIABLES, "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, "")  # so that what is set meanwhile is undone
+    monkeypatch.setenv(HEADERS, "")
+    monkeypatch.delenv(HEADERS)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
@@ -48,9 +53,18 @@ def test_torch_keeps_there_what_it_compiles(home: Path) -> None:
     assert 'os.getenv("QUACK_CACHE_DIR"' in quack.read_text()
 
 
+def test_headers_that_torch_compiles_beforehand_are_not_taken_from_the_temporary_folder(home: Path) -> None:
+    """It keeps them there, under a name that anybody can take first, whatever is named for its cache."""
+    choose_torch_cache()
+    assert os.environ[HEADERS] == "0"
+    assert HEADERS in Path(config.__file__).read_text(), "torch reads it when it is imported"
+
+
 def test_what_the_user_has_set_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.setenv(HEADERS, "1")
     choose_torch_cache()
+    assert os.environ[HEADERS] == "1"
     assert chosen() == {
         "TORCHINDUCTOR_CACHE_DIR": "mine",
         "QUACK_CACHE_DIR": f"{home}/.cache/hybrid/torch/quack",
