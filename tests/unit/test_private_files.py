@@ -74,9 +74,7 @@ def test_prepared_data_is_its_owners_and_that_of_others_is_told(
         prepare(config, tmp_path / "runs/.prepared")
 
 
-@pytest.mark.parametrize(
-    "name", ["metrics.jsonl", ".config.toml.unfinished", "curves.png", "restarts.jsonl", ".lock", "log"]
-)
+@pytest.mark.parametrize("name", ["metrics.jsonl", ".config.toml.unfinished", "curves.png", ".lock", "log"])
 def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "mine").write_text("kept")
@@ -85,7 +83,6 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
 
     def write_all() -> None:
         with run_lock(tmp_path / "run"):
-            Restarts(tmp_path / "run", 3).after(Outcome("killed", Cause.KILLED))
             if name == "log":
                 _log_to(link, keep_stdout=True)
             if name == "metrics.jsonl":
@@ -95,6 +92,15 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     with pytest.raises(HybridError) as told:
         write_all()
     assert str(told.value) == f"{link}: is a link, and nothing is written through one; remove it"
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
+def test_a_record_of_a_restart_is_not_written_through_a_link_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    link = tmp_path / "restarts.jsonl"
+    link.symlink_to("mine")
+    said = Restarts(tmp_path, 3).after(Outcome("killed", Cause.KILLED))
+    assert f"; {link}: is a link, and nothing is written through one; remove it" in said
     assert (tmp_path / "mine").read_text() == "kept"
 
 
