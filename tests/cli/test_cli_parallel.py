@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, TrainedRun, run, settings
 
+from hybrid.manifest import step_folder
 from workers.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,5 +46,5 @@ def test_a_run_goes_on_in_another_form(
     assert (ended.code, ended.stderr) == (0, "")
     outcome = json.loads((folder / "result.json").read_text())
     assert outcome["steps"] == 32
-    main(["evaluate", str(folder)])
+    main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
     assert f"auc                 {outcome['auc']:.4f}\n" in capsys.readouterr().out
