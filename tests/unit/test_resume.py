@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from hybrid.config import RunConfig
+from hybrid.config_file import load_config, to_toml
 from hybrid.errors import ConfigError
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.paths import run_path
@@ -89,6 +91,44 @@ def test_a_run_goes_on_with_the_same_model_only() -> None:
     check_same_model(run, same)
     with pytest.raises(ConfigError, match=r"embedding.dim = 16: the run to resume has 12; keep that"):
         check_same_model(run, RunConfig())
+
+
+OF_THE_MODEL = """
+    run.seed=2 data.format="csv" data.test_fraction=0.2 data.label="clicked" data.positive_labels="yes"
+    data.negative_labels="no" data.dense=["price"] data.sparse=["user"] data.multi_hot_separator="|"
+    data.missing="n/a" data.numeric_transform="log" data.standardise=false data.shuffle=false
+    data.vocabulary="hash" data.vocabulary_min_count=2 data.hash_rows=99 data.synthetic_rows=99
+    data.synthetic_test_rows=99 embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
+    tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
+    dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.cross_layers=3 dense.remote_mlp=8
+    dense.optimizer="SGD" train.batch_size=512
+"""
+OF_THE_RUN = """
+    train.epochs=3 train.max_steps=9 train.update="async" train.clip_norm=1 train.micro_batches=2
+    cluster.trainers=3 cluster.workers=5 embedding.learning_rate=0.5 embedding.placement="row"
+    dense.learning_rate=0.5 dense.compile="inductor" schedule.kind="cosine" tables.C1.learning_rate=0.5
+    tables.C1.workers=1 checkpoint.keep_last=9 run.name=other
+"""
+
+
+@pytest.mark.parametrize("was_set_before", [False, True])
+@pytest.mark.parametrize("setting", OF_THE_MODEL.split())
+def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) -> None:
+    """Whether it is set now or is not any more."""
+    run, (key, _, _) = make_run("run-20260101-000000"), setting.partition("=")
+    csv = ['data.path="x"', 'data.sparse=["C1"]'] if key == "data.format" else []
+    with_it, without_it = load_config(None, [setting, *csv]), load_config(None, csv)
+    before, now = (with_it, without_it) if was_set_before else (without_it, with_it)
+    (run / "config.toml").write_text(to_toml(before))
+    check_same_model(run, before)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}( = .*)?: the run to resume has .*; keep that"):
+        check_same_model(run, now)
+
+
+@pytest.mark.parametrize("setting", OF_THE_RUN.split())
+def test_the_rest_may_change(setting: str) -> None:
+    run = make_run("run-20260101-000000")
+    resumed_config(run, [setting])
 
 
 def test_what_is_no_run_does_not_go_on() -> None:

@@ -24,6 +24,7 @@ _KEPT = {
     "dense": ("net", "bottom_mlp", "top_mlp", "cross_layers", "remote_mlp", "optimizer"),
     "train": ("batch_size",),
 }
+_LEFT_OUT: dict[str, object] = {"features": []}  # what a table without a section has; else nothing
 
 
 def resumed_config(run: Path, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
@@ -49,9 +50,10 @@ def check_same_model(run: Path, config: RunConfig) -> None:
     for dotted in (*before, *(key for key in now if key not in before)):
         section, _, name = dotted.rpartition(".")
         is_kept = name in _KEPT.get(section.partition(".")[0], ())
-        if is_kept and before.get(dotted) != now.get(dotted):
-            rule = f"the run to resume has {before.get(dotted)!r}; keep that, or start a new run"
-            raise ConfigError(dotted, rule, now.get(dotted))
+        then, wanted = (values.get(dotted, _LEFT_OUT.get(name)) for values in (before, now))
+        if is_kept and then != wanted:
+            rule = f"the run to resume has {then!r}; keep that, or start a new run"
+            raise ConfigError(dotted, rule, wanted)
 
 
 def unfinished_run(config: RunConfig) -> Path | None:
