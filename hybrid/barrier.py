@@ -227,7 +227,6 @@ class UpdateBarrier(Generic[Contribution]):
             self._attendance.restart(version)
             self._served.clear()
             self._norm = None
-            self._decisions.clear()
 
     def close(self) -> None:
         """End the threads; lookups still waiting fail."""
