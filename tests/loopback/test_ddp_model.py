@@ -136,6 +136,29 @@ def test_ddp_has_the_parameters_of_what_it_wraps_and_no_others(
     assert len(ddps) == (mode is not DdpMode.NONE)
 
 
+def test_gradients_that_wait_for_the_last_part_may_be_overwritten_meanwhile() -> None:
+    """As DDP overwrites those that lie in its buckets."""
+    model = make_model(DdpMode.NONE)
+    parameter = next(model.net.parameters())
+    gradient = torch.ones_like(parameter)
+    model.collect({parameter: gradient}, is_last=False)
+    gradient.fill_(100.0)
+    model.collect({parameter: torch.ones_like(parameter)}, is_last=True)
+    assert torch.equal(model.gradients[parameter], torch.full_like(parameter, 2.0))
+
+
+def test_gradients_are_reduced_at_once_up_to_a_size(reductions: list[int]) -> None:
+    assert dist.group.WORLD is not None
+    wide = nn.Sequential(nn.Linear(3 + WIDTH, 40_000), nn.ReLU(), nn.Linear(40_000, 1))
+    for bucket_mb, num_reductions in ((4.0, 1), (0.25, 3)):  # of 1.4 MB, most of it in two parameters
+        net = HybridModel(DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), wide))
+        model = DdpModel(net, DdpMode.OUTSIDE, Arrangement(dist.group.WORLD), bucket_mb=bucket_mb)
+        for step in range(2):  # DDP orders its buckets anew after the first
+            reductions.clear()
+            take_step(model, micro_batches(step, 1))
+        assert len(reductions) == num_reductions
+
+
 def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:
     model = make_model(DdpMode.NONE)
     take_step(model, micro_batches(0, 1))

@@ -463,10 +463,11 @@ class TestStaleness:
             assert each.take_staleness() == expected
             assert each.take_staleness() == Staleness()
 
-    def test_the_oldest_part_counts(self) -> None:
+    @pytest.mark.parametrize("parts_read_at", [(4, 2), (2, 4)])
+    def test_the_oldest_part_counts(self, parts_read_at: tuple[int, int]) -> None:
         with barrier(1, ignore, parts=2) as each:
             each.restart(5)
-            for part, read_at in enumerate((4, 2)):
+            for part, read_at in enumerate(parts_read_at):
                 each.contribute(Ticket(0, 5, 5, part), "", read_at)
             each.drain()
             assert each.take_staleness() == Staleness(1, 3, 3)

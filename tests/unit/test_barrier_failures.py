@@ -304,6 +304,15 @@ def test_the_time_of_a_step_counts_from_its_first_contribution(clock: Clock) -> 
         assert answer(waiting) == "answered"
 
 
+def test_who_comes_in_time_gives_the_others_no_more_of_it(clock: Clock) -> None:
+    with barrier(3, ignore, timeout_seconds=20.0) as each:
+        give(each, 0, 0)
+        clock.now = 20.0
+        give(each, 1, 0)
+        with pytest.raises(ClusterError, match=r"^step 0: no gradients from trainer 2 for 20 s"):
+            answer(when(each, 1, nothing))
+
+
 class TestClose:
     def test_it_fails_waiting_callers_and_may_be_called_twice(self) -> None:
         with barrier(2, ignore) as each:

@@ -74,12 +74,12 @@ def test_a_checkpoint_that_was_not_finished_is_none(
 
 
 def test_checkpoints_are_found_by_their_number_newest_first(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, 110, 1_000_000_000, 30)
+    write_run(tmp_path, 2, 110, 99_999_999, 1_000_000_000, 30)
     for other in ("step-abc", "best", "step-00000004.partial"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
     found = manifest.stored(tmp_path)
-    assert [manifest.step_of(folder) for folder in found] == [1_000_000_000, 110, 30, 2]
+    assert [manifest.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
     assert manifest.stored(tmp_path / "absent") == []
 
 

@@ -109,6 +109,27 @@ def test_micro_batches_are_one_step_bit_for_bit() -> None:
         assert_same_bits(host, plain)
 
 
+class Shifts(nn.Module):
+    """Two parameters, of which autograd has a single gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(SIZE, WIDTH)) for _ in range(2))
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        return hidden_BH + self.first + self.second
+
+
+def test_parameters_that_share_a_gradient_are_stepped_by_it_once() -> None:
+    with hosting(UpdateRules(2), Shifts()) as host:
+        for trainer in range(2):
+            pass_through(host, train(0, trainer), hidden(0, trainer))
+        host.barrier.drain()
+        expected = -RATE * 2 * (hidden(0, 0) + hidden(0, 1)).detach()
+        for parameter in host.parameter_list:
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
 def test_a_trainer_without_samples_takes_part_in_the_step() -> None:
     plain = Plain("Adam")
     with hosting(UpdateRules(2), optimizer="Adam") as host:

@@ -174,6 +174,17 @@ def test_gradients_leave_in_no_view_of_more(
 
 
 @TRAINING
+def test_a_gradient_that_begins_a_larger_one_leaves_alone(purpose: Purpose) -> None:
+    with running(("m",), [TABLES[3]]) as job:
+        ids = SparseFeatures.from_bags(bags_of(("m",)))
+        pooled_BE = job.embeddings.lookup(ids, Ticket(0, 0, 0, 0, purpose)).wait()
+        whole = torch.ones(2 * SIZE, pooled_BE.shape[1], dtype=DTYPE)
+        pooled_BE.backward(whole[:SIZE])
+        assert job.sent
+        assert all(map(is_alone_in_memory, job.sent))
+
+
+@TRAINING
 def test_items_leave_in_no_view_of_more(monkeypatch: pytest.MonkeyPatch, purpose: Purpose) -> None:
     asked: list[Item] = []
     take = LocalTables.lookup

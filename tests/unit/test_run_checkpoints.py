@@ -258,6 +258,17 @@ def test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due(start
     assert run.logged == [10, 30]
 
 
+def test_a_later_step_is_not_the_best_by_the_metrics_of_one_that_could_not_be_written(start: Start) -> None:
+    run = start(every_steps=0, keep_best="auc")
+    run.role.has_room = False
+    run.at(20, 0.8)
+    assert len(run.said) == 1
+    run.role.has_room = True
+    run.checkpoints.write_if_due(moment(25, 0.8), is_evaluated=False)
+    run.checkpoints.finish()
+    assert run.role.held == [20]
+
+
 def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

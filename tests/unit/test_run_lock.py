@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_whoever_has_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
     os.close(kept)
     with run_lock(folder):
         pass
+
+
+def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
+    with run_lock(tmp_path) as descriptor:
+        kept = os.dup(descriptor)
+        (tmp_path / ".lock").rename(tmp_path / "aside")  # as if it had been killed
+    (tmp_path / "aside").rename(tmp_path / ".lock")
+    timer = threading.Timer(0.05, os.close, [kept])
+    timer.start()
+    with run_lock(tmp_path):
+        pass
+    timer.join()
 
 
 def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:

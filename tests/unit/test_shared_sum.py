@@ -119,8 +119,33 @@ def test_trainers_of_two_hosts_leave_it_to_the_group(monkeypatch: pytest.MonkeyP
     assert together(3, join) == [None] * 3
 
 
-def test_whoever_does_not_know_the_token_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the trainers' own connections come three of others: silent, with a wrong token, and closed."""
+def test_trainers_of_two_containers_leave_it_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host, but with networks of their own, and so with names of sockets of their own."""
+    containers, readlink = threading.local(), os.readlink
+
+    def read(path: str) -> str:
+        return str(containers.network) if path == "/proc/self/ns/net" else readlink(path)
+
+    def join(rank: int, group: dist.ProcessGroup) -> SharedSum | None:
+        containers.network = f"net:[{rank}]"
+        return SharedSum.join(group, CPU, SECONDS)
+
+    monkeypatch.setattr(os, "readlink", read)
+    assert together(2, join) == [None] * 2
+
+
+@pytest.mark.parametrize(
+    "hellos",
+    [
+        lambda _: [b"", bytes([1]) + b"x" * 16, None],
+        lambda token: [bytes([0]) + token, bytes([2]) + token],
+    ],
+    ids=["silent, wrong, closed", "ranks that are not expected"],
+)
+def test_strangers_are_sent_away(
+    hellos: Callable[[bytes], list[bytes | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come before the trainers' own connections."""
     strangers = []
     exchange = shared_sum._exchange
 
@@ -128,7 +153,7 @@ def test_whoever_does_not_know_the_token_is_sent_away(monkeypatch: pytest.Monkey
         card: dict[str, str | None], group: dist.ProcessGroup
     ) -> list[dict[str, str]]:
         if group.rank() == 0:
-            for words in (b"", bytes([1]) + b"x" * 16, None):
+            for words in hellos(bytes.fromhex(str(card["token"]))):
                 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 stranger.connect(bytes.fromhex(str(card["name"])))
                 if words is None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from support.shards import (
     PATIENCE_SECONDS,
     cluster,
+    prefetch,
     specs,
     train,
 )
@@ -22,7 +23,7 @@ from torch import Tensor
 from hybrid.config import TABLE_OPTIMIZERS
 from hybrid.embedding.kernels import Bags
 from hybrid.embedding.spec import TableSpec
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, ClusterError
 from hybrid.manifest import shard_file
 
 
@@ -87,6 +88,25 @@ def test_saving_waits_for_the_update_under_way(
     host.write(tmp_path)
     saved = load_file(tmp_path / shard_file("a", 0, 1))["weight"]
     torch.testing.assert_close(saved[1], before[1] - 0.1)
+
+
+def test_what_is_written_is_not_held_any_more(stack: ExitStack, tmp_path: Path) -> None:
+    (host,) = cluster(stack, specs(), 1).hosts.values()
+    host.begin_save(is_copied=True)
+    assert len(host.write(tmp_path / "first")) == len(specs())
+    assert host.write(tmp_path / "second") == {}
+
+
+def test_a_checkpoint_takes_the_place_of_what_was_looked_up_before_it(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    each = cluster(stack, specs(), 1)
+    (host,) = each.hosts.values()
+    folder = each.save(tmp_path / "step-0", 0)
+    host.lookup(prefetch(0), [(0, Bags(torch.tensor([2])))]).wait()
+    each.load(folder, 0)
+    with pytest.raises(ClusterError, match="sent gradients of step 0 twice"):
+        host.receive(prefetch(0), [torch.ones(1, 3)])
 
 
 @pytest.mark.parametrize(

@@ -201,6 +201,20 @@ class TestDecided:
             torch.testing.assert_close(before.detach() - rows, (scale or 0.0) * gradient)
             assert host.version == 1
 
+    def test_the_norm_of_large_gradients_is_a_number(self) -> None:
+        with hosting(UpdateRules(1, decided=True)) as host:
+            large = torch.full((2, 2), 1e30)  # the square of which is none in their own precision
+            host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large], 0)
+            assert host.norm(0).wait() == pytest.approx(4e60)
+            host.decide(0, None)
+
+    def test_a_gradient_that_is_not_finite_is_named_in_the_place_of_the_norm(self) -> None:
+        with hosting(UpdateRules(1, decided=True, check_finite=True)) as host:
+            bad = torch.tensor([[1.0, torch.nan]])
+            host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad], 0)
+            with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of table t, row 5, is not"):
+                host.norm(0).wait()
+
     def test_the_norm_covers_all_groups(self) -> None:
         """Tables of other widths lie in tensors of their own."""
         tables = [*specs(), dataclasses.replace(specs(dim=5)[0], name="w", features=("w",))]
@@ -286,7 +300,7 @@ class TestBlocks:
 
 class TestFiniteness:
     @pytest.mark.parametrize("placement", ["table", "row"])
-    @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 3), ("c", 22)])
+    @pytest.mark.parametrize(("name", "row"), [("a", 0), ("b", 0), ("b", 3), ("c", 0), ("c", 22)])
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     def test_a_gradient_that_is_not_finite_names_table_and_row(
         self, stack: ExitStack, placement: str, name: str, row: int, bad: float
