@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import cast
 
 import pytest
 from support.commands import eventually
@@ -11,8 +13,8 @@ from support.rendezvous import SECONDS, Meeting, meeting
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
 from workers.joining.alarm import LostRoleError, StoppedError
-from workers.joining.channel import Channel
-from workers.joining.heartbeat import LIFE, Pulse
+from workers.joining.channel import Channel, MasterChannel
+from workers.joining.heartbeat import LIFE, Pulse, Watch
 from workers.joining.rhythm import Rhythm
 
 TIMEOUT = 0.5
@@ -183,3 +185,38 @@ def test_a_clock_that_is_set_means_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86_400)
             time.sleep(TIMEOUT / 2)
         assert (opened.lost, heard) == ([], [])
+
+
+class Silent:
+    """A role that says nothing more."""
+
+    async def send(self, *parts: bytes) -> None: ...
+
+    async def receive(self) -> list[bytes]:
+        await asyncio.Event().wait()
+        return []
+
+
+def test_a_role_is_frozen_after_just_the_turns_of_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleep, rhythm = asyncio.sleep, Rhythm(7.0)
+    turns: list[float] = []
+    lost: list[tuple[int, str]] = []
+
+    async def turn(seconds: float) -> None:
+        turns.append(seconds)
+        await sleep(0)
+
+    async def listen() -> None:
+        watch = Watch(rhythm, lambda error: lost.append((len(turns), str(error))))
+        attending = asyncio.create_task(watch.attend(cast(MasterChannel, Silent()), "trainer 1", lambda: ""))
+        await sleep(0)
+        counting = asyncio.create_task(watch.count())
+        while not lost and len(turns) < 20:
+            await sleep(0)
+        for task in (attending, counting):
+            task.cancel()
+
+    monkeypatch.setattr(asyncio, "sleep", turn)
+    asyncio.run(listen())
+    assert lost == [(7, rhythm.frozen("trainer 1"))]
+    assert set(turns) == {1.0}
