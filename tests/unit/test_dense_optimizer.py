@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.dense.optimizer import make_optimizer
+from hybrid.dense.optimizer import make_optimizer, squared_norm
 from hybrid.errors import ConfigError
 
 CLASSES = {
@@ -157,3 +157,7 @@ def test_trying_the_options_leaves_the_net_alone() -> None:
     for parameter, start in zip(module.parameters(), net().parameters(), strict=True):
         assert torch.equal(parameter, start)
         assert parameter.grad is None
+
+
+def test_the_norm_of_large_gradients_is_a_number() -> None:
+    assert squared_norm([torch.full((4,), 3e38), torch.ones(3)]) == pytest.approx(4 * 9e76, rel=1e-6)

@@ -66,6 +66,7 @@ def test_of_one_that_says_nothing_the_system_tells_how_it_ended(
     [
         ("", "a stack\nhybrid worker 0: the master is frozen\n", ": the master is frozen"),
         ("", "hybrid worker 0: the master is frozen\nsegments\n", ""),
+        ("", "a user's own words, hybrid worker 0: among them\n", ""),
         ("hybrid worker 0: of an earlier start\n", "", ""),
         ("", f"{'x' * 10_000}\nhybrid worker 0: it is late\n", ": it is late"),
     ],

@@ -99,6 +99,13 @@ def test_every_line_is_on_disk_once_logged(folder: RunFolder) -> None:
     assert test == {"step": 10, **METRICS.as_dict()}
 
 
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_a_loss_that_json_cannot_hold_is_null(folder: RunFolder, loss: float) -> None:
+    folder.log_progress(_progress(10, loss=loss))
+    (record,) = _records(folder.path)
+    assert record["loss"] is None
+
+
 def test_staleness_is_logged_where_there_is_any(folder: RunFolder) -> None:
     folder.log_progress(dataclasses.replace(_progress(10), staleness=Staleness(8, 10, 3)))
     folder.log_progress(_progress(20))

@@ -13,7 +13,7 @@ import pytest
 from hybrid.errors import ClusterError
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import FILE_NAME, Restarts
-from workers.launching.run_state import left_behind
+from workers.launching.run_state import RunState, left_behind
 from workers.paths import own_command
 
 KILLED = Outcome("worker 0 was killed", Cause.KILLED)
@@ -173,3 +173,10 @@ def test_memory_that_runs_out_before_the_first_step_would_run_out_again(tmp_path
     restarts = Restarts(tmp_path, 3)
     log_steps(tmp_path, 5)
     assert told(restarts, starved) == "steps 0 to 4 are lost, starting from the beginning"
+
+
+def test_the_line_of_an_earlier_checkpoint_does_not_set_a_run_back(tmp_path: Path) -> None:
+    """It is written in the background, and logged once it is there."""
+    records = [{"kind": "train", "step": 15}, {"kind": "checkpoint", "step": 10}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    assert RunState.of(tmp_path).logged_step == 15
