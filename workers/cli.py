@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid import __version__
-from hybrid.config import DTYPES, OWN_FUNCTION, RunConfig
+from hybrid.config import OWN_FUNCTION, RunConfig
 from hybrid.config_file import describe, load_config, to_toml
 from hybrid.errors import ConfigError, HybridError
 from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
+from workers.arguments import AUTO, parse
 from workers.launching.imports import lasting_imports
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.launching.run_lock import run_lock
@@ -31,7 +31,6 @@ from workers.task import CompareTask, OwnTask, TrainTask
 from workers.torch_cache import choose_torch_cache
 
 INTERRUPTED = 130
-_AUTO = "auto"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     search_here_last()  # where a user's own net (dense.net = module:function) is
-    options = _parser().parse_args(arguments)
-    if options.run not in (_config, _secret):
+    options = parse(arguments)
+    if options.command not in _WITHOUT_TORCH:
         choose_torch_cache()
     try:
         with _interruptible():
-            options.run(options, started_at)
+            _COMMANDS[options.command](options, started_at)
     except HybridError as error:
         sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
     except KeyboardInterrupt as interrupt:
@@ -81,123 +80,13 @@ def _interruptible() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hybrid",
-        description="Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.",
-    )
-    parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    launch = commands.add_parser("launch", help="run a whole cluster on this machine")
-    _add_config(launch)
-    _add_resume(launch)
-    launch.set_defaults(run=_launch)
-    compare = commands.add_parser(
-        "compare", help="train some steps on a cluster and in one process, and print what differs"
-    )
-    _add_config(compare)
-    compare.add_argument("--steps", type=int, default=20, help="how many steps (default: 20)")
-    compare.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
-    )
-    compare.set_defaults(run=_compare)
-    own = commands.add_parser("run", help="start a cluster and call your own function on its master")
-    own.add_argument("function", metavar="MODULE:FUNCTION", help="called as function(topology, config)")
-    _add_config(own)
-    own.set_defaults(run=_run)
-    for kind, text in (
-        (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
-        (RoleKind.TRAINER, "start one trainer by hand"),
-        (RoleKind.WORKER, "start one worker by hand"),
-    ):
-        role = commands.add_parser(kind.value, help=text)
-        _add_config(role)
-        if kind is RoleKind.MASTER:
-            _add_resume(role)
-        else:
-            role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
-        role.set_defaults(run=_role)
-    plan = commands.add_parser("plan", help="print which worker would hold which rows; starts nothing")
-    _add_config(plan)
-    plan.set_defaults(run=_plan)
-    evaluate = commands.add_parser("evaluate", help="metrics of a trained model, in one process")
-    _add_run(evaluate)
-    _add_input(evaluate, "labelled files")
-    evaluate.set_defaults(run=_evaluate)
-    predict = commands.add_parser("predict", help="probabilities for new rows, in one process")
-    _add_run(predict)
-    _add_input(predict, "files, with labels or without")
-    predict.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="CSV to write; must not exist"
-    )
-    predict.set_defaults(run=_predict)
-    config = commands.add_parser("config", help="print the effective configuration, or every key there is")
-    _add_config(config)
-    config.add_argument("--describe", action="store_true", help="print every key: default, rule and meaning")
-    config.set_defaults(run=_config)
-    secret = commands.add_parser(
-        "secret",
-        help="make the secret that roles started by hand share",
-        description="Make a file with a new secret, which only you can read. Roles started by hand let "
-        "nobody into their cluster who does not have the same one; launch makes its own for each start.",
-    )
-    secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
-    secret.set_defaults(run=_secret)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, all defaults")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key; may be repeated",
-    )
-
-
-def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        help="run folder to go on in, with its own config; auto: the newest run of this config's name that "
-        "has not come to its end, or a new one",
-    )
-    _add_trust(parser)
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder",
-        type=Path,
-        metavar="RUN",
-        help="run folder, of whose checkpoints the best is taken; or one of these",
-    )
-    _add_trust(parser)
-
-
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="run the code that RUN names (dense.net), though it is not a run of your own",
-    )
-
-
-def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument(
-        "--input", nargs="+", default=[], metavar="FILE", help=f"{kind}; default: the test rows of RUN"
-    )
-
-
 def _read_config(options: argparse.Namespace) -> RunConfig:
     return load_config(options.config, options.set)
 
 
 def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
     """The configuration and the folder of the run that is to be, and whether it goes on."""
-    if options.resume not in (None, _AUTO):
+    if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError(
                 "--resume", "goes on with the configuration of its run; use --set to change keys"
@@ -324,3 +213,17 @@ def _secret(options: argparse.Namespace, started_at: float) -> None:
 
 def _config(options: argparse.Namespace, started_at: float) -> None:
     print(describe() if options.describe else to_toml(_read_config(options)), end="")
+
+
+_WITHOUT_TORCH = ("config", "secret")
+_COMMANDS = {
+    "launch": _launch,
+    "compare": _compare,
+    "run": _run,
+    **{kind.value: _role for kind in RoleKind},
+    "plan": _plan,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "config": _config,
+    "secret": _secret,
+}

@@ -1,0 +1,119 @@
+"""The arguments of every command: what ``--help`` prints. Imports nothing slow."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid import __version__
+from hybrid.config import DTYPES
+from hybrid.topology import RoleKind
+
+AUTO = "auto"  # for --resume
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of one command, its name in ``command``; exits with 2 where they are wrong."""
+    return _parser().parse_args(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hybrid",
+        description="Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.",
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    launch = commands.add_parser("launch", help="run a whole cluster on this machine")
+    _add_config(launch)
+    _add_resume(launch)
+    compare = commands.add_parser(
+        "compare", help="train some steps on a cluster and in one process, and print what differs"
+    )
+    _add_config(compare)
+    compare.add_argument("--steps", type=int, default=20, help="how many steps (default: 20)")
+    compare.add_argument(
+        "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
+    )
+    own = commands.add_parser("run", help="start a cluster and call your own function on its master")
+    own.add_argument("function", metavar="MODULE:FUNCTION", help="called as function(topology, config)")
+    _add_config(own)
+    for kind, text in (
+        (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
+        (RoleKind.TRAINER, "start one trainer by hand"),
+        (RoleKind.WORKER, "start one worker by hand"),
+    ):
+        role = commands.add_parser(kind.value, help=text)
+        _add_config(role)
+        if kind is RoleKind.MASTER:
+            _add_resume(role)
+        else:
+            role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
+    plan = commands.add_parser("plan", help="print which worker would hold which rows; starts nothing")
+    _add_config(plan)
+    evaluate = commands.add_parser("evaluate", help="metrics of a trained model, in one process")
+    _add_run(evaluate)
+    _add_input(evaluate, "labelled files")
+    predict = commands.add_parser("predict", help="probabilities for new rows, in one process")
+    _add_run(predict)
+    _add_input(predict, "files, with labels or without")
+    predict.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="CSV to write; must not exist"
+    )
+    config = commands.add_parser("config", help="print the effective configuration, or every key there is")
+    _add_config(config)
+    config.add_argument("--describe", action="store_true", help="print every key: default, rule and meaning")
+    secret = commands.add_parser(
+        "secret",
+        help="make the secret that roles started by hand share",
+        description="Make a file with a new secret, which only you can read. Roles started by hand let "
+        "nobody into their cluster who does not have the same one; launch makes its own for each start.",
+    )
+    secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, all defaults")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="override one key; may be repeated",
+    )
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="run folder to go on in, with its own config; auto: the newest run of this config's name that "
+        "has not come to its end, or a new one",
+    )
+    _add_trust(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run_folder",
+        type=Path,
+        metavar="RUN",
+        help="run folder, of whose checkpoints the best is taken; or one of these",
+    )
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="run the code that RUN names (dense.net), though it is not a run of your own",
+    )
+
+
+def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
+    parser.add_argument(
+        "--input", nargs="+", default=[], metavar="FILE", help=f"{kind}; default: the test rows of RUN"
+    )
