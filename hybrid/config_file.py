@@ -125,6 +125,9 @@ _SECTION_TYPES: dict[str, Any] = {
 }
 _SECTIONS = {name: _keys(section) for name, section in _SECTION_TYPES.items()}
 _TABLE = _keys(TableSection)
+_ANY_TABLE = ("tables.NAME", _TABLE)
+_ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
+_ALL = "hybrid config --describe lists all"
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -139,11 +142,11 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule.
     """
-    sections = {} if path is None else _by_section(_read_toml(path))
+    sections = {} if path is None else _read_sections(path)
     for text in overrides:
         dotted, equals, value = text.partition("=")
         section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
-        if not equals:
+        if not equals or (not section and name in _SECTIONS):
             raise ConfigError(f"--set {text}", "must be section.key=value")
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
     plain = {name: _build(cls, name, sections.pop(name, {})) for name, cls in _SECTION_TYPES.items()}
@@ -172,12 +175,26 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
 
 
+def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a file, of which every key is one; where one is not, the error names the file."""
+    try:
+        sections = _by_section(_read_toml(path))
+        for section, values in sections.items():
+            for name in values:
+                _find(section, name)
+    except UnknownKeyError as error:
+        raise ConfigError(f"{path}: {error.key}", error.rule) from error
+    return sections
+
+
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The sections of a TOML document by name; each table is a section ``tables.NAME``."""
     sections = {}
     for section, values in document.items():
         if section not in _SECTIONS and section != "tables":
-            raise _unknown(section, next(iter(values), "") if isinstance(values, dict) else "")
+            if not isinstance(values, dict):
+                raise _unknown("", section)
+            raise _unknown(section, next(iter(values), ""))
         if not isinstance(values, dict):
             raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
         if section == "tables":
@@ -201,16 +218,41 @@ def _find(section: str, name: str) -> Key:
     return keys[name]
 
 
-def _unknown(section: str, name: str) -> ConfigError:
+class UnknownKeyError(ConfigError):
+    """There is no such key, or no such section."""
+
+
+def _unknown(section: str, name: str) -> UnknownKeyError:
+    if not name and section not in _SECTIONS:
+        return UnknownKeyError(f"[{section}]", f"no such section; {_did_you_mean_section(section)}")
     dotted = ".".join(part for part in (section, name) if part)
-    if section.startswith("tables."):
-        valid = [f"{section}.{key}" for key in _TABLE]
-    else:
-        known = (*_SECTIONS.items(), ("tables.NAME", _TABLE))
-        valid = [f"{heading}.{key}" for heading, keys in known for key in keys]
-    same_name = [key for key in valid if key.endswith(f".{name or section}")]
-    nearest = difflib.get_close_matches(dotted, same_name or valid, n=1, cutoff=0.0)[0]
-    return ConfigError(dotted, f"no such key; did you mean {nearest}?")
+    nearest = _nearest_key(section, name)
+    if nearest is None:
+        known = section in _SECTIONS or section.startswith("tables.")
+        what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
+        return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
+    return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
+
+
+def _did_you_mean_section(section: str) -> str:
+    nearest = difflib.get_close_matches(section, (*_SECTIONS, "tables.NAME"), n=1)
+    return f"did you mean [{nearest[0]}]?" if nearest else _ALL
+
+
+def _nearest_key(section: str, name: str) -> str | None:
+    """The key that somebody may have meant: of this name, nearly so in its section, or nearly so elsewhere."""
+    own = _TABLE if section.startswith("tables.") else _SECTIONS.get(section, {})
+    everywhere = [(section, own)] if section.startswith("tables.") else [*_SECTIONS.items(), _ANY_TABLE]
+    dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]
+    names = [name]
+    if not any(key.endswith(f".{name}") for key in dotted):
+        if near := difflib.get_close_matches(name, own, n=1):
+            return f"{section}.{near[0]}"
+        every_name = {key.rpartition(".")[2] for key in dotted}
+        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_ELSEWHERE_CUTOFF)
+    found = [key for key in dotted if key.rpartition(".")[2] in names]
+    by_section = difflib.get_close_matches(f"{section}.{name}", found, n=1, cutoff=0.0)
+    return by_section[0] if by_section else None
 
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:

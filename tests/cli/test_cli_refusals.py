@@ -73,8 +73,8 @@ def test_comparing_what_one_process_cannot_do(override: str, message: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[train]\nepoch = 3", "train.epoch: no such key; did you mean train.epochs?"),
-        ("[trian]\nepochs = 3", "trian.epochs: no such key; did you mean train.epochs?"),
+        ("[train]\nepoch = 3", "{path}: train.epoch: no such key; did you mean train.epochs?"),
+        ("[trian]\nepochs = 3", "{path}: trian.epochs: no such key; did you mean train.epochs?"),
         ("[train]\nepochs = '3'", "train.epochs = '3': must be an integer, at least 1"),
         ("[train]\nepochs = 0", "train.epochs = 0: must be an integer, at least 1"),
         ("[train]\nepochs = ", "{path}: is not valid TOML: Invalid value (at end of document)"),

@@ -161,6 +161,11 @@ ROW_OPTIMIZER = (
             "train.batch_size = '4\\nepochs=2': must be an integer, at least 1",
         ),
         ("train.batch_size", "--set train.batch_size: must be section.key=value"),
+        ("train=3", "--set train=3: must be section.key=value"),
+        (
+            "data.weight=w",
+            "data.weight: is not supported: there is no such key; hybrid config --describe lists all",
+        ),
     ],
 )
 def test_a_value_that_breaks_its_rule(override: str, message: str) -> None:
@@ -205,22 +210,46 @@ def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
         ("[data]\nbatch_size = 1", "data.batch_size", "train.batch_size"),
         ("[cluster]\nnet = 1", "cluster.net", "dense.net"),
         ("[trian]\nepochs = 1", "trian.epochs", "train.epochs"),
-        ("[trian]", "trian", "train.dtype"),
+        ("[trian]\nepocs = 1", "trian.epocs", "train.epochs"),
+        ("[data]\nbatchsize = 1", "data.batchsize", "train.batch_size"),
         ("batch_size = 1", "batch_size", "train.batch_size"),
         ("[tables.user]\ndims = 1", "tables.user.dims", "tables.user.dim"),
         ("[tables]\npooling = 'sum'", "tables.pooling", "tables.NAME.pooling"),
-        ("[train]\n'' = 1", "train", "train.dtype"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as caught:
         _load(tmp_path, text)
-    assert str(caught.value) == f"{key}: no such key; did you mean {nearest}?"
+    assert str(caught.value) == f"{tmp_path}/run.toml: {key}: no such key; did you mean {nearest}?"
+
+
+ALL = "hybrid config --describe lists all"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[trian]", "[trian]: no such section; did you mean [train]?"),
+        ("[metrics]", f"[metrics]: no such section; {ALL}"),
+        ("[data]\nweight = 'w'", f"data.weight: is not supported: there is no such key; {ALL}"),
+        ("[tables.user]\nweight = 1", f"tables.user.weight: is not supported: there is no such key; {ALL}"),
+        ("[train]\n'' = 1", f"train: is not supported: there is no such key; {ALL}"),
+        (
+            "[metrics]\nrecall_at = 5",
+            "metrics.recall_at: is not supported: there is no such section [metrics], and no such key "
+            f"elsewhere; {ALL}",
+        ),
+    ],
+)
+def test_what_nothing_is_like_is_not_supported(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _load(tmp_path, text)
+    assert str(caught.value) == f"{tmp_path}/run.toml: {message}"
 
 
 @pytest.mark.parametrize(
     ("override", "nearest"),
-    [("dense.nett=x", "dense.net"), ("train=x", "train"), ("tables.dim=x", "NAME.dim")],
+    [("dense.nett=x", "dense.net"), ("batch_size=8", "train.batch_size"), ("tables.dim=x", "NAME.dim")],
 )
 def test_an_unknown_override_names_the_nearest(override: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"no such key; did you mean [\w.]*{nearest}"):
