@@ -104,7 +104,10 @@ class DataSection:
     path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
     test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
     test_fraction: float = option(
-        0.1, "share of rows held out where test_path is empty", minimum=0.0, maximum=0.9
+        0.1,
+        "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
+        minimum=0.0,
+        maximum=0.9,
     )
     columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
     delimiter: str = option(",", "separator of CSV columns")

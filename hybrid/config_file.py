@@ -240,7 +240,7 @@ def _did_you_mean_section(section: str) -> str:
 
 
 def _nearest_key(section: str, name: str) -> str | None:
-    """The key that somebody may have meant: of this name, nearly so in its section, or nearly so elsewhere."""
+    """The key that may be meant: one of this name, nearly so in its section, or nearly so elsewhere."""
     own = _TABLE if section.startswith("tables.") else _SECTIONS.get(section, {})
     everywhere = [(section, own)] if section.startswith("tables.") else [*_SECTIONS.items(), _ANY_TABLE]
     dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]

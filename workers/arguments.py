@@ -15,7 +15,14 @@ AUTO = "auto"  # for --resume
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of one command, its name in ``command``; exits with 2 where they are wrong."""
-    return _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if getattr(options, "run_folder", options) is None:
+        # An option of many values takes all that follow it, RUN too.
+        if len(options.input) < 2:
+            parser.error(f"{options.command}: RUN is missing")
+        options.run_folder = Path(options.input.pop())
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,10 +59,18 @@ def _parser() -> argparse.ArgumentParser:
             role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
     plan = commands.add_parser("plan", help="print which worker would hold which rows; starts nothing")
     _add_config(plan)
-    evaluate = commands.add_parser("evaluate", help="metrics of a trained model, in one process")
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="metrics of a trained model, in one process",
+        usage="hybrid evaluate [-h] [--trust-code] [--input FILE [FILE ...]] RUN",
+    )
     _add_run(evaluate)
     _add_input(evaluate, "labelled files")
-    predict = commands.add_parser("predict", help="probabilities for new rows, in one process")
+    predict = commands.add_parser(
+        "predict",
+        help="probabilities for new rows, in one process",
+        usage="hybrid predict [-h] [--trust-code] --output FILE [--input FILE [FILE ...]] RUN",
+    )
     _add_run(predict)
     _add_input(predict, "files, with labels or without")
     predict.add_argument(
@@ -96,12 +111,9 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_folder",
-        type=Path,
-        metavar="RUN",
-        help="run folder, of whose checkpoints the best is taken; or one of these",
-    )
+    # Not there where --input has taken it; see parse.
+    help_text = "run folder, of whose checkpoints the best is taken; or one of these"
+    parser.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help=help_text)
     _add_trust(parser)
 
 

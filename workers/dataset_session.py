@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hybrid.checkpoint import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data import encode, manifest
+from hybrid.data import manifest
 from hybrid.data.manifest import DataManifest
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
@@ -26,21 +26,24 @@ class DatasetSession(Session):
     Attributes:
         steps_per_epoch: steps that pass over all training samples.
         reports: what is known of the training samples and of the test samples.
+        has_test_rows: whether there is anything to evaluate on.
         best_auc: what no model can beat on the test samples, where the data tell; else None.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
         total_steps: that the run takes.
     """
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
-        self._data_folder = data_folder
+        self._prepared = data_folder
         train = PreparedDataset.open(data_folder, "train")
         test = PreparedDataset.open(data_folder, "test")
-        if not test.num_samples:
-            raise ConfigError("data.test_fraction", "leaves no test rows; raise it, or set data.test_path")
+        if not test.num_samples and config.data.test_fraction:
+            rule = "leaves no test rows; raise it, set it to 0 to train without, or set data.test_path"
+            raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
         self.best_auc = test.report.best_auc
         self.reports = (train.report, test.report)
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
         self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
+        self.has_test_rows = test.num_samples > 0
         ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
         if config.train.max_steps:
             ends["train.max_steps"] = config.train.max_steps
@@ -80,14 +83,13 @@ class DatasetSession(Session):
             DataError: it was trained on other samples; names the file that has changed.
         """
         trained_on = DataManifest.read(stored.folder / manifest.COPY_NAME)
-        now = DataManifest.read(self._data_folder / manifest.FILE_NAME)
+        now = DataManifest.read(self._prepared / manifest.FILE_NAME)
         trained_on.check_same(now, "resume with the same files, or start a new run")
         super().load(stored)
 
     def _texts(self) -> dict[str, str]:
-        names = {encode.FILE_NAME: encode.FILE_NAME, manifest.COPY_NAME: manifest.FILE_NAME}
-        data = {name: (self._data_folder / at).read_text(encoding="utf-8") for name, at in names.items()}
-        return {**super()._texts(), **data}
+        data = (self._prepared / manifest.FILE_NAME).read_text(encoding="utf-8")
+        return {**super()._texts(), manifest.COPY_NAME: data}
 
     def _timeout_seconds(self, num_steps: int) -> float:
         cluster = self._config.cluster

@@ -29,7 +29,7 @@ from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
 from hybrid.embedding.stored import StoredTables
 from hybrid.embedding.tables import table_specs
-from hybrid.errors import HybridError
+from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import Predictions, probabilities
 from hybrid.model import HybridModel
 from hybrid.private_files import open_file
@@ -137,14 +137,25 @@ def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) ->
     """Files encoded as the model's training files were, or the test rows of its run."""
     config = trained.config
     if not inputs:
-        prepared = prepare(config, cache_folder(config))
-        trained_on = DataManifest.read(trained.folder / manifest.COPY_NAME)
-        trained_on.check_same(DataManifest.read(prepared / manifest.FILE_NAME), "name files by --input")
-        yield PreparedDataset.open(prepared, "test")
+        yield _test_rows(trained)
         return
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         folder = Path(scratch) / "encoded"
         yield encode_files(config, inputs, trained.encoder, folder, with_labels=with_labels)
+
+
+def _test_rows(trained: TrainedModel) -> PreparedDataset:
+    config, copy = trained.config, trained.folder / manifest.COPY_NAME
+    if not copy.exists():
+        raise ConfigError("--input", "must name files: RUN was trained on batches of your own")
+    prepared = prepare(config, cache_folder(config))
+    DataManifest.read(copy).check_same(
+        DataManifest.read(prepared / manifest.FILE_NAME), "name files by --input"
+    )
+    dataset = PreparedDataset.open(prepared, "test")
+    if not dataset.num_samples:
+        raise ConfigError("--input", "must name files: RUN has no test rows (data.test_fraction = 0)")
+    return dataset
 
 
 def _say_of_rows(dataset: PreparedDataset) -> None:

@@ -18,6 +18,8 @@ from hybrid.code_signature import signed_toml
 from hybrid.config import RunConfig
 from hybrid.config_file import load_config
 from hybrid.config_rules import recorded_steps
+from hybrid.data import encode
+from hybrid.data.encode import FeatureEncoder
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import build_remote_net, interaction_width
 from hybrid.dense.optimizer import make_optimizer
@@ -89,6 +91,8 @@ class Session:
     ) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
         self._config = config
+        self._input_spec = input_spec
+        self._data_folder = data_folder
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         self.tables, self.placement = plan_tables(config, input_spec, ids_per_sample)
@@ -157,6 +161,9 @@ class Session:
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
 
+        ``hybrid evaluate`` and ``hybrid predict`` read it. A model of batches of the caller's own takes the
+        numbers of their files as they are, and rows of tables as ids.
+
         Args:
             step, epoch: how many of each are done.
             metrics: of the last evaluation, if there was one.
@@ -217,7 +224,12 @@ class Session:
 
     def _texts(self) -> dict[str, str]:
         """What a checkpoint holds besides tensors, by file."""
-        return {CONFIG_FILE: signed_toml(self._config)}
+        folder = self._data_folder
+        if folder is None:
+            features = FeatureEncoder.of_rows(self._input_spec).text
+        else:
+            features = (folder / encode.FILE_NAME).read_text(encoding="utf-8")
+        return {CONFIG_FILE: signed_toml(self._config), encode.FILE_NAME: features}
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""

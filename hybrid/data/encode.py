@@ -177,6 +177,14 @@ class FeatureEncoder:
         sparse = tuple(c.encoding(n, data) for n, c in zip(layout.sparse, counters, strict=True))
         return cls(data.numeric_transform, dense, sparse)
 
+    @classmethod
+    def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
+        """For batches that hold numbers as they are, and rows of tables as ids: it changes neither."""
+        dense = tuple(map(DenseEncoding, spec.dense_features))
+        features = spec.sparse_features
+        sparse = tuple(SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot) for f in features)
+        return cls("none", dense, sparse)
+
     @property
     def input_spec(self) -> InputSpec:
         """The columns that ``encode`` gives."""
@@ -197,10 +205,14 @@ class FeatureEncoder:
         bags = tuple(ids for ids in coded if isinstance(ids, Bags))
         return EncodedBlock(np.clip(dense_BF, -MAX_NUMBER, MAX_NUMBER).astype(np.float32), ids_BK, bags)
 
+    @property
+    def text(self) -> str:
+        """What ``features.json`` holds."""
+        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, ensure_ascii=False)
+
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``."""
-        content = {"format": FORMAT_VERSION, **asdict(self)}
-        (folder / FILE_NAME).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        (folder / FILE_NAME).write_text(self.text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> FeatureEncoder:

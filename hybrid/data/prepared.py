@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.config import RunConfig
+from hybrid.config import DataSection, RunConfig
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building
@@ -103,13 +103,19 @@ def encode_files(
     Raises:
         ConfigError, DataError: as in ``prepare``.
     """
-    if config.data.format == "synthetic":
-        raise ConfigError("data.format", "must be the format of the files to read", "synthetic")
-    spec = encoder.input_spec
+    spec, files = encoder.input_spec, list_files(paths, "the paths given")
     data = dataclasses.replace(
-        config.data, dense=spec.dense_features, sparse=tuple(f.name for f in spec.sparse_features)
+        config.data,
+        format=_format_of(config.data, files),
+        dense=spec.dense_features,
+        sparse=tuple(f.name for f in spec.sparse_features),
     )
-    source = Source(list_files(paths, "the paths given"), data, with_labels)
+    if data.format == "csv" and not data.multi_hot_separator:
+        for feature in spec.sparse_features:
+            if feature.multi_hot:
+                rule = f"must be set where the model is trained, since {feature.name} holds several ids"
+                raise ConfigError("data.multi_hot_separator", rule)
+    source = Source(files, data, with_labels)
     with _memory_at_hand():
         report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
@@ -124,6 +130,13 @@ def _verify(folder: Path) -> None:
         DataManifest.read(folder / manifest.FILE_NAME).verify(folder)
     except DataError as error:
         raise DataError(f"{error}; delete {folder} to prepare it anew") from error
+
+
+def _format_of(data: DataSection, files: Sequence[Path]) -> str:
+    """How new files are written: as those of the training, or by their names where it had none."""
+    if data.format != "synthetic":
+        return data.format
+    return "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"
 
 
 def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 from support.commands import COMMAND_SECONDS, ROOT, eventually, run, settings, started
+from support.tables import write_csv
+
+from workers.cli import main
 
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 SMALL = settings(
@@ -78,15 +82,42 @@ def test_compare_refuses_what_cannot_be_compared(
     assert message in ended.stderr
 
 
-def test_the_own_loop_of_the_documentation_trains(tmp_path: Path) -> None:
+def test_the_own_loop_of_the_documentation_trains_a_model_to_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL)
     (tmp_path / "own_loop.py").write_text(code)
-    ended = run(["run", "own_loop:main"], tmp_path)
+    ended = run(["run", "own_loop:main", *settings(data={"multi_hot_separator": "|"})], tmp_path)
     assert ended.code == 0, ended.stderr
     losses = re.search(r"^300 steps, loss (\S+) to (\S+)$", ended.stdout, re.MULTILINE)
     assert losses is not None
     assert float(losses[2]) < 0.1 * float(losses[1])
-    assert (tmp_path / "model/manifest.json").is_file()
+    (tmp_path / "new.csv").write_text("label,price,item,tags\n1,0.5,3,1|2\n0,0.1,40,\n0,0.9,30,7\n")
+    monkeypatch.chdir(tmp_path)
+    main(["evaluate", "model", "--input", "new.csv"])
+    assert "auc                 1.0000\n" in capsys.readouterr().out
+    main(["predict", "--input", "new.csv", "--output", "p.csv", "model"])
+    likely, *others = [float(line.split(",")[1]) for line in Path("p.csv").read_text().splitlines()[1:]]
+    assert likely > 0.5 > max(others)
+    with pytest.raises(
+        SystemExit, match=r"^hybrid evaluate: --input: must name files: RUN was trained on batches"
+    ):
+        main(["evaluate", "model"])
+
+
+def test_without_test_rows_nothing_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_csv(tmp_path / "clicks.csv", 400)
+    data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "test_fraction": 0}
+    job = settings(data=data, train={"batch_size": 64}, dense={"device": "cpu"})
+    ended = run(["launch", *job, *settings(run={"folder": "run"})], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "no test rows (data.test_fraction = 0): nothing is evaluated\n" in ended.stdout
+    assert "test AUC            none, there are no test rows\n" in ended.stdout
+    assert "evaluate run --input FILE\n" in ended.stdout
+    assert "auc" not in json.loads(Path("run/result.json").read_text())
+    with pytest.raises(SystemExit, match=r"RUN has no test rows \(data.test_fraction = 0\)$"):
+        main(["evaluate", "run"])
 
 
 def test_what_is_no_function_is_refused(tmp_path: Path) -> None:

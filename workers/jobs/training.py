@@ -63,6 +63,8 @@ class Training:
         for report in session.reports:
             for line in data_notes(report):
                 view.note(line)
+        if not session.has_test_rows:
+            view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
         more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         with self._open_folder() as self._folder, self._stop.listening():
@@ -73,8 +75,9 @@ class Training:
                 self._save_for_later(session, view)
                 return False
             # Killed between its last checkpoint and its end, it has no step to take.
-            metrics = self._metrics or session.evaluate(self._step)
-            self._finish(session, metrics, view, f"--set {session.limit}={more}")
+            if self._metrics is None and session.has_test_rows:
+                self._metrics = session.evaluate(self._step)
+            self._finish(session, self._metrics, view, f"--set {session.limit}={more}")
         return True
 
     def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
@@ -141,7 +144,7 @@ class Training:
         )
         self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
-        self._owes_evaluation = self._is_evaluation_due(epoch_ends, total)
+        self._owes_evaluation = session.has_test_rows and self._is_evaluation_due(epoch_ends, total)
         if self._owes_evaluation or epoch_ends or self._is_line_due():
             self._log(epoch, total, view)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
@@ -237,7 +240,9 @@ class Training:
         view.evaluation(self._step, self._metrics)
         return True
 
-    def _finish(self, session: DatasetSession, metrics: Metrics, view: TerminalView, more: str) -> None:
+    def _finish(
+        self, session: DatasetSession, metrics: Metrics | None, view: TerminalView, more: str
+    ) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         self._checkpoints.write_last(self._moment(session))
@@ -245,7 +250,7 @@ class Training:
         rate = self._tally.samples / self._tally.seconds
         best = self._checkpoints.best
         result = {
-            **metrics.as_dict(),
+            **(metrics.as_dict() if metrics else {}),
             "best": best and {"step": best.step, best.metric: best.value},
             "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
@@ -257,6 +262,7 @@ class Training:
         }
         self._folder.finish(result)
         run_folder = self._folder.path
+        rows = "" if session.has_test_rows else " --input FILE"
         view.summary(
             Summary(
                 metrics=metrics,
@@ -267,8 +273,8 @@ class Training:
                 run_folder=run_folder,
                 curves=self._folder.curves,
                 resume=f"{own_command()} launch --resume {run_folder} {more}",
-                evaluate=f"{own_command()} evaluate {run_folder}",
-                predict=f"{own_command()} predict {run_folder} --output FILE",
+                evaluate=f"{own_command()} evaluate {run_folder}{rows}",
+                predict=f"{own_command()} predict {run_folder}{rows} --output FILE",
                 profile=self._profile,
                 unknown=session.reports[1].unknown,
             )

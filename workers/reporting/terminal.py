@@ -87,7 +87,7 @@ class Summary:
     """What to say at the end of a run.
 
     Attributes:
-        metrics, step: on the test rows, at the last step; which that is.
+        metrics, step: on the test rows, at the last step; which that is. None where there are no such rows.
         best: the best evaluation whose model is kept; None where none is.
         best_auc: AUC that no model can beat, where the data tell; else None.
         samples_per_second: over all trainers and the whole run.
@@ -97,7 +97,7 @@ class Summary:
         unknown: values of the test rows that are unknown to the model, by column; empty where none can be.
     """
 
-    metrics: Metrics
+    metrics: Metrics | None
     step: int
     best: Best | None
     best_auc: float | None
@@ -242,11 +242,13 @@ def _plain_progress(progress: Progress) -> Iterator[str]:
 
 def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Label, value and style of each line."""
-    metrics = summary.metrics
-    reachable = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
-    yield "test AUC", f"{_number(metrics.auc)} at step {summary.step:,}{reachable}", "bold green"
-    yield "log loss", _number(metrics.log_loss), ""
-    yield "normalised entropy", _number(metrics.normalised_entropy), ""
+    if (metrics := summary.metrics) is not None:
+        reachable = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
+        yield "test AUC", f"{_number(metrics.auc)} at step {summary.step:,}{reachable}", "bold green"
+        yield "log loss", _number(metrics.log_loss), ""
+        yield "normalised entropy", _number(metrics.normalised_entropy), ""
+    else:
+        yield "test AUC", "none, there are no test rows", ""
     best = summary.best if summary.best and summary.best.step != summary.step else None
     if best is not None:
         name = "AUC" if best.metric == "auc" else best.metric.replace("_", " ")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -232,10 +233,34 @@ def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
         PreparedDataset.open(folder, "train")
 
 
-def test_synthetic_data_has_no_files_to_encode(tmp_path: Path) -> None:
-    encoder = FeatureEncoder("none", (), ())
-    with pytest.raises(ConfigError, match=r"data\.format = 'synthetic'"):
-        encode_files(RunConfig(), ["a.csv"], encoder, tmp_path / "new")
+ROWS_SPEC = InputSpec(("price",), (FeatureSpec("item", 50), FeatureSpec("tags", 8, multi_hot=True)))
+
+
+def of_rows(tmp_path: Path, file: Path, separator: str) -> PreparedDataset:
+    """A file of numbers as they are and of rows as ids, for a model that was not trained on files."""
+    config = RunConfig(data=DataSection(multi_hot_separator=separator))
+    encoder = FeatureEncoder.of_rows(ROWS_SPEC)
+    return encode_files(config, [str(file)], encoder, tmp_path / f"new{separator}", with_labels=False)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_model_of_rows_takes_files_of_rows(kind: str, tmp_path: Path) -> None:
+    columns = {"price": [0.5, 2.0], "item": ["7", "99"], "tags": ["1|3", ""]}
+    file = tmp_path / f"new.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), file)
+    else:
+        rows = zip(*columns.values(), strict=True)
+        file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
+    dataset = of_rows(tmp_path, file, "|")
+    batch = dataset.gather(np.array([0, 1]), 2)
+    assert batch.dense_features.flatten().tolist() == [0.5, 2.0]
+    assert batch.sparse_features.ids_L.tolist() == [7, 0, 1, 3]  # 99 is no row: unknown
+    if kind == "csv":
+        with pytest.raises(
+            ConfigError, match=r"^data.multi_hot_separator: must be set .* tags holds several"
+        ):
+            of_rows(tmp_path, file, "")
 
 
 def test_fingerprint_covers_the_format_version(

@@ -1,0 +1,37 @@
+"""Arguments of commands: in which orders they may come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workers.arguments import parse
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["RUN", "--input", "a", "b"],
+        ["--input", "a", "b", "RUN"],
+        ["--input", "a", "b", "--", "RUN"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("command", [["evaluate"], ["predict", "--output", "o"]], ids=" ".join)
+def test_the_run_may_stand_before_its_input_or_behind_it(command: list[str], arguments: list[str]) -> None:
+    options = parse([*command, *arguments])
+    assert (options.run_folder, options.input) == (Path("RUN"), ["a", "b"])
+
+
+def test_an_option_between_them_is_no_obstacle() -> None:
+    options = parse(["predict", "--input", "a", "RUN", "--output", "o"])
+    assert (options.run_folder, options.input, options.output) == (Path("RUN"), ["a"], Path("o"))
+
+
+@pytest.mark.parametrize("arguments", [[], ["--input", "a"]], ids=["nothing", "only files"])
+def test_a_run_must_be_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["evaluate", *arguments])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("hybrid: error: evaluate: RUN is missing\n")
