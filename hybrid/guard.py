@@ -15,7 +15,7 @@ One round trip, and none where neither clipping nor skipping is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -25,6 +25,7 @@ from hybrid.errors import NonFiniteError
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
+_REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or train.non_finite = "skip"'
 
 
 class PendingValue(Protocol):
@@ -67,24 +68,33 @@ class Guard:
         self._device = device
         self._sent: list[PendingValue] = []
 
-    def check_loss(self, step: int, loss: float) -> None:
-        """NonFiniteError where the run is to stop at a loss that is not finite."""
+    def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
+        """NonFiniteError where the run is to stop at a loss that is not finite.
+
+        Args:
+            find: gives what is the first that is not finite, as a part of a sentence, or nothing.
+        """
         if not self._skip and not math.isfinite(loss):
+            first = f": {found}" if (found := find()) else ""
             raise NonFiniteError(
-                f"step {step}: the loss of trainer {self._group.rank()} is {loss}; lower the learning rates, "
-                'look at the data, or set train.clip_norm or train.non_finite = "skip"'
+                f"step {step}: the loss of trainer {self._group.rank()} is {loss}{first}; {_REMEDY}"
             )
 
-    def decide(self, step: int, loss: float, squared_norm: float) -> float | None:
+    def decide(
+        self, step: int, loss: float, squared_norm: float, find: Callable[[], str | None]
+    ) -> float | None:
         """What to multiply the gradients of a step by; None to skip it. All trainers call it each step.
 
         Args:
             loss: this trainer's part.
             squared_norm: this trainer's part of that of all dense gradients.
+            find: gives a parameter whose gradient is not finite, if there is one.
         """
         if self._clip_norm is None and not self._skip:
             if not math.isfinite(squared_norm):
-                raise NonFiniteError(f"step {step}: a gradient of the dense net is not finite")
+                name = find()
+                what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
+                raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
         norms = [host.ask_norm(step) for host in self._hosts]
         mine = squared_norm if math.isfinite(loss) else math.nan

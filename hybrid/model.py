@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
+from hybrid.dense import replay
+from hybrid.dense.layers import name_layer
 from hybrid.dense.nets import DenseNet
+from hybrid.dense.replay import Given
 from hybrid.embedding.pending import PendingLookup
 from hybrid.update import Ticket
 
@@ -78,6 +81,7 @@ class HybridModel(nn.Module):
         self._remote = (remote_net,)
         self._dtype = dtype
         self._autocast = autocast
+        self._given: Given | None = None  # in the last forward pass
 
     @classmethod
     def of(cls, config: RunConfig, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
@@ -90,23 +94,46 @@ class HybridModel(nn.Module):
 
         Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
         """
+        try:
+            return self._logits(micro, clock)
+        except Exception as error:
+            name_layer(error, self.net, self.stages)
+            raise
+
+    def _logits(self, micro: MicroBatch, clock: StepClock) -> Tensor:
         (remote_net,) = self._remote
         device = self.device
+        self._given = None
         with clock.phase("lookup"):
             lookup = micro.start()
         with clock.phase("dense"), clock.span("bottom"), self._precision(device):
-            bottom_BH = self.stages.bottom(to_device(micro.batch.dense_features.to(self._dtype), device))
+            dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
+            bottom_BH = self.stages.bottom(dense_BF)
         with clock.phase("lookup"), clock.span("wait"):
             pooled_BE = to_device(lookup.wait().to(self._dtype), device)
+        given = Given(dense_BF, pooled_BE.detach(), None)
         with clock.phase("dense"):
             with clock.span("interaction"), self._precision(device):
                 hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
             if remote_net is not None:
                 with clock.span("remote net"):
                     hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
+                given = given._replace(remote_BH=hidden_BH.detach())
             with clock.span("head"), self._precision(device):
                 logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
+        self._given = given
         return logits_B.to(self._dtype)
+
+    def raise_of_backward(self) -> None:
+        """See :func:`hybrid.dense.replay.raise_of_backward`; of the last forward pass."""
+        if self._given is not None:
+            replay.raise_of_backward(self.net, self._given, self._precision(self.device))
+
+    def first_not_finite(self, is_whole: bool) -> str:
+        """See :func:`hybrid.dense.replay.first_not_finite`; of the last forward pass."""
+        if self._given is None:
+            return ""
+        return replay.first_not_finite(self.net, self._given, self._precision(self.device), is_whole=is_whole)
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         """Autocast for what the trainer itself computes; it does not reach across RPC."""

@@ -11,37 +11,26 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import site
 import sys
-import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
-
-# Their functions and classes are called by lists of their own.
-_PROJECT = ("hybrid", "workers")
-# Debian's Python keeps its packages where sysconfig names none.
-_LIBRARIES = tuple(
-    Path(folder).resolve()
-    for folder in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    )
-)
+from hybrid.own_error import PROJECT, is_library, place_of
 
 
-def load_function(key: str, name: str) -> Callable[..., Any]:
+def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
     """The function that ``name``, "module:function", is.
 
     Args:
         key: what named it, for errors.
+        parameters: names of what it will be called with, one after another, to see that it takes that.
 
     Raises:
-        ConfigError: there is no such function, its module cannot be imported, or another has its name.
+        ConfigError: there is no such function, it takes something else, its module cannot be imported, or
+            another has its name.
     """
     module_name, _, function_name = name.partition(":")
     if (file := _file_here(module_name)) is not None and not _is_found(module_name, file):
@@ -50,9 +39,29 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        reason = f"cannot be imported: {type(error).__name__}: {' '.join(str(error).split())}"
+        place = f"{place}: " if (place := place_of(error)) else ""
+        reason = f"cannot be imported: {place}{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(key, reason, name) from error
+    if parameters:
+        _check_parameters(key, name, function, parameters)
     return function
+
+
+def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no function, or one that does not tell
+        if callable(function):
+            return
+        raise ConfigError(key, "is not a function", name) from None
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        code = getattr(function, "__code__", None)
+        place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        wanted = ", ".join(parameters)
+        rule = f"is called as {function.__name__}({wanted}), and takes {signature}{place}: {error}"
+        raise ConfigError(key, rule, name) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +168,10 @@ def _is_own(module: str) -> bool:
     Nothing is imported to know that.
     """
     top = module.partition(".")[0]
-    if not top or top in _PROJECT or top == "__main__" or top in sys.stdlib_module_names:
+    if not top or top in PROJECT or top == "__main__" or top in sys.stdlib_module_names:
         return False
     places = _places(module)
-    return bool(places) and not any(
-        place.is_relative_to(library) for place in places for library in _LIBRARIES
-    )
+    return bool(places) and not any(map(is_library, places))
 
 
 def _places(module: str) -> list[Path]:

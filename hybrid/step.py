@@ -56,18 +56,26 @@ def train_step(
             with clock.phase("dense"), clock.span("loss"):
                 loss = _loss(logits_B, micro)
             with clock.phase("backward"):
-                dist_autograd.backward(context_id, [loss])
+                _backward(model, context_id, loss)
                 model.collect(dist_autograd.get_gradients(context_id), is_last)
         losses.append(loss.item())
         logits.append(logits_B.detach().cpu())
-        guard.check_loss(step, losses[-1])
+        guard.check_loss(step, losses[-1], model.first_not_finite)
     with clock.phase("update"):
         with clock.span("decide"):
-            scale = guard.decide(step, sum(losses), model.squared_norm())
+            scale = guard.decide(step, sum(losses), model.squared_norm(), model.gradient_not_finite)
         if scale is not None:
             with clock.span("optimizer"):
                 optimizer.step(step, model.gradients, scale)
     return StepResult(sum(losses), torch.cat(logits), scale is None)
+
+
+def _backward(model: DdpModel, context_id: int, loss: Tensor) -> None:
+    try:
+        dist_autograd.backward(context_id, [loss])
+    except RuntimeError:
+        model.raise_of_backward()
+        raise
 
 
 def _loss(logits_B: Tensor, micro: MicroBatch) -> Tensor:

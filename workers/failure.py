@@ -7,6 +7,7 @@ from typing import Any
 
 from hybrid import errors, wire
 from hybrid.errors import ClusterError, HybridError
+from hybrid.own_error import is_to_log, words_of
 from hybrid.topology import Role
 from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.joining.bootstrap import Cluster
@@ -18,6 +19,10 @@ _PING_SECONDS = 2.0
 
 class UnexpectedError(ClusterError):
     """A role answered a call with an exception that nobody has thought of."""
+
+    def __init__(self, error: wire.RemoteError, when: str) -> None:
+        super().__init__(f"{error} ({when})")
+        self.error = error
 
 
 def gather(calls: Sequence[wire.Pending], meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
@@ -58,7 +63,7 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
         return ClusterError(f"lost {names} {when}; its log says why, if it could")
     if not isinstance(error, wire.RemoteError):
         return ClusterError(f"{error} ({when})")
-    return error if error.failure.is_users else UnexpectedError(f"{error} ({when})")
+    return error if error.failure.is_users else UnexpectedError(error, when)
 
 
 def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Any]]:
@@ -72,8 +77,17 @@ def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Any]]:
 
 def describe(role: Role, error: Exception) -> Outcome:
     """What ``role`` tells the launcher of the error that ends it."""
-    message = str(error) if isinstance(error, HybridError) else f"{role}: {type(error).__name__}: {error}"
-    return Outcome(" ".join(message.split()), _cause(error))
+    message = str(error) if isinstance(error, HybridError) else f"{role}: {words_of(error)}"
+    return Outcome(" ".join(message.split()), _cause(error), _logged_by(role, error))
+
+
+def _logged_by(role: Role, error: Exception) -> Role | None:
+    """The role whose log has the stack of ``error``, where the line that tells it is not all of it."""
+    if isinstance(error, UnexpectedError):
+        error = error.error
+    if isinstance(error, wire.RemoteError):
+        return error.role if error.failure.is_logged else None
+    return role if is_to_log(error) else None
 
 
 def _cause(error: Exception) -> Cause:

@@ -43,7 +43,7 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
     """
     inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in example)
     try:
-        with _undisturbed(module, inputs):
+        with undisturbed(module, inputs):
             form = _compile(module, how, inputs)
             _run(form, inputs)
     except Exception as error:  # the module may be the user's own, and raise anything
@@ -70,7 +70,7 @@ def _compile(module: nn.Module, how: str, example: tuple[Tensor, ...]) -> nn.Mod
 
 
 def _traced(module: nn.Module, example: tuple[Tensor, ...]) -> nn.Module:
-    with warnings.catch_warnings(), _undisturbed(module, example):
+    with warnings.catch_warnings(), undisturbed(module, example):
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         if _graph(module, example, training=True) != _graph(module, example, training=False):
             raise _CannotCompile("it computes differently in training and in evaluation; take script")
@@ -104,7 +104,7 @@ def _run(form: nn.Module, example: tuple[Tensor, ...]) -> None:
 
 
 @contextmanager
-def _undisturbed(module: nn.Module, example: tuple[Tensor, ...]) -> Iterator[None]:
+def undisturbed(module: nn.Module, example: Sequence[Tensor]) -> Iterator[None]:
     """After this, buffers and modes of ``module`` and torch's random numbers are what they were."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     modes = [(each, each.training) for each in module.modules()]

@@ -62,6 +62,7 @@ class DdpModel:
         shared: SharedSum | None = None,
     ) -> None:
         self.net = model.net
+        self._model = model
         self.module: nn.Module = model
         self.gradients: dict[Tensor, Tensor] = {}
         self._carried: dict[Tensor, Tensor] = {}  # what the micro-batches so far have left
@@ -106,6 +107,21 @@ class DdpModel:
             elif not is_last:
                 gradient = gradient.clone()
             (self.gradients if is_last else self._carried)[parameter] = gradient
+
+    def raise_of_backward(self) -> None:
+        """Raise what the net's own backward pass raises, if it does and this trainer has all of the net."""
+        if not self._arrangement.layouts:
+            self._model.raise_of_backward()
+
+    def first_not_finite(self) -> str:
+        """What of the last forward pass is the first that is not finite, as a part of a sentence."""
+        return self._model.first_not_finite(is_whole=not self._arrangement.layouts)
+
+    def gradient_not_finite(self) -> str | None:
+        """The parameter nearest to the loss whose gradient is not finite."""
+        names = [n for n, p in self.net.named_parameters() if p in self.gradients]
+        bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
+        return bad[-1] if bad else None
 
     def squared_norm(self) -> float:
         """This trainer's part of the squared norm of all dense gradients; the parts add up to it."""

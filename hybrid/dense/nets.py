@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from hybrid.config import NETS, RunConfig
+from hybrid.dense.own_net import check_own_net
 from hybrid.embedding.spec import InputSpec
 from hybrid.errors import ConfigError
 from hybrid.own_code import load_function
@@ -224,9 +224,11 @@ def interaction_width(config: RunConfig, input_spec: InputSpec, widths: Sequence
 def _hidden_width(
     bottom: nn.Module, interaction: nn.Module, input_spec: InputSpec, widths: Sequence[int]
 ) -> int:
+    parameters = (*bottom.parameters(), *interaction.parameters())
+    dtype = next((parameter.dtype for parameter in parameters), torch.float32)
     with torch.no_grad():
-        bottom_BH = bottom(torch.zeros(0, len(input_spec.dense_features)))
-        return int(interaction(bottom_BH, torch.zeros(0, sum(widths))).size(1))
+        bottom_BH = bottom(torch.zeros(0, len(input_spec.dense_features), dtype=dtype))
+        return int(interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1))
 
 
 def _mlp(widths: Sequence[int]) -> nn.Sequential:
@@ -278,16 +280,14 @@ def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
 
 
 def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    net = load_function("dense.net", config.dense.net)(config, input_spec, widths)
+    build = load_function("dense.net", config.dense.net, ("config", "input_spec", "widths"))
+    net = build(config, input_spec, widths)
     if not isinstance(net, DenseNet):
         reason = f"must return a hybrid.dense.nets.DenseNet, not a {type(net).__name__}"
         raise ConfigError("dense.net", reason, config.dense.net)
-    for name, tensor in (*net.named_parameters(), *net.named_buffers()):
-        if is_lazy(tensor):
-            reason = f"has {name} of no size yet; give its lazy layer all sizes, or run the net once"
-            raise ConfigError("dense.net", reason, config.dense.net)
-        if tensor.is_meta:
-            raise ConfigError("dense.net", f"has {name} on the device meta, without values", config.dense.net)
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
+    check_own_net(net.to(dtype), config.dense.net, given, dtype)
     return net
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import traceback
 from dataclasses import dataclass
 from typing import NoReturn
 
 from hybrid import errors
 from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.own_error import is_to_log, log_stack, words_of
 from hybrid.topology import Role
 from hybrid.trust.pickler import RAISED_LATER, REFUSED
 
@@ -21,14 +21,15 @@ class Failure:
         message: what it says.
         kind: name of its class.
         is_users: whether it says all by itself, wherever it was raised.
-        host, stack: where.
+        host: where.
+        is_logged: whether its stack is in the log of that process.
     """
 
     message: str
     kind: str
     is_users: bool
     host: str
-    stack: str
+    is_logged: bool
 
 
 class RemoteError(ClusterError):
@@ -74,15 +75,17 @@ def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a caller is told of an exception."""
+    """What a caller is told of an exception; its stack stays here, in the log of this process."""
+    if is_logged := is_to_log(error):
+        log_stack(error)
     kind, is_ours = type(error).__name__, isinstance(error, HybridError)
     # Who misses another one may be out of reach itself: it says who it is.
     is_users = is_ours and not isinstance(error, LostError)
-    message = str(error) if is_ours else f"{kind}: {first_line(error)}"
+    message = str(error) if is_ours else words_of(error)
     if RAISED_LATER in message:
         # What went wrong while a worker prepared an answer says so itself, after the name of its class.
         message = message.rpartition(RAISED_LATER)[2]
         kind, _, told = message.partition(": ")
         if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
             message, is_users = told, True
-    return Failure(message, kind, is_users, socket.gethostname(), traceback.format_exc())
+    return Failure(message, kind, is_users, socket.gethostname(), is_logged)

@@ -92,10 +92,18 @@ def test_launch_goes_on_where_all_its_processes_are_gone(
 
 def test_an_exception_before_the_first_step_would_come_again(tiny: list[str], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def build(config, input_spec, widths):\n    raise KeyError('mine')\n")
-    ended = run(["launch", *tiny, *ONE_EACH, *settings(dense={"net": "own:build"})], tmp_path)
+    own = settings(dense={"net": "own:build"}, run={"folder": "run"})
+    ended = run(["launch", *tiny, *ONE_EACH, *own], tmp_path)
     assert ended.code == 1
-    assert re.fullmatch(r"hybrid launch: trainer 0 on \S+: KeyError: 'mine' \(at start\)\n", ended.stderr), (
-        ended.stderr
+    assert re.fullmatch(
+        r"hybrid launch: trainer 0 on \S+: own.py:2, in build: KeyError: 'mine' \(at start\); "
+        r"see run/logs/trainer-0.log\n",
+        ended.stderr,
+    ), ended.stderr
+    log = (tmp_path / "run/logs/trainer-0.log").read_text()
+    assert log.startswith(
+        f'Traceback of your code (most recent call last):\n  File "{tmp_path}/own.py", line 2, in build\n'
+        "    raise KeyError('mine')\nKeyError: 'mine'\n\nThe whole of it:\nTraceback"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ from hybrid.errors import NonFiniteError
 from hybrid.feed import Feed
 from hybrid.guard import Guard
 from hybrid.model import HybridModel
+from hybrid.own_error import words_of
 from hybrid.schedule import Schedule
 from hybrid.step import StepResult, predict_step, train_step
 from hybrid.topology import MASTER
@@ -300,8 +302,44 @@ def test_a_skipped_step_leaves_no_trace(parts: int) -> None:
 
 def test_a_loss_that_is_not_finite_stops_training() -> None:
     with running(UpdateRules(1)) as (job, _):
-        with pytest.raises(NonFiniteError, match=rf"^step {BAD_STEP}: the loss of trainer 0 is nan; "):
+        with pytest.raises(NonFiniteError, match=rf"^step {BAD_STEP}: the loss of trainer 0 is nan: the num"):
             job.train(with_a_bad_batch())
+
+
+class _Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+
+class Backwards(nn.Module):
+    """Fails where distributed autograd forgets what has failed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Refusing.apply(x)  # type: ignore[no-untyped-call]
+        return output
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_exception_of_the_backward_pass_keeps_its_place(remote: bool) -> None:
+    with running(UpdateRules(1), remote=remote) as (job, _):
+        job.model.stages.head = job.net.head = nn.Sequential(job.net.head, Backwards())
+        with pytest.raises(KeyError) as caught:
+            job.train(make_batches(multi_hot=False)[:1])
+        assert re.search(r"test_training.py:\d+, in backward: KeyError: 'mine'$", words_of(caught.value))
+
+
+def test_an_exception_of_the_forward_pass_names_its_layer() -> None:
+    with running(UpdateRules(1)) as (job, _):
+        head = nn.Sequential(job.net.head, nn.Linear(5, 1))
+        job.model.stages.head = job.net.head = head
+        with pytest.raises(RuntimeError, match="shapes") as caught:
+            job.train(make_batches(multi_hot=False)[:1])
+        assert "; in head.1 of the net, Linear(in_features=5," in words_of(caught.value)
 
 
 def test_prediction_needs_no_labels_and_changes_nothing() -> None:

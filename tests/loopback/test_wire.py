@@ -68,10 +68,14 @@ def test_an_error_of_the_users_keeps_its_words(service: wire.Remote[Service]) ->
     assert caught.value.role == MASTER
 
 
-def test_any_other_error_names_role_and_type(service: wire.Remote[Service]) -> None:
-    with pytest.raises(wire.RemoteError, match=r"^master on \S+: KeyError: 'no such thing'$") as caught:
+def test_any_other_error_names_role_place_and_type(
+    service: wire.Remote[Service], capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
+    with pytest.raises(wire.RemoteError, match=said) as caught:
         service.call("break_down").wait()
-    assert "break_down" in caught.value.failure.stack
+    assert caught.value.failure.is_logged
+    assert "break_down" in capfd.readouterr().err
 
 
 def test_a_constructor_may_fail() -> None:
@@ -100,7 +104,7 @@ def test_a_module_is_there_once_it_is_created() -> None:
     ("name", "message"),
     [
         ("mlp", r"^dense\.net = 'mlp': is not to my taste$"),
-        ("longer", r"^master on \S+: KeyError: 'longer'$"),
+        ("longer", r"^master on \S+: \S*test_wire.py:\d+, in __init__: KeyError: 'longer'$"),
     ],
 )
 def test_the_constructor_of_a_module_may_fail(name: str, message: str) -> None:

@@ -70,8 +70,12 @@ class Row:
         if self.how == "SIGSTOP":
             return self._frozen
         if self.role == "trainer 0":  # a call to it raises
-            return rf"trainer 0 on \S+: {self.how}: {WORDS} \({_DOING[self.phase]}\)"
-        return f"{self.role}: {self.how}: {WORDS}"
+            where = r"\S*faulty_net.py:\d+, in reach"
+            layer = "; in bottom of the net, Bottom" if self.phase in ("step", "evaluation") else ""
+            said = rf"trainer 0 on \S+: {where}: {self.how}: {WORDS}{layer} \({_DOING[self.phase]}\)"
+        else:
+            said = rf"{self.role}: \S*faulty_roles.py:\d+, in _raise: {self.how}: {WORDS}"
+        return rf"{said}; see \S+/{self.role.replace(' ', '-')}\.log"
 
     @property
     def _frozen(self) -> str:

@@ -82,6 +82,12 @@ CASES = [
         f"{_FAILURES}::test_an_exception_before_the_first_step_would_come_again",
     ),
     Case(
+        "an exception in code of your own, at any time",
+        "the line has your file, line and function, and for a net the layer; the log that it names has the "
+        "stack, first the part in your code",
+        f"{_FAILURES}::test_an_exception_before_the_first_step_would_come_again",
+    ),
+    Case(
         "no new checkpoint between `cluster.max_restarts` restarts",
         "`launch` ends with the first cause",
         f"{_FAILURES}::test_launch_gives_up_with_the_first_cause",
@@ -194,8 +200,13 @@ class Way:
 WAYS = [
     Way("SIGKILL", "worker 0 (pid N) was killed by SIGKILL; see LOG; ...", 0.0, 0.5),
     Way("SIGSTOP", "worker 0 (host H, pid N) is frozen: no sign of life for 10 s ...", 0.3, 0.7),
-    Way("ValueError", "worker 0: ValueError: ...", 0.1, 0.5),
-    Way("MemoryError", "worker 0: MemoryError: ...", 0.1, 0.5),
+    Way(
+        "ValueError",
+        "trainer 0 on H: my_net.py:17, in forward: ValueError: ... (at step N); see LOG; ...",
+        0.1,
+        0.5,
+    ),
+    Way("MemoryError", "worker 0: MemoryError: ...; see LOG; ...", 0.1, 0.5),
 ]
 _MEASURED_ON = "22 November 2026"
 

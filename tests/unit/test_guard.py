@@ -16,6 +16,10 @@ CPU = torch.device("cpu")
 FINITE = 0.5  # a loss
 
 
+def no_gradient() -> None:
+    """None of this trainer's gradients is not finite."""
+
+
 class Answer:
     """An answer, and whether somebody has waited for it."""
 
@@ -86,7 +90,7 @@ def test_it_clips_as_torch_clips_all_gradients_together(
 
     trainers = Trainers(monkeypatch, others=norms[0] / 2 + norms[2])
     hosts = [Host(norms[3]), Host(norms[4])]
-    scale = trainers.guard(clip_norm, False, *hosts).decide(7, FINITE, norms[0] / 2 + norms[1])
+    scale = trainers.guard(clip_norm, False, *hosts).decide(7, FINITE, norms[0] / 2 + norms[1], no_gradient)
     assert scale is not None
     for parameter, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(scale * gradient, parameter.grad, rtol=1e-14, atol=0)
@@ -98,7 +102,7 @@ def test_it_clips_as_torch_clips_all_gradients_together(
 def test_only_trainer_0_sends_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(4.0)
     guard = Trainers(monkeypatch, rank=1).guard(1.0, False, host)
-    assert guard.decide(0, FINITE, 0.0) == pytest.approx(0.5)
+    assert guard.decide(0, FINITE, 0.0, no_gradient) == pytest.approx(0.5)
     assert (host.asked, host.decisions) == ([0], [])
 
 
@@ -108,7 +112,7 @@ def test_errors_of_the_decisions_before_are_seen_and_the_last_one_not_waited_for
     host = Host(4.0)
     guard = Trainers(monkeypatch).guard(1.0, False, host)
     for step in range(3):
-        guard.decide(step, FINITE, 0.0)
+        guard.decide(step, FINITE, 0.0, no_gradient)
     assert [sent.is_awaited for sent in host.sent] == [True, True, False]
 
 
@@ -122,8 +126,8 @@ def test_all_sides_skip_a_step_that_is_not_finite_anywhere(
     host = Host(bad if where == "host" else 0.25)
     guard = trainers.guard(clip_norm, True, host)
     loss = bad if where == "loss" else FINITE
-    guard.check_loss(3, loss)
-    scale = guard.decide(3, loss, bad if where == "gradient" else 0.25)
+    guard.check_loss(3, loss, str)
+    scale = guard.decide(3, loss, bad if where == "gradient" else 0.25, no_gradient)
     assert host.decisions == [(3, scale)]
     assert scale == (1.0 if where == "nowhere" else None)
 
@@ -134,9 +138,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     monkeypatch: pytest.MonkeyPatch, bad: float, clip_norm: float | None
 ) -> None:
     guard = Trainers(monkeypatch, rank=2).guard(clip_norm, False)
-    guard.check_loss(5, FINITE)
+    guard.check_loss(5, FINITE, str)
     with pytest.raises(NonFiniteError, match=rf"^step 5: the loss of trainer 2 is {bad}; lower"):
-        guard.check_loss(5, bad)
+        guard.check_loss(5, bad, str)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -150,16 +154,26 @@ def test_a_gradient_that_is_not_finite_stops_the_run(
     guard = trainers.guard(clip_norm, False, Host(bad if where == "host" else 0.25))
     squared_norm = bad if where == "gradient" else 0.25
     if clip_norm is None and where in ("host", "another trainer"):
-        assert guard.decide(5, FINITE, squared_norm) == 1.0
+        assert guard.decide(5, FINITE, squared_norm, no_gradient) == 1.0
         return
     message = (
-        "a gradient of the dense net is not finite" if clip_norm is None else "the norm of the gradients is"
+        "the norm of the dense net's gradients is not finite; lower"
+        if clip_norm is None
+        else "the norm of the gradients is"
     )
     with pytest.raises(NonFiniteError, match=rf"^step 5: {message}"):
-        guard.decide(5, FINITE, squared_norm)
+        guard.decide(5, FINITE, squared_norm, no_gradient)
 
 
 def test_without_clipping_or_skipping_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     trainers, host = Trainers(monkeypatch), Host(4.0)
-    assert trainers.guard(None, False, host).decide(0, FINITE, 1e30) == 1.0
+    assert trainers.guard(None, False, host).decide(0, FINITE, 1e30, no_gradient) == 1.0
     assert (trainers.handed_in, host.asked, host.decisions) == ([], [], [])
+
+
+def test_an_error_names_what_is_the_first_that_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Trainers(monkeypatch).guard(None, False)
+    with pytest.raises(NonFiniteError, match=r"^step 5: the loss of trainer 0 is nan: it is head.2; lower"):
+        guard.check_loss(5, math.nan, lambda: "it is head.2")
+    with pytest.raises(NonFiniteError, match=r"^step 5: the gradient of the dense net's head.2.bias is not"):
+        guard.decide(5, FINITE, math.inf, lambda: "head.2.bias")

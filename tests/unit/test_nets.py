@@ -330,6 +330,31 @@ def lazy_statistics(config, input_spec, widths):
 
 def elsewhere(config, input_spec, widths):
     return DenseNet(nn.Identity(), Join(), nn.Linear(14, 1, device="meta"))
+
+def two_logits(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Linear(14, 2))
+
+def misfit(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Join(), nn.Sequential(nn.Linear(14, 8), nn.Linear(9, 1)))
+
+class Pair(nn.Module):
+    def forward(self, bottom):
+        return bottom, bottom
+
+def pair(config, input_spec, widths):
+    return DenseNet(Pair(), Join(), nn.Linear(14, 1))
+
+class NoEmpty(nn.Module):
+    def forward(self, bottom, pooled):
+        return torch.cat([bottom / bottom.max(), pooled], 1)
+
+def no_empty(config, input_spec, widths):
+    return DenseNet(nn.Identity(), NoEmpty(), nn.Linear(14, 1))
+
+def short(config, input_spec):
+    return None
+
+flat = 3
 """
 
 
@@ -362,11 +387,32 @@ def test_a_net_of_the_users_own() -> None:
     [
         ("absent_nets_of_a_test:f", "cannot be imported: ModuleNotFoundError: No module named"),
         ("own_nets_of_a_test:absent", "cannot be imported: AttributeError: module .* has no attribute"),
-        ("broken_nets_of_a_test:broken", "cannot be imported: SyntaxError"),
+        ("broken_nets_of_a_test:broken", "cannot be imported: \\S*broken_nets_of_a_test.py:1: SyntaxError"),
         ("own_nets_of_a_test:wrong", "must return a hybrid.dense.nets.DenseNet, not a Linear"),
         ("own_nets_of_a_test:lazy", r"has head\.0\.weight of no size yet; give its lazy layer all sizes"),
         ("own_nets_of_a_test:lazy_statistics", r"has head\.running_mean of no size yet"),
         ("own_nets_of_a_test:elsewhere", r"has head\.weight on the device meta, without values"),
+        (
+            "own_nets_of_a_test:two_logits",
+            r"the head gives \[2, 2\] for 2 samples, not \[2\] or \[2, 1\]: one logit a sample",
+        ),
+        (
+            "own_nets_of_a_test:misfit",
+            r"the head fails where it is given \[2, 14\]: RuntimeError: mat1 and mat2 shapes cannot be "
+            r"multiplied \(2x8 and 9x1\); in head.1 of the net, Linear\(in_features=9, out_features=1, ",
+        ),
+        ("own_nets_of_a_test:pair", "the bottom gives a tuple, not a tensor"),
+        (
+            "own_nets_of_a_test:no_empty",
+            r"the interaction fails where it is given \[0, 2\] and \[0, 12\]: \S*own_nets_of_a_test.py:\d+, "
+            r"in forward: RuntimeError: .*; in interaction of the net, NoEmpty",
+        ),
+        (
+            "own_nets_of_a_test:short",
+            r"is called as short\(config, input_spec, widths\), and takes \(config, input_spec\) "
+            r"\(own_nets_of_a_test.py:\d+\): too many positional arguments",
+        ),
+        ("own_nets_of_a_test:flat", "is not a function"),
     ],
 )
 def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> None:

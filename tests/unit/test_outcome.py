@@ -118,7 +118,7 @@ def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
         *(Cause.SILENT, Cause.ECHO, Cause.LOST, Cause.EXCEPTION, Cause.KILLED, Cause.KILLED),
         Cause.STOPPED,
     ]
-    outcomes = [Outcome(cause.value, cause, at) for at, cause in enumerate(causes)]
+    outcomes = [Outcome(cause.value, cause, at=at) for at, cause in enumerate(causes)]
     ordered = [(o.cause, o.at) for o in sorted(outcomes, key=lambda outcome: outcome.order)]
     assert ordered == [
         *((Cause.KILLED, 4), (Cause.KILLED, 5), (Cause.STOPPED, 6), (Cause.LOST, 2), (Cause.EXCEPTION, 3)),
@@ -127,7 +127,7 @@ def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
 
 
 def remote(kind: str, is_users: bool) -> wire.RemoteError:
-    return wire.RemoteError(WORKER, wire.Failure("bad", kind, is_users, "host", "stack"))
+    return wire.RemoteError(WORKER, wire.Failure("bad", kind, is_users, "host", not is_users))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def remote(kind: str, is_users: bool) -> wire.RemoteError:
         (remote("NonFiniteError", True), Cause.REFUSED),
         (remote("ClusterError", True), Cause.LOST),
         (remote("KeyError", False), Cause.EXCEPTION),
-        (UnexpectedError("KeyError (at step 3)"), Cause.EXCEPTION),
+        (UnexpectedError(remote("KeyError", False), "at step 3"), Cause.EXCEPTION),
         (errors.ClusterError("missing after 60 s"), Cause.LOST),
         (wire.LostError(WORKER, "no answer"), Cause.LOST),
         (LostRoleError("worker 0 is frozen"), Cause.LOST),
@@ -156,6 +156,20 @@ def test_a_role_tells_what_kind_of_error_ends_it(error: Exception, cause: Cause)
 def test_a_role_tells_its_error_in_one_line() -> None:
     assert describe(MASTER, KeyError("x")).message == "master: KeyError: 'x'"
     assert describe(MASTER, errors.DataError("one\n  two")).message == "one two"
+
+
+@pytest.mark.parametrize(
+    ("error", "role"),
+    [
+        (remote("KeyError", False), WORKER),
+        (UnexpectedError(remote("KeyError", False), "at step 3"), WORKER),
+        (remote("ConfigError", True), None),
+        (errors.ConfigError("train.epochs", "is bad"), None),
+        (KeyError("x"), MASTER),
+    ],
+)
+def test_it_says_whose_log_has_the_stack(error: Exception, role: Role | None) -> None:
+    assert describe(MASTER, error).logged_by == role
 
 
 GROUPS: list[tuple[str, dict[str, str], int]] = [

@@ -50,7 +50,7 @@ def test_the_files_of_all_roles_make_a_checkpoint(tmp_path: Path) -> None:
 
 
 def remote(is_users: bool) -> RemoteError:
-    failure = Failure("cannot write f: No space left on device", "CheckpointError", is_users, "host", "stack")
+    failure = Failure("cannot write f: No space left on device", "CheckpointError", is_users, "host", False)
     return RemoteError(WORKER, failure)
 
 

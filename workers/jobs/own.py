@@ -22,7 +22,7 @@ class OwnJob:
 
     def __init__(self, config: RunConfig, function: str) -> None:
         self._config = config
-        self._function = load_function("FUNCTION", function)
+        self._function = load_function("FUNCTION", function, ("topology", "config"))
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Call it; the run ends when it returns."""

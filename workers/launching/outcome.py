@@ -35,11 +35,13 @@ class Outcome:
 
     Attributes:
         message: one line.
+        logged_by: the role whose log has its stack, if there is one.
         at: ``time.monotonic()`` when it was known.
     """
 
     message: str
     cause: Cause
+    logged_by: Role | None = None
     at: float = field(default_factory=time.monotonic)
 
     @property

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import time
-import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
+from hybrid.own_error import log_stack
 from hybrid.private_files import open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
@@ -141,7 +141,11 @@ class RoleProcesses:
         return self._ended_at + grace - time.monotonic()
 
     def _first_failure(self) -> Outcome | None:
-        return min(self._failures, key=lambda failure: failure.order, default=None)
+        first = min(self._failures, key=lambda failure: failure.order, default=None)
+        if first is None or first.logged_by is None:
+            return first
+        message = f"{first.message}; see {log_path(self._folder, first.logged_by)}"
+        return dataclasses.replace(first, message=message)
 
 
 def _role_main(
@@ -181,7 +185,7 @@ def _role_main(
     except Exception as error:
         told.send(_outcome(role, error))  # before a log that may be full
         with suppress(OSError):
-            traceback.print_exc()
+            log_stack(error)
         end_now(FAILED)  # threads of torch may wait for a role that is gone
 
 

@@ -1,0 +1,71 @@
+"""What is asked of a dense net of the user's own before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hybrid.dense.compiled import undisturbed
+from hybrid.dense.layers import name_layer
+from hybrid.errors import ConfigError
+from hybrid.own_error import words_of
+
+if TYPE_CHECKING:
+    from hybrid.dense.nets import DenseNet
+
+# A trainer's share of the last batch may be empty.
+_NUMBERS_OF_SAMPLES = (2, 0)
+
+
+def check_own_net(net: DenseNet, name: str, widths: Sequence[int], dtype: torch.dtype) -> None:
+    """See that every parameter has values, that the stages fit together, and that a sample has one logit.
+
+    Args:
+        name: "module:function", which has built it.
+        widths: of what it is given: numeric columns, pooled embeddings, and what a remote net gives the
+            head where there is one.
+        dtype: of its inputs.
+
+    Raises:
+        ConfigError: one of these is not so.
+    """
+    for path, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            reason = f"has {path} of no size yet; give its lazy layer all sizes, or run the net once"
+            raise ConfigError("dense.net", reason, name)
+        if tensor.is_meta:
+            raise ConfigError("dense.net", f"has {path} on the device meta, without values", name)
+    with undisturbed(net, ()), torch.no_grad():
+        net.eval()
+        for size in _NUMBERS_OF_SAMPLES:
+            _check_passes(net, name, [torch.zeros(size, width, dtype=dtype) for width in widths])
+
+
+def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor]) -> None:
+    dense_BF, pooled_BE, *remote_BH = inputs
+    bottom_BH = _output(net, "bottom", name, dense_BF)
+    hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
+    given_BH = remote_BH[0] if remote_BH else hidden_BH
+    logits_B = _output(net, "head", name, given_BH)
+    size = len(dense_BF)
+    if logits_B.shape not in ((size,), (size, 1)):
+        found = f"gives {list(logits_B.shape)} for {size} samples, not [{size}] or [{size}, 1]"
+        raise ConfigError("dense.net", f"the head {found}: one logit a sample", name)
+
+
+def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in inputs)
+    module: nn.Module = getattr(net, stage)
+    try:
+        output: Tensor = module(*inputs)
+    except Exception as error:  # the user's own code, which may raise anything
+        name_layer(error, net)
+        reason = f"the {stage} fails where it is given {shapes}: {words_of(error)}"
+        raise ConfigError("dense.net", " ".join(reason.split()), name) from error
+    if not isinstance(output, Tensor):
+        raise ConfigError("dense.net", f"the {stage} gives a {type(output).__name__}, not a tensor", name)
+    return output

@@ -1,0 +1,83 @@
+"""The second look at a step: what of the net is the first that is not finite."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from support.vectors import Concatenation
+from torch import Tensor, nn
+
+from hybrid.dense.nets import DenseNet
+from hybrid.dense.replay import Given, first_not_finite
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sqrt()
+
+
+def net() -> DenseNet:
+    head = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1))
+    return DenseNet(nn.Linear(2, 3), Concatenation(), head)
+
+
+def found(net: DenseNet, given: Given | None = None, *, is_whole: bool = True) -> str:
+    given = given or Given(torch.ones(3, 2), torch.ones(3, 2), None)
+    return first_not_finite(net, given, nullcontext(), is_whole=is_whole)
+
+
+def test_where_all_is_finite_it_says_nothing() -> None:
+    assert found(net()) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            Given(torch.full((3, 2), math.nan), torch.ones(3, 2), None),
+            "the numeric columns of the batch are not",
+        ),
+        (Given(torch.ones(3, 2), torch.full((3, 2), math.inf), None), "the vectors of the tables are not"),
+        (
+            Given(torch.ones(3, 2), torch.ones(3, 2), torch.full((3, 5), math.nan)),
+            "the first that is not finite is the output of the remote net",
+        ),
+    ],
+    ids=["batch", "tables", "remote net"],
+)
+def test_what_the_net_is_given_comes_first(given: Given, said: str) -> None:
+    assert found(net(), given).startswith(said)
+
+
+def test_a_parameter_is_named_with_its_layer() -> None:
+    bad = net()
+    with torch.no_grad():
+        bad.get_parameter("head.2.bias").fill_(math.nan)
+    assert found(bad) == (
+        "the first that is not finite is the output of head.2, its parameter head.2.bias is not either"
+    )
+    assert found(bad, is_whole=False) == "the parameter head.2.bias is not finite"
+
+
+def test_of_an_activation_the_innermost_layer_is_named() -> None:
+    bad = net()
+    bad.interaction = _Rooted()
+    with torch.no_grad():
+        bad.get_parameter("bottom.weight").fill_(-1)
+        bad.get_parameter("bottom.bias").zero_()
+    assert found(bad) == (
+        "the first that is not finite is the output of interaction.root, its parameters are finite"
+    )
+
+
+class _Rooted(Concatenation):
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = Root()
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        output: Tensor = self.root(super().forward(bottom_BH, pooled_BE))
+        return output
