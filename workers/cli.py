@@ -24,6 +24,7 @@ from workers.launching.resume import check_same_model, resumed_config, unfinishe
 from workers.launching.run_lock import run_lock
 from workers.launching.run_state import left_behind
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
+from workers.reporting.lasting_output import lasting_output
 from workers.reporting.visible import visible
 from workers.search_path import search_here_last
 from workers.stopping import STOP_SIGNALS
@@ -42,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.command not in _WITHOUT_TORCH:
         choose_torch_cache()
+    goes_on = options.command in _RUNS
     try:
-        with _interruptible():
+        with lasting_output(_name(options), goes_on=goes_on) as losses, _interruptible():
             _COMMANDS[options.command](options, started_at)
+        if losses.any and not goes_on:
+            sys.exit(1)
     except HybridError as error:
         sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
     except KeyboardInterrupt as interrupt:
@@ -216,6 +220,7 @@ def _config(options: argparse.Namespace, started_at: float) -> None:
 
 
 _WITHOUT_TORCH = ("config", "secret")
+_RUNS = ("launch", "compare", "run", *(kind.value for kind in RoleKind))
 _COMMANDS = {
     "launch": _launch,
     "compare": _compare,

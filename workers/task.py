@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class TrainTask:
         started_at: ``time.time()`` of the user's command.
     """
 
+    command: ClassVar = "launch"
     folder: Path
     resume: bool
     started_at: float
@@ -30,6 +31,7 @@ class CompareTask:
         steps: how many.
     """
 
+    command: ClassVar = "compare"
     steps: int
 
 
@@ -41,6 +43,7 @@ class OwnTask:
         function: "module:function".
     """
 
+    command: ClassVar = "run"
     function: str
 
 

@@ -22,6 +22,7 @@ from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path, writing
+from workers.reporting.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
 from workers.task import Task, TrainTask
 
@@ -166,27 +167,29 @@ def _role_main(
     if not isinstance(task, TrainTask):  # there is nothing to save; the server ignores what stops a launch
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     told = Connection(reports, readable=False)
+    path, launchers_stderr = log_path(folder, role), os.dup(2)
     try:
-        _log_to(log_path(folder, role), keep_stdout=role == MASTER)
+        _log_to(path, keep_stdout=role == MASTER)
     except HybridError as error:
         told.send(_outcome(role, error))
         end_now(FAILED)
-    try:
-        if role == MASTER:
-            signal.signal(ASK_SIGNAL, signal.default_int_handler)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_SIGNAL])
-        from workers.roles import run_role
+    files = ("stdout" if role == MASTER else str(path), str(path))
+    with lasting_output(f"hybrid {task.command}", goes_on=True, files=files, aside=launchers_stderr):
+        try:
+            if role == MASTER:
+                signal.signal(ASK_SIGNAL, signal.default_int_handler)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_SIGNAL])
+            from workers.roles import run_role
 
-        bound = None if listener is None else socket.socket(fileno=listener)
-        run_role(role, config, task, secret, bound)
-    except KeyboardInterrupt as interrupt:
-        told.send(Outcome(str(interrupt), Cause.STOPPED))
-        end_now(INTERRUPTED)
-    except Exception as error:
-        told.send(_outcome(role, error))  # before a log that may be full
-        with suppress(OSError):
+            bound = None if listener is None else socket.socket(fileno=listener)
+            run_role(role, config, task, secret, bound)
+        except KeyboardInterrupt as interrupt:
+            told.send(Outcome(str(interrupt), Cause.STOPPED))
+            end_now(INTERRUPTED)
+        except Exception as error:
+            told.send(_outcome(role, error))
             log_stack(error)
-        end_now(FAILED)  # threads of torch may wait for a role that is gone
+            end_now(FAILED)  # threads of torch may wait for a role that is gone
 
 
 def _outcome(role: Role, error: Exception) -> Outcome:
