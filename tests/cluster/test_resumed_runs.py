@@ -31,7 +31,8 @@ from workers.dataset_session import DatasetSession
 from workers.failure import gather
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
-from workers.reporting.terminal import Progress, TerminalView
+from workers.reporting.progress import Progress
+from workers.reporting.terminal import TerminalView
 from workers.stopping import ASK_SIGNAL
 from workers.task import TrainTask
 from workers.trainer import Report

@@ -24,8 +24,8 @@ from hybrid.metrics import Metrics
 from hybrid.topology import Role, RoleKind
 from hybrid.update import Staleness
 from workers.reporting.profile import Profile
+from workers.reporting.progress import Progress
 from workers.reporting.report import RunFolder
-from workers.reporting.terminal import Progress
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
 METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)

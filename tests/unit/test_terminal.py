@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from hybrid.clock import PHASES
 from hybrid.manifest import Best
 from hybrid.metrics import Metrics
 from hybrid.update import Staleness
-from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
+from workers.reporting.progress import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
+from workers.reporting.terminal import ProfileSummary, Summary, TerminalView
 
 PROGRESS = Progress(
     step=1200,
@@ -50,9 +53,9 @@ def _plain() -> tuple[TerminalView, io.StringIO]:
     return TerminalView(Console(file=file, force_terminal=False, width=80)), file
 
 
-def _terminal(width: int = 100) -> tuple[TerminalView, io.StringIO]:
+def _terminal(width: int = 100, **variables: str) -> tuple[TerminalView, io.StringIO]:
     file = io.StringIO()
-    environment = {"TERM": "xterm-256color"}
+    environment = {"TERM": "xterm-256color", **variables}
     return TerminalView(Console(file=file, force_terminal=True, width=width, _environ=environment)), file
 
 
@@ -192,7 +195,7 @@ def test_the_live_region_shows_the_latest_step_below_the_evaluations() -> None:
         view.status("saving a checkpoint")
         evaluation, bar, numbers, phases, status = _screen(file.getvalue())
     assert evaluation.startswith("test at step 10  AUC 0.7712")
-    assert re.fullmatch(r"epoch 1/2 ━+[╸╺]?━+ step 1,200/5,860 *", bar)
+    assert re.fullmatch(r"epoch 1/2 ━{14}─{59} step 1,200/5,860", bar)
     assert numbers.rstrip() == "loss 0.4532   AUC 0.7712   samples/s 31,234   left 1:02:03"
     assert phases.rstrip() == "━" * 20 + "  data 0%  lookup 25%  dense 25%  backward 50%  update 0%"
     assert status == "saving a checkpoint"
@@ -222,11 +225,68 @@ def test_an_error_brings_the_cursor_back() -> None:
     assert not any(line.strip() for line in _screen(file.getvalue()))
 
 
-def test_a_narrow_terminal_keeps_three_lines() -> None:
-    view, file = _terminal(width=40)
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["colours", "no colours"])
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_a_narrow_terminal_cuts_no_word(width: int, variables: dict[str, str]) -> None:
+    view, file = _terminal(width, **variables)
+    status = "preparing " + "/a-long-folder" * 4
+    with view:
+        view.progress(dataclasses.replace(PROGRESS, staleness=Staleness(8, 10, 3)))
+        view.status(status)
+        view.evaluation(1200, METRICS)
+        view.note("  a line that is said and stays, of words, longer than some terminals")
+        lines = [line.rstrip() for line in _screen(file.getvalue())]
+    assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines).split())
+    for part in ("step 1,200/5,860", "samples/s 31,234", "staleness 1.25 (at most 3)", "backward 50%"):
+        assert any(part in line for line in lines), part
+    assert "a line that is said and stays, of words, longer than some terminals" in said
+    assert "normalised entropy 0.8123 calibration 1.0100" in said
+    assert status.replace(" ", "") in "".join(lines).replace(" ", "")
+
+
+def test_a_narrow_summary_can_be_copied() -> None:
+    view, file = _terminal(60)
+    resume = ".venv/bin/hybrid launch --resume runs/run-20261122-102340 --set train.epochs=2"
+    view.summary(dataclasses.replace(SUMMARY, resume=resume, run_folder=Path("r")))
+    lines = _screen(file.getvalue())
+    assert max(map(len, lines)) <= 60
+    first = next(index for index, line in enumerate(lines) if line.startswith("resume"))
+    last = next(index for index, line in enumerate(lines) if line.startswith("evaluate"))
+    command = "\n".join(line[20:].rstrip() for line in lines[first:last])
+    assert shlex.split(command.replace("\\\n", "")) == resume.split()
+    assert last - first > 1
+
+
+@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "xterm-mono"}], ids=["NO_COLOR", "mono"])
+def test_without_colours_the_phases_have_their_signs(variables: dict[str, str]) -> None:
+    file = io.StringIO()
+    colours = None if "TERM" in variables else "auto"
+    environment = {"TERM": "xterm", **variables}
+    console = Console(file=file, force_terminal=True, width=100, color_system=colours, _environ=environment)  # type: ignore[arg-type]
+    with TerminalView(console) as view:
+        view.progress(PROGRESS)
+        phases = _screen(file.getvalue())[2]
+    bar = "░" * 5 + "▒" * 5 + "▓" * 10
+    legend = "  · data 0%  ░ lookup 25%  ▒ dense 25%  ▓ backward 50%  █ update 0%"
+    assert phases.rstrip() == bar + legend
+
+
+def test_a_dumb_terminal_gets_plain_lines() -> None:
+    view, file = _terminal(TERM="dumb")
     with view:
         view.progress(PROGRESS)
-        assert len(_screen(file.getvalue())) == 3
+    assert "\x1b" not in file.getvalue()
+    assert "lookup 25%" in file.getvalue()
+
+
+@pytest.mark.parametrize("style", [DONE_STYLE, COMMAND_STYLE, *PHASE_STYLES.values()])
+def test_colours_stand_out_from_black_and_from_white(style: str) -> None:
+    """By the contrast of WCAG 2.1, which asks for 3 of what is no small text."""
+    channels = [value / 255 for value in Style.parse(style).color.get_truecolor()]  # type: ignore[union-attr]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    assert min((1 + 0.05) / (luminance + 0.05), (luminance + 0.05) / 0.05) > 3
 
 
 def test_the_stacked_bar_has_its_length_whatever_the_shares() -> None:

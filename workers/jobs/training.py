@@ -18,8 +18,9 @@ from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
 from workers.paths import RESULT_FILE, own_command
 from workers.reporting.data_notes import data_notes
+from workers.reporting.progress import Progress
 from workers.reporting.report import RunFolder
-from workers.reporting.terminal import ProfileSummary, Progress, Summary, TerminalView
+from workers.reporting.terminal import ProfileSummary, Summary, TerminalView
 from workers.stopping import Stop
 from workers.task import TrainTask
 from workers.trainer import Report

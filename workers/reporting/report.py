@@ -37,7 +37,7 @@ from workers.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existin
 from workers.reporting.appended_file import AppendedFile
 from workers.reporting.curves import Record, draw_curves
 from workers.reporting.profile import Profile
-from workers.reporting.terminal import Progress
+from workers.reporting.progress import Progress
 
 
 class RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,59 +11,27 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from hybrid.manifest import step_folder
 from workers.reporting.data_notes import unknown_shares
+from workers.reporting.progress import (
+    COMMAND_STYLE,
+    DONE_STYLE,
+    Progress,
+    flow,
+    number,
+    plain_line,
+    region,
+)
 from workers.reporting.visible import visible
 
 if TYPE_CHECKING:
     from hybrid.data.unknown import UnknownValues
     from hybrid.manifest import Best
     from hybrid.metrics import Metrics
-    from hybrid.update import Staleness
 
-_PHASE_STYLES = {
-    "data": "yellow",
-    "lookup": "cyan",
-    "dense": "green",
-    "backward": "blue",
-    "update": "magenta",
-}
-_STACK_WIDTH = 20
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a run is, as of one log step.
-
-    Attributes:
-        step, total_steps, epoch, epochs: counted from 1.
-        loss, auc: over the samples since the last log step; NaN where unknown.
-        samples_per_second: over all trainers, since the last log step.
-        seconds_left: until the last step; NaN where unknown.
-        phase_seconds: time since the last log step by phase (``hybrid.clock.PHASES``).
-        staleness: of the updates of tables since the last log step; None where it is zero by design.
-    """
-
-    step: int
-    total_steps: int
-    epoch: int
-    epochs: int
-    loss: float
-    auc: float
-    samples_per_second: float
-    seconds_left: float
-    phase_seconds: Mapping[str, float]
-    staleness: Staleness | None = None
-
-    @property
-    def phase_shares(self) -> dict[str, float]:
-        """Share of the step's time by phase; shares add up to 1 unless no time was spent."""
-        total = sum(self.phase_seconds.values()) or 1.0
-        return {phase: seconds / total for phase, seconds in self.phase_seconds.items()}
+_LABEL_WIDTH = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,30 +112,34 @@ class TerminalView:
         if self._live is None:
             self._print(Text(visible(text)))
         else:
-            self._draw(Text(visible(text), style="dim", no_wrap=True, overflow="ellipsis"))
+            self._draw(*Text(visible(text), style="dim").wrap(self._console, self._console.width))
 
     def progress(self, progress: Progress) -> None:
         """Show a log step; it takes the place of the one before and of any status."""
         self._progress = progress
         if self._live is None:
-            self._print(Text("  ".join(_plain_progress(progress))))
+            self._print(Text("  ".join(plain_line(progress))))
         else:
             self._draw()
 
     def note(self, text: str) -> None:
         """Add a line that stays, such as how many bad rows were skipped."""
-        self._print(Text(visible(text)))
+        text = visible(text)
+        indent = text[: len(text) - len(text.lstrip())]
+        for line in _lines_of_words(text.strip(), self._width - len(indent)):
+            self._print(Text(indent + line))
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
         """Add a line with the metrics on the test rows after ``step``."""
-        line = Text(f"test at step {step:,}  ", style="bold")
-        line.append(
-            f"AUC {_number(metrics.auc)}  log loss {_number(metrics.log_loss)}  "
-            f"normalised entropy {_number(metrics.normalised_entropy)}  "
-            f"calibration {_number(metrics.calibration)}",
-            style="not bold",
-        )
-        self._print(line)
+        numbers = {
+            "AUC": metrics.auc,
+            "log loss": metrics.log_loss,
+            "normalised entropy": metrics.normalised_entropy,
+            "calibration": metrics.calibration,
+        }
+        parts = [Text(f"{name} {number(value)}") for name, value in numbers.items()]
+        for line in flow([Text(f"test at step {step:,}", style="bold"), *parts], self._width, gap=2):
+            self._print(line)
 
     def show(self, *parts: RenderableType) -> None:
         """Print a result; the live region goes."""
@@ -181,78 +152,40 @@ class TerminalView:
         self.close()
         self._print(Text())
         for label, value, style in _summary_lines(summary):
-            self._print(Text(f"{label:<20}", style="dim").append(visible(value), style=f"not dim {style}"))
+            # A command that goes on in the next line says so: it is there to be copied.
+            more = " \\" if style == COMMAND_STYLE else ""
+            lines = _lines_of_words(visible(value), self._width - _LABEL_WIDTH, more)
+            for head, line in zip((label, *[""] * len(lines)), lines, strict=False):
+                labelled = Text(f"{head:<{_LABEL_WIDTH}}", style="dim")
+                self._print(labelled.append(line, style=f"not dim {style}"))
+
+    @property
+    def _width(self) -> int:
+        """Characters of a line: those of the terminal, and any number elsewhere."""
+        return self._console.width if self._console.is_terminal else sys.maxsize
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
 
     def _draw(self, *below: RenderableType) -> None:
         assert self._live is not None
-        above = [] if self._progress is None else _region(self._progress, self._console)
+        above = [] if self._progress is None else region(self._progress, self._console)
         self._live.update(Group(*above, *below), refresh=True)
-
-
-def _region(progress: Progress, console: Console) -> list[RenderableType]:
-    """Three lines: the bar, the numbers, and where the time goes."""
-    bar = Table.grid(padding=(0, 1), expand=True)
-    bar.add_column(no_wrap=True)
-    bar.add_column(ratio=1)
-    bar.add_column(no_wrap=True)
-    bar.add_row(
-        f"epoch {progress.epoch}/{progress.epochs}",
-        ProgressBar(total=progress.total_steps, completed=progress.step, complete_style="green"),
-        f"step {progress.step:,}/{progress.total_steps:,}",
-    )
-    numbers = Text(no_wrap=True, overflow="ellipsis")
-    for label, value in (
-        ("loss", _number(progress.loss)),
-        ("AUC", _number(progress.auc)),
-        ("samples/s", f"{progress.samples_per_second:,.0f}"),
-        ("left", _clock(progress.seconds_left)),
-        *([] if progress.staleness is None else [("staleness", _staleness(progress.staleness))]),
-    ):
-        numbers.append(f"{label} ", style="dim").append(f"{value}   ", style="bold")
-    return [bar, numbers, _stacked_bar(progress.phase_shares, "-" if console.options.ascii_only else "━")]
-
-
-def _stacked_bar(shares: Mapping[str, float], glyph: str) -> Text:
-    """Where the time of a step goes: a bar with a length by phase, and its legend."""
-    bar, legend = Text(no_wrap=True, overflow="ellipsis"), Text()
-    drawn = reached = 0.0
-    for phase, share in shares.items():
-        style = _PHASE_STYLES[phase]
-        reached += share * _STACK_WIDTH
-        bar.append(glyph * (round(reached) - round(drawn)), style=style)
-        drawn = reached
-        legend.append(f"  {phase} {share:.0%}", style=style)
-    return bar.append_text(legend)
-
-
-def _plain_progress(progress: Progress) -> Iterator[str]:
-    yield f"step {progress.step}/{progress.total_steps}"
-    yield f"epoch {progress.epoch}/{progress.epochs}"
-    yield f"loss {_number(progress.loss)}"
-    yield f"AUC {_number(progress.auc)}"
-    yield f"{progress.samples_per_second:,.0f} samples/s"
-    yield f"left {_clock(progress.seconds_left)}"
-    if progress.staleness is not None:
-        yield f"staleness {_staleness(progress.staleness)}"
-    yield " ".join(f"{phase} {share:.0%}" for phase, share in progress.phase_shares.items())
 
 
 def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Label, value and style of each line."""
     if (metrics := summary.metrics) is not None:
-        reachable = "" if summary.best_auc is None else f" (best reachable {_number(summary.best_auc)})"
-        yield "test AUC", f"{_number(metrics.auc)} at step {summary.step:,}{reachable}", "bold green"
-        yield "log loss", _number(metrics.log_loss), ""
-        yield "normalised entropy", _number(metrics.normalised_entropy), ""
+        reachable = "" if summary.best_auc is None else f" (best reachable {number(summary.best_auc)})"
+        yield "test AUC", f"{number(metrics.auc)} at step {summary.step:,}{reachable}", f"bold {DONE_STYLE}"
+        yield "log loss", number(metrics.log_loss), ""
+        yield "normalised entropy", number(metrics.normalised_entropy), ""
     else:
         yield "test AUC", "none, there are no test rows", ""
     best = summary.best if summary.best and summary.best.step != summary.step else None
     if best is not None:
         name = "AUC" if best.metric == "auc" else best.metric.replace("_", " ")
-        yield f"best {name}", f"{_number(best.value)} at step {best.step:,}", "bold green"
+        yield f"best {name}", f"{number(best.value)} at step {best.step:,}", f"bold {DONE_STYLE}"
     if summary.unknown:
         yield "unknown values", unknown_shares(summary.unknown), ""
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""
@@ -269,24 +202,19 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
         yield "profile", str(profile.folder), ""
         shares = ", ".join(f"{name} {share:.0%}" for name, share in profile.shares.items())
         yield "a recorded step", f"{1e3 * profile.step_seconds:.1f} ms: {shares}", ""
-    yield "resume", summary.resume, "cyan"
-    yield "evaluate", summary.evaluate, "cyan"
-    yield "predict", summary.predict, "cyan"
+    yield "resume", summary.resume, COMMAND_STYLE
+    yield "evaluate", summary.evaluate, COMMAND_STYLE
+    yield "predict", summary.predict, COMMAND_STYLE
 
 
-def _number(value: float) -> str:
-    return "unknown" if math.isnan(value) else f"{value:.4f}"
-
-
-def _staleness(staleness: Staleness) -> str:
-    """Mean and largest number of updates that rows were behind."""
-    return f"{staleness.mean:.2f} (at most {staleness.largest})"
-
-
-def _clock(seconds: float) -> str:
-    """``1:02:03``, or ``2:03`` under an hour."""
-    if not math.isfinite(seconds):
-        return "unknown"
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+def _lines_of_words(text: str, width: int, more: str = "") -> list[str]:
+    """Text cut at blanks into lines of a width, which all but the last end with ``more``."""
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines[-1] else word
+        if lines[-1] and len(longer) + len(more) > width:
+            lines[-1] += more
+            longer = word
+            lines.append("")
+        lines[-1] = longer
+    return lines
