@@ -9,6 +9,7 @@ Ranks are laid out as::
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,3 +74,11 @@ class Topology:
 
     def __str__(self) -> str:
         return f"1 master, {self.num_trainers} trainer(s), {self.num_workers} worker(s)"
+
+
+def rpc_transport(wanted: str, world_size: int) -> str:
+    """The transport that "uv", "shm" or "auto" means for a cluster of so many roles: "uv" or "shm"."""
+    if wanted != "auto":
+        return wanted
+    # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
+    return "uv" if world_size > (os.cpu_count() or 1) else "shm"

@@ -20,6 +20,7 @@ from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.arguments import AUTO, parse
 from workers.launching.imports import lasting_imports
+from workers.launching.open_files import allow_open_files
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
 from workers.launching.run_lock import run_lock
 from workers.launching.run_state import left_behind
@@ -171,6 +172,7 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
     if secret is None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
         raise ConfigError("cluster.secret_file", rule)
+    allow_open_files(config.cluster)
     with lasting_imports():
         from workers.roles import run_role
 

@@ -11,7 +11,7 @@ from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hybrid.secret import Secret
-from hybrid.topology import Role, Topology
+from hybrid.topology import Role, Topology, rpc_transport
 from hybrid.trust.pickler import SignedPickler, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.signature import Signatures
@@ -49,14 +49,12 @@ def start(
     scheme = f"hybrid{next(_scheme_numbers)}"
     names = dist.PrefixStore("rpc", store)
     register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
-    if transport == "auto":
-        # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
-        transport = "uv" if world_size > (os.cpu_count() or 1) else "shm"
+    is_tcp = rpc_transport(transport, world_size) == "uv"
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=max(_MIN_RPC_THREADS, world_size + 4),
         rpc_timeout=timeout_seconds,
         init_method=f"{scheme}://",
-        _transports=["uv"] if transport == "uv" else ["shm", "uv"],
+        _transports=["uv"] if is_tcp else ["shm", "uv"],
     )
     name = str(role.rpc_name)  # not an enum: torch pickles it
     install(SignedPickler(Signatures(secret, run_id, name), CALLS, Refusals()))

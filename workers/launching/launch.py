@@ -25,6 +25,7 @@ from hybrid.secret import Secret
 from hybrid.topology import MASTER
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
+from workers.launching.open_files import allow_open_files
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
@@ -49,9 +50,10 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
         task: what the cluster is for.
 
     Raises:
-        ClusterError: a role failed; the message is the first cause.
+        ClusterError: a role failed; the message is the first cause. Or too few files may be open.
         KeyboardInterrupt: the user or the system asked to stop.
     """
+    allow_open_files(config.cluster)
     with _Screen() as screen, ExitStack() as stack:
         lock = stack.enter_context(run_lock(folder))
         logs = log_path(folder, MASTER).parent

@@ -1,0 +1,42 @@
+"""How many files a process may have open: as many as the system lets it, if a role can do with that."""
+
+from __future__ import annotations
+
+import resource
+
+from hybrid.config import ClusterSection
+from hybrid.errors import ClusterError
+from hybrid.topology import rpc_transport
+
+_LOOPBACK = "lo"
+# Measured on clusters of up to nine roles (torch 2.13), and rounded up: what a role has open alone, and for
+# each other role. Between hosts RPC opens 19 sockets a connection, and there are two.
+_ALONE = 220
+_FOR_EACH_OTHER = {"uv": 12, "shm": 72}
+_FOR_EACH_ON_OTHER_HOSTS = 40
+
+
+def files_needed(cluster: ClusterSection) -> int:
+    """About how many files a role of this cluster has open at most."""
+    size = cluster.topology.world_size
+    each = _FOR_EACH_OTHER[rpc_transport(cluster.transport, size)]
+    if cluster.interface != _LOOPBACK:
+        each = max(each, _FOR_EACH_ON_OTHER_HOSTS)
+    return _ALONE + each * (size - 1)
+
+
+def allow_open_files(cluster: ClusterSection) -> None:
+    """Let this process, and those that it will start, have open as many files as the system lets them.
+
+    Raises:
+        ClusterError: that is less than a role needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    needed = files_needed(cluster)
+    if resource.RLIM_INFINITY != hard < needed:
+        raise ClusterError(
+            f"a role of {cluster.topology} needs about {needed} open files, and {hard} are allowed "
+            "(ulimit -Hn); raise that, or start fewer roles"
+        )
