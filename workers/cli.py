@@ -26,6 +26,7 @@ from workers.launching.run_lock import run_lock
 from workers.launching.run_state import left_behind
 from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
 from workers.reporting.lasting_output import lasting_output
+from workers.reporting.terminal import passing_status
 from workers.reporting.visible import visible
 from workers.search_path import search_here_last
 from workers.stopping import STOP_SIGNALS
@@ -83,6 +84,14 @@ def _interruptible() -> Iterator[None]:
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def _imports() -> Iterator[None]:
+    """What imports torch, which takes seconds."""
+    with passing_status() as say, lasting_imports():
+        say("importing PyTorch")
+        yield
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
@@ -173,7 +182,7 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
         raise ConfigError("cluster.secret_file", rule)
     allow_open_files(config.cluster)
-    with lasting_imports():
+    with _imports():
         from workers.roles import run_role
 
     task = TrainTask(folder, is_resumed, started_at)
@@ -181,26 +190,28 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
         with _going_on_later(folder, options.command), run_lock(folder):
             run_role(role, config, task, secret)
     else:
+        section = config.cluster
+        print(f"waiting for the master at {section.master_address}:{section.master_port}", flush=True)
         run_role(role, config, task, secret)
 
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:
     config = _read_config(options)
-    with lasting_imports():
+    with _imports():
         from workers.plan import print_plan
 
     print_plan(config, cache_folder(config))
 
 
 def _evaluate(options: argparse.Namespace, started_at: float) -> None:
-    with lasting_imports():
+    with _imports():
         from workers.offline import evaluate
 
     evaluate(options.run_folder, options.input, options.trust_code)
 
 
 def _predict(options: argparse.Namespace, started_at: float) -> None:
-    with lasting_imports():
+    with _imports():
         from workers.offline import predict
 
     predict(options.run_folder, options.input, options.output, options.trust_code)

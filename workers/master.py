@@ -51,6 +51,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
     section = config.cluster
     with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
+        view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
             _Preparation(config, view, is_wanted=not isinstance(task, OwnTask)) as data,
             join(MASTER, config, secret, bound) as cluster,

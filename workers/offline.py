@@ -37,6 +37,7 @@ from hybrid.step import predict_step
 from hybrid.update import Purpose, Ticket
 from workers.paths import cache_folder
 from workers.reporting.data_notes import data_notes, unknown_shares
+from workers.reporting.terminal import passing_status
 from workers.reporting.visible import visible
 
 
@@ -70,7 +71,8 @@ class TrainedModel:
         clock = StepClock()
         ticket = Ticket(0, self.step, self.step, purpose=Purpose.PREDICT)
         loader = BatchLoader(dataset, batch_size=self.config.train.batch_size)
-        with loader.batches(0) as batches:
+        with passing_status() as say, loader.batches(0) as batches:
+            say("predicting")
             for batch in batches:
                 logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, logits_B))
@@ -104,7 +106,7 @@ def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
 
 def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> None:
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
-    trained = TrainedModel(folder, trust_code)
+    trained = _read(folder, trust_code)
     with _dataset(trained, inputs, with_labels=True) as dataset:
         metrics = trained.predictions(dataset).metrics()
         _say(f"{'checkpoint':<20}{trained.origin}")
@@ -125,11 +127,17 @@ def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool 
     """
     if output.exists():
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
-    trained = TrainedModel(folder, trust_code)
+    trained = _read(folder, trust_code)
     with _dataset(trained, inputs, with_labels=False) as dataset:
         _write(output, dataset, probabilities(trained.predictions(dataset).tied().logits))
         _say(f"wrote {dataset.num_samples:,} probabilities to {output}; checkpoint: {trained.origin}")
         _say_of_rows(dataset)
+
+
+def _read(folder: Path, trust_code: bool) -> TrainedModel:
+    with passing_status() as say:
+        say("reading the model")
+        return TrainedModel(folder, trust_code)
 
 
 @contextmanager
@@ -141,17 +149,22 @@ def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) ->
         return
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         folder = Path(scratch) / "encoded"
-        yield encode_files(config, inputs, trained.encoder, folder, with_labels=with_labels)
+        with passing_status() as say:
+            say("reading the input")
+            dataset = encode_files(
+                config, inputs, trained.encoder, folder, with_labels=with_labels, progress=say
+            )
+        yield dataset
 
 
 def _test_rows(trained: TrainedModel) -> PreparedDataset:
     config, copy = trained.config, trained.folder / manifest.COPY_NAME
     if not copy.exists():
         raise ConfigError("--input", "must name files: RUN was trained on batches of your own")
-    prepared = prepare(config, cache_folder(config))
-    DataManifest.read(copy).check_same(
-        DataManifest.read(prepared / manifest.FILE_NAME), "name files by --input"
-    )
+    with passing_status() as say:
+        prepared = prepare(config, cache_folder(config), say)
+    now = DataManifest.read(prepared / manifest.FILE_NAME)
+    DataManifest.read(copy).check_same(now, "name files by --input")
     dataset = PreparedDataset.open(prepared, "test")
     if not dataset.num_samples:
         raise ConfigError("--input", "must name files: RUN has no test rows (data.test_fraction = 0)")

@@ -13,11 +13,14 @@ from hybrid.data.prepared import prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.embedding.placement import Placement, bytes_per_row, bytes_per_sample
 from hybrid.embedding.tables import plan_tables
+from workers.reporting.terminal import passing_status
 
 
 def print_plan(config: RunConfig, cache: Path) -> None:
     """Print the shards of every table, and what each worker holds and moves."""
-    dataset = PreparedDataset.open(prepare(config, cache), "train")
+    with passing_status() as say:
+        folder = prepare(config, cache, say)
+    dataset = PreparedDataset.open(folder, "train")
     ids_per_sample = dataset.ids_per_sample
     tables, placement = plan_tables(config, dataset.input_spec, ids_per_sample)
     console = Console()

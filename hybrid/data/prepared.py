@@ -23,6 +23,7 @@ from hybrid.data.building import building
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
 from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
+from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.data.unknown import UnknownCounter
@@ -57,7 +58,7 @@ def prepare(
         ConfigError: a key does not fit the files.
         DataError: the files cannot be used, or memory runs out.
     """
-    tell = progress or (lambda line: None)
+    tell = progress or tell_nobody
     train_files, test_files = input_files(config.data)
     target = cache_folder / _fingerprint(config, train_files, test_files)
     if _is_whole(target):
@@ -69,10 +70,10 @@ def prepare(
     with _memory_at_hand(), _building(target) as folder:
         if config.data.format == "synthetic":
             tell("making the synthetic click log")
-            reports = _write_synthetic(config, folder)
+            reports = _write_synthetic(config, folder, tell)
         else:
             tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, folder, check)
+            reports = _write_files(config, train_files, test_files, folder, tell, check)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
         f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
@@ -87,6 +88,7 @@ def encode_files(
     folder: Path,
     *,
     with_labels: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> PreparedDataset:
     """Encode files with a fitted encoder, to evaluate or to predict.
 
@@ -96,6 +98,7 @@ def encode_files(
         encoder: from ``prepare`` or from a checkpoint.
         folder: where the samples are written; must not hold any yet.
         with_labels: whether every row must have a label; without, the label column may be absent.
+        progress: told what is going on, a line at a time.
 
     Returns:
         The samples in the order of the rows; ``source_rows`` tells which of the rows were usable.
@@ -115,7 +118,7 @@ def encode_files(
             if feature.multi_hot:
                 rule = f"must be set where the model is trained, since {feature.name} holds several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
-    source = Source(files, data, with_labels)
+    source = Source(files, data, with_labels, tell=progress or tell_nobody)
     with _memory_at_hand():
         report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
@@ -180,12 +183,16 @@ def _building(target: Path) -> Iterator[Path]:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
 
 
-def _write_synthetic(config: RunConfig, folder: Path) -> dict[str, DatasetReport]:
+def _write_synthetic(
+    config: RunConfig, folder: Path, tell: Callable[[str], None]
+) -> dict[str, DatasetReport]:
     log = synthetic.ClickLog(config.run.seed)
     spec = log.encoder.input_spec
     with SplitWriter(folder / TRAIN, spec) as writer:
+        meter = Meter("making the synthetic click log", tell)
         for block in log.blocks(TRAIN, config.data.synthetic_rows):
             writer.append(block.samples, block.labels_B, block.rows_B)
+            meter.add(len(block.rows_B))
     reports = {TRAIN: writer.report()}
     truth = []
     with SplitWriter(folder / TEST, spec) as writer:
@@ -205,10 +212,11 @@ def _write_files(
     train_files: tuple[InputFile, ...],
     test_files: tuple[InputFile, ...],
     folder: Path,
+    tell: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
     source, test_source = (
-        Source(tuple(Path(file.path) for file in files), config.data, check=check)
+        Source(tuple(Path(file.path) for file in files), config.data, tell=tell, check=check)
         for files in (train_files, test_files)
     )
     hold_out = _HoldOut(config.run.seed, 0.0 if test_files else config.data.test_fraction)

@@ -16,6 +16,7 @@ from hybrid.data import columns
 from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
+from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.parquet import read_parquet
 from hybrid.data.text import TableBlock, read_text
 from hybrid.errors import DataError
@@ -61,6 +62,7 @@ class Source:
         data: the section that says how.
         with_labels: whether every row must have a label; otherwise labels are not looked at.
         block_bytes: text read at a time.
+        tell: told how many rows are read so far, while that takes long.
         check: called before every block; what it raises ends the pass.
     """
 
@@ -68,6 +70,7 @@ class Source:
     data: DataSection
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
+    tell: Callable[[str], None] = tell_nobody
     check: Callable[[], None] = _nothing_to_check
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
@@ -79,7 +82,7 @@ class Source:
         """
         layout = Layout.of(self.data, with_labels=self.with_labels)
         log = log or self.new_log()
-        first_row = 0
+        first_row, meter = 0, Meter("reading rows", self.tell)
         for path in self.files:
             log.start_file()
             for table in self._tables(path, layout):
@@ -93,6 +96,7 @@ class Source:
                     raise DataError(f"{path}: {error}; {advice}") from error
                 log.add(path, len(block.source_rows_B), bad)
                 first_row += table.num_rows
+                meter.add(table.num_rows)
                 if len(block.source_rows_B):
                     yield block
             log.finish_file(path)

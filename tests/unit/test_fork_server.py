@@ -67,6 +67,9 @@ def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> 
         server.start("one", forked.pause, (), [])
         with pytest.raises(BrokenServerError, match=f"^{reason}$"):
             server.event(SECONDS)
+    with ForkServer(["no_such"]) as server:
+        with pytest.raises(BrokenServerError, match=f"^{reason}$"):
+            server.preload()
     config = RunConfig()
     (tmp_path / "logs").mkdir()
     with ForkServer(["no_such"]) as server, listen("127.0.0.1", 0) as listener:
@@ -75,6 +78,15 @@ def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> 
         outcome = roles.watch()
     assert outcome is not None
     assert (outcome.message, outcome.cause) == (reason, Cause.REFUSED)
+
+
+def test_it_imports_before_the_first_start_if_it_is_asked_to(server: ForkServer) -> None:
+    before = server.has_imported
+    server.preload()
+    assert (before, server.has_imported) == (False, True)
+    server.preload()  # once
+    server.start("one", forked.pause, (), [])
+    started(server, "one")
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_a_module_of_the_current_folder_is_found(
 
 def test_a_module_that_ends_the_process_is_told(package: str, tmp_path: Path) -> None:
     (tmp_path / package / "ends.py").write_text("import sys\nsys.exit(3)\n")
-    with pytest.raises(ConfigError, match="cannot be imported: SystemExit: 3"):
+    with pytest.raises(ConfigError, match=r"cannot be imported: \S+/ends.py:2, in <module>: SystemExit: 3"):
         load_function("dense.net", f"{package}.ends:build")
 
 

@@ -20,7 +20,7 @@ from hybrid.manifest import Best
 from hybrid.metrics import Metrics
 from hybrid.update import Staleness
 from workers.reporting.progress import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
-from workers.reporting.terminal import ProfileSummary, Summary, TerminalView
+from workers.reporting.terminal import ProfileSummary, Summary, TerminalView, passing_status
 
 PROGRESS = Progress(
     step=1200,
@@ -278,6 +278,18 @@ def test_a_dumb_terminal_gets_plain_lines() -> None:
         view.progress(PROGRESS)
     assert "\x1b" not in file.getvalue()
     assert "lookup 25%" in file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_a_passing_status_is_for_a_person_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    file = io.StringIO()
+    monkeypatch.setattr(file, "isatty", lambda: kind == "terminal")
+    monkeypatch.setattr(sys, "stderr", file)
+    with passing_status() as say:
+        say("reading the model")
+        assert ("reading the model" in file.getvalue()) == (kind == "terminal")
+    assert not any(line.strip() for line in _screen(file.getvalue()))
 
 
 @pytest.mark.parametrize("style", [DONE_STYLE, COMMAND_STYLE, *PHASE_STYLES.values()])

@@ -54,6 +54,7 @@ class Comparison:
             DifferenceError: something does, by more than rounding.
         """
         data_folder = data()
+        view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
         reference = self._reference(session, data_folder)
         steps = min(self._steps, session.total_steps)

@@ -59,7 +59,9 @@ class Training:
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Train, evaluate, write checkpoints and the report; whether the run has come to its end."""
-        session = DatasetSession(topology, self._config, data())
+        data_folder = data()
+        view.status("placing tables and building nets")
+        session = DatasetSession(topology, self._config, data_folder)
         train = self._config.train
         for report in session.reports:
             for line in data_notes(report):

@@ -121,6 +121,24 @@ class ForkServer:
         _, (descriptor,), *_ = socket.recv_fds(self._socket, len(MARKER), 1)
         return socket.socket(fileno=descriptor)
 
+    @property
+    def has_imported(self) -> bool:
+        """Whether it has been asked to import what it is to."""
+        return not self._preload
+
+    def preload(self) -> None:
+        """Import what is to be imported, and return when that is done; else the first start does it.
+
+        Raises:
+            BrokenServerError: something cannot be imported.
+            ClusterError: the server has ended.
+        """
+        if not self.has_imported:
+            self._ask("preload", self._preload, True)
+            self._preload = ()
+            while not isinstance(self._receive(_ANSWER_SECONDS), Answer):
+                pass
+
     def start(
         self, name: str, target: Callable[..., None], args: Sequence[Any], files: Sequence[int]
     ) -> None:

@@ -132,7 +132,7 @@ class _Server:
             self._connection.send(Answer(None))
             socket.send_fds(self._socket, [MARKER], [listener.fileno()])
 
-    def _preload(self, modules: Sequence[str]) -> None:
+    def _preload(self, modules: Sequence[str], is_awaited: bool = False) -> None:
         try:
             with lasting_imports():
                 for module in modules:
@@ -141,6 +141,8 @@ class _Server:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             self._connection.send(Broken(reason))
             raise SystemExit(1) from error
+        if is_awaited:
+            self._connection.send(Answer(None))
 
     def _start(self, name: str, work: bytes, num_files: int) -> None:
         files = socket.recv_fds(self._socket, len(MARKER), _MOST_DESCRIPTORS)[1] if num_files else []

@@ -24,7 +24,7 @@ from hybrid.private_files import make_folder
 from hybrid.secret import Secret
 from hybrid.topology import MASTER
 from workers.launching import namespace
-from workers.launching.fork_server import ForkServer
+from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.open_files import allow_open_files
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts
@@ -32,6 +32,7 @@ from workers.launching.role_processes import RoleProcesses
 from workers.launching.run_lock import run_lock
 from workers.launching.run_state import left_behind
 from workers.paths import log_path, writing
+from workers.reporting.terminal import TerminalView
 from workers.reporting.visible import visible
 from workers.stopping import Stop
 from workers.task import Task, TrainTask
@@ -100,6 +101,8 @@ def _run(
     """One start of a cluster, from its first process to the end of its last; the first failure."""
     section = config.cluster
     with server.listen(section.master_address, section.master_port) as listener:  # the master gets its own
+        if (failure := _import(server)) is not None:
+            return failure
         secret = Secret.find(config.cluster.secret_file) or Secret.fresh()
         screen.is_live = True
         roles.start(task, secret, listener, lock)
@@ -112,6 +115,21 @@ def _run(
     if failure is not None and server.is_isolated:
         return dataclasses.replace(failure, message=failure.message + namespace.hint(failure.message))
     return failure
+
+
+def _import(server: ForkServer) -> Outcome | None:
+    """Have the server import everything, which takes seconds and is said; how it fails."""
+    if server.has_imported:
+        return None
+    try:
+        with TerminalView() as view:
+            view.status("importing PyTorch")
+            server.preload()
+    except BrokenServerError as error:
+        return Outcome(str(error), Cause.REFUSED)
+    except ClusterError as error:
+        return Outcome(str(error), Cause.KILLED)
+    return None
 
 
 class _Screen:

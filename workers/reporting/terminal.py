@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -171,6 +172,17 @@ class TerminalView:
         assert self._live is not None
         above = [] if self._progress is None else region(self._progress, self._console)
         self._live.update(Group(*above, *below), refresh=True)
+
+
+@contextmanager
+def passing_status() -> Iterator[Callable[[str], None]]:
+    """In here, a command that has nothing to show yet can say what it does: on stderr, if that is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with TerminalView(console) as view:
+        yield view.status
 
 
 def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -231,6 +232,15 @@ def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
     (folder / manifest.FILE_NAME).write_text('{"format": 0}')
     with pytest.raises(DataError, match="made by another version"):
         PreparedDataset.open(folder, "train")
+
+
+def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=6.0)  # each look at the clock is late
+    monkeypatch.setattr("hybrid.data.meter.time.monotonic", lambda: next(clock))
+    said: list[str] = []
+    prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", said.append)
+    assert said[0] == f"preparing {table}"
+    assert [line for line in said if "1,000" in line][:2] == ["reading rows: 1,000 rows so far"] * 2  # passes
 
 
 ROWS_SPEC = InputSpec(("price",), (FeatureSpec("item", 50), FeatureSpec("tags", 8, multi_hot=True)))
