@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import pexpect
 import pytest
 from support.commands import ROOT
 
@@ -23,6 +24,8 @@ case "$*" in
         mkdir -p "$target/bin" && cp "$0" "$target/bin/python" ;;
     "-m pip install"*)
         echo "$PIP_CONSTRAINT" >>"$log"
+        printf '%s\\n' "Collecting torch==2.13.0 (from it)" "  Downloading torch.whl (170.1 MB)" \\
+            "Collecting rich" "  Downloading rich.whl (300 kB)" "Installing collected packages: rich, torch"
         exit "${PIP_FAILS:-0}" ;;
 esac
 """
@@ -60,11 +63,39 @@ def project(tmp_path: Path) -> Project:
     return Project(folder)
 
 
-def test_it_installs_once_and_says_so_once(project: Project) -> None:
+def test_it_installs_once_and_says_what_it_is_at(project: Project) -> None:
     first, second = project.call(), project.call()
-    assert (first.returncode, len(first.stderr.splitlines())) == (0, 1)
+    assert first.returncode == 0
+    assert first.stderr.splitlines() == [
+        "scripts/environment: installing packages into .venv, a few minutes the first time",
+        "scripts/environment: Downloading torch.whl (170.1 MB)",
+        "scripts/environment: writing the packages to .venv, a minute or two",
+    ]
     assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
     assert project.installations == 1
+
+
+def test_a_terminal_has_one_line_that_changes(project: Project) -> None:
+    environment = {"PATH": f"{project.folder / 'python'}:/usr/bin:/bin", "TERM": "xterm"}
+    script = str(project.folder / "scripts/environment")
+    terminal = pexpect.spawn(
+        "/bin/bash", [script], cwd="/", env=environment, encoding="utf-8", timeout=30, dimensions=(24, 60)
+    )
+    terminal.expect(pexpect.EOF)
+    first, *lines = terminal.before.split("\r\n")
+    assert first.startswith("scripts/environment: installing packages")
+    assert lines == [
+        "".join(
+            f"\r\x1b[K{said}"
+            for said in (
+                "package 1: torch==2.13.0",
+                "Downloading torch.whl (170.1 MB)",
+                "package 2: rich",
+                "writing the packages to .venv, a minute or two",
+                "",
+            )
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", ["scripts/constraints.txt", "pyproject.toml"])

@@ -176,8 +176,8 @@ class TerminalView:
 
 @contextmanager
 def passing_status() -> Iterator[Callable[[str], None]]:
-    """In here, a command that has nothing to show yet can say what it does: on stderr, if that is a terminal."""
-    console = Console(stderr=True)
+    """In here, a command with nothing to show yet can say what it does: on stderr, if that is a terminal."""
+    console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         yield lambda text: None
         return
