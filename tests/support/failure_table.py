@@ -88,6 +88,17 @@ CASES = [
         f"{_FAILURES}::test_an_exception_before_the_first_step_would_come_again",
     ),
     Case(
+        "nobody reads what `launch` prints any more (`| head`), or stdout is closed, or its disk is full",
+        "the run goes on without it; a line on stderr says so, once",
+        "unit/test_lasting_output.py::test_a_run_goes_on_without_its_output",
+    ),
+    Case(
+        "too few open files are allowed",
+        "the soft limit is raised to the hard one; where that is too low, a line says how many a role needs, "
+        "before anything starts",
+        "unit/test_open_files.py::test_every_command_that_starts_roles_says_so_before_it_starts_any",
+    ),
+    Case(
         "no new checkpoint between `cluster.max_restarts` restarts",
         "`launch` ends with the first cause",
         f"{_FAILURES}::test_launch_gives_up_with_the_first_cause",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_what_is_needed_grows_with_the_roles_and_how_they_connect() -> None:
 @pytest.mark.parametrize("command", ["launch", "run own:main", "master", "worker --index 0"])
 def test_every_command_that_starts_roles_says_so_before_it_starts_any(command: str, tmp_path: Path) -> None:
     line = f"ulimit -n 60; exec {sys.executable} -m workers {command} --set cluster.master_port=29999"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": "0123456789abcdef" * 4}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": secrets.token_hex(32)}
     ran = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
