@@ -24,27 +24,34 @@ def print_plan(config: RunConfig, cache: Path) -> None:
     ids_per_sample = dataset.ids_per_sample
     tables, placement = plan_tables(config, dataset.input_spec, ids_per_sample)
     console = Console()
-    shards = Table("table", "rows", "dim", "pooling", "optimizer", "placement", "size", title="tables")
+    shards = _table("table", "rows", "dim", "pooling", "optimizer", "MiB", "placement")
     for table in tables:
         parts = placement.of_table(table.name)
-        kind = "table-wise" if len(parts) == 1 else "row-wise"
-        where = f"{kind}: worker {', '.join(str(p.worker) for p in parts)}"
-        size = _mib(table.num_rows * bytes_per_row(table))
+        workers = ", ".join(str(part.worker) for part in parts)
         shards.add_row(
             table.name,
             f"{table.num_rows:,}",
             str(table.dim),
             table.pooling,
             table.optimizer.name,
-            where,
-            size,
+            _mib(table.num_rows * bytes_per_row(table)),
+            f"worker {workers}" if len(parts) == 1 else f"workers {workers}",
         )
-    console.print(shards)
-    console.print(_workers(config, placement, ids_per_sample))
+    # In whole lines, which a terminal breaks where it must.
+    for each in (shards, "", _workers(config, placement, ids_per_sample)):
+        console.print(each, soft_wrap=True, highlight=False)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for heading in headings:
+        is_number = heading in ("rows", "dim", "tables") or heading.startswith("MiB")
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=True)
+    return table
 
 
 def _workers(config: RunConfig, placement: Placement, ids_per_sample: Mapping[str, float]) -> Table:
-    workers = Table("worker", "tables", "rows", "memory", "at most moved a step", title="workers")
+    workers = _table("worker", "tables", "rows", "MiB", "MiB moved a step at most")
     for worker in range(placement.num_workers):
         held = placement.of_worker(worker)
         moved = (
@@ -61,4 +68,4 @@ def _workers(config: RunConfig, placement: Placement, ids_per_sample: Mapping[st
 
 
 def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.2f} MiB"
+    return f"{num_bytes / 2**20:,.2f}"
