@@ -135,7 +135,8 @@ def test_roles_by_hand_stop_with_their_master(endless: list[str], tmp_path: Path
 
 
 def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_path: Path) -> None:
-    run_folder = settings(run={"folder": "run"})
+    # Its ports are to be seen from here.
+    run_folder = settings(run={"folder": "run"}, cluster={"namespace": "off"})
     shared_memory = set(Path("/dev/shm").iterdir())
     with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
         await_step(command)
@@ -211,7 +212,7 @@ def test_a_role_whose_master_is_frozen_before_they_meet(tiny: list[str], tmp_pat
 def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        overrides = settings(cluster={"master_port": port}, run={"folder": "run"})
+        overrides = settings(cluster={"master_port": port, "namespace": "off"}, run={"folder": "run"})
         ended = run([command, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
     assert ended.code == 1
     assert ended.stderr == (

@@ -71,7 +71,6 @@ def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> 
         with pytest.raises(BrokenServerError, match=f"^{reason}$"):
             server.preload()
     config = RunConfig()
-    (tmp_path / "logs").mkdir()
     with ForkServer(["no_such"]) as server, listen("127.0.0.1", 0) as listener:
         roles = RoleProcesses(server, config, tmp_path)
         roles.start(TrainTask(tmp_path, False, 0.0), Secret.fresh(), listener, listener.fileno())

@@ -20,9 +20,7 @@ from rich.console import Console
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.errors import ClusterError
-from hybrid.private_files import make_folder
 from hybrid.secret import Secret
-from hybrid.topology import MASTER
 from workers.launching import namespace
 from workers.launching.fork_server import BrokenServerError, ForkServer
 from workers.launching.open_files import allow_open_files
@@ -31,7 +29,6 @@ from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
 from workers.launching.run_lock import run_lock
 from workers.launching.run_state import left_behind
-from workers.paths import log_path, writing
 from workers.reporting.terminal import TerminalView
 from workers.reporting.visible import visible
 from workers.stopping import Stop
@@ -57,9 +54,6 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     allow_open_files(config.cluster)
     with _Screen() as screen, ExitStack() as stack:
         lock = stack.enter_context(run_lock(folder))
-        logs = log_path(folder, MASTER).parent
-        with writing(logs):
-            make_folder(logs)
         restarts = Restarts(folder, config.cluster.max_restarts)
         server = stack.enter_context(_server(config.cluster, screen))
         while True:

@@ -14,7 +14,7 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
 from hybrid.own_error import log_stack
-from hybrid.private_files import open_file
+from hybrid.private_files import make_folder, open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
@@ -58,7 +58,13 @@ class RoleProcesses:
         Args:
             listener: the rendezvous socket, which the master gets.
             lock: descriptor of the run's lock, which every role holds as long as it lives.
+
+        Raises:
+            HybridError: there is no room for logs.
         """
+        logs = log_path(self._folder, MASTER).parent
+        with writing(logs):
+            make_folder(logs)
         cluster = dataclasses.replace(self._config.cluster, master_port=listener.getsockname()[1])
         # The master keeps what the user has set, for the run's own config and the next start.
         others = self._config.replace(cluster=cluster)
