@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid.errors import ClusterError
+from hybrid.trust.sockets import is_own_user
 
 MOST_TRAINERS = 8  # every one reads what all have written
 _CARD_BYTES = 256
@@ -82,7 +83,7 @@ class SharedSum:
         token = secrets.token_bytes(_TOKEN_BYTES)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("")  # Linux chooses a name
-            listener.listen(size)
+            listener.listen(socket.SOMAXCONN)
             card = {"place": _place(device), "name": listener.getsockname().hex(), "token": token.hex()}
             cards = _exchange(card, group)
             if card["place"] is None or any(other["place"] != card["place"] for other in cards):
@@ -201,6 +202,9 @@ def _accept(
         peer, _ = listener.accept()
     except TimeoutError:
         raise ClusterError("a trainer of this host did not come to share memory in time") from None
+    if not is_own_user(peer):  # others are not waited for
+        peer.close()
+        return {}
     peer.settimeout(_HELLO_SECONDS)
     try:
         hello = peer.recv(1 + len(token), socket.MSG_WAITALL)

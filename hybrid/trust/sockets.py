@@ -63,6 +63,13 @@ def closed_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None
                     each.shutdown(socket.SHUT_RDWR)
 
 
+def is_own_user(each: socket.socket) -> bool:
+    """Whether the other end of a connection of AF_UNIX is a process of this one's user."""
+    credentials = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return bool(user == os.geteuid())
+
+
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
     """This process's sockets, by inode: copies, since others may close theirs meanwhile."""
@@ -111,9 +118,7 @@ def _is_of_a_stranger(each: socket.socket, places: set[int | str | bytes], membe
     if _is_listening(each) or _place(each) not in places:
         return False
     if each.family == socket.AF_UNIX:
-        credentials = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(credentials)
-        return bool(user != os.geteuid())
+        return not is_own_user(each)
     return _ends(each) not in members
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, cast
@@ -170,6 +172,33 @@ def test_strangers_are_sent_away(
     assert torch.equal(tensors[0], torch.full((4,), 2.0))
     for stranger in strangers:
         stranger.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = shared_sum._exchange
+    with ExitStack() as stack:
+
+        def exchange_after_a_stranger(
+            card: dict[str, str | None], group: dist.ProcessGroup
+        ) -> list[dict[str, str]]:
+            if group.rank() == 0:
+                name = bytes.fromhex(str(card["name"]))
+                come = (
+                    f"os.setuid(1); s = socket.socket(1); s.connect({name!r}); print(flush=True); s.recv(1)"
+                )
+                command = ["/usr/bin/env", "python3", "-Sc", f"import os, socket; {come}; s.recv(1)"]
+                stranger = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+                stack.callback(stranger.kill)
+                assert stranger.stdout is not None
+                assert stranger.stdout.readline()
+            return exchange(card, group)
+
+        monkeypatch.setattr(shared_sum, "_exchange", exchange_after_a_stranger)
+        monkeypatch.setattr(shared_sum, "_HELLO_SECONDS", 1000.0)
+        tensors = [torch.ones(4), torch.ones(4)]
+        at_once(joined(2), tensors)
+    assert torch.equal(tensors[0], torch.full((4,), 2.0))
 
 
 def test_nothing_is_left_open() -> None:
