@@ -47,12 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         choose_torch_cache()
     goes_on = options.command in _RUNS
     try:
-        with lasting_output(_name(options), goes_on=goes_on) as losses, _interruptible():
-            _COMMANDS[options.command](options, started_at)
+        with lasting_output(_name(options), goes_on=goes_on) as losses:
+            _run_interruptibly(options, started_at)
         if losses.any and not goes_on:
             sys.exit(1)
     except HybridError as error:
         sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
+
+
+def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
+    try:
+        with _interruptible():
+            _COMMANDS[options.command](options, started_at)
     except KeyboardInterrupt as interrupt:
         print(f"{_name(options)}: {visible(str(interrupt)) or 'interrupted'}", file=sys.stderr)
         sys.exit(INTERRUPTED)

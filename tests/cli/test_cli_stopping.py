@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -9,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
@@ -36,6 +38,7 @@ TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 OWN_NET = """
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -168,23 +171,32 @@ def test_a_comparison_has_nothing_to_save(tiny: list[str], tmp_path: Path) -> No
     assert (ended.code, ended.stderr) == (130, "hybrid compare: interrupted\n")
 
 
-@pytest.mark.parametrize("times", [0, 1, 2], ids=["at the start", "once", "twice"])
-def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
+@contextmanager
+def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str]]:
+    """``launch`` on a terminal of its own, and the mark that its processes carry."""
     mark = uuid.uuid4().hex
-    environment = marked_environment(mark) | {"TERM": "xterm"}
-    command, *arguments = [*HYBRID, "launch", *endless, *ONE_EACH, *RUN]
+    command, *more = [*HYBRID, "launch", *arguments, *ONE_EACH, *RUN]
     terminal = pexpect.spawn(
         command,
-        arguments,
-        cwd=tmp_path,
-        env=environment,
+        more,
+        cwd=folder,
+        env=marked_environment(mark) | {"TERM": "xterm"},
         encoding="utf-8",
         timeout=START_SECONDS,
         dimensions=(24, 160),
         # What a script starts in the background ignores Ctrl-C, and so do its children, these tests too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
     )
     try:
+        yield terminal, mark
+    finally:
+        for process in marked(mark):
+            process.kill()
+
+
+@pytest.mark.parametrize("times", [0, 1, 2], ids=["at the start", "once", "twice"])
+def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
+    with on_a_terminal(endless, tmp_path) as (terminal, mark):
         if times:
             terminal.expect("step [0-9]{2}/")
         else:
@@ -211,6 +223,14 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         assert found, shown
         assert found[1].startswith("step " if times == 1 else "nothing is saved")
         assert "Traceback" not in shown
-    finally:
-        for process in marked(mark):
-            process.kill()
+
+
+def test_a_run_whose_terminal_is_closed_saves_and_stops(endless: list[str], tmp_path: Path) -> None:
+    with on_a_terminal(endless, tmp_path) as (terminal, mark):
+        terminal.expect("step [0-9]{2}/")
+        os.close(terminal.child_fd)
+        assert eventually(lambda: not marked(mark), STOP_SECONDS), marked(mark)
+        _, status = os.waitpid(terminal.pid, 0)
+        terminal.closed = terminal.terminated = True  # it would look itself
+    assert os.waitstatus_to_exitcode(status) == 130
+    assert stored(tmp_path / "run")
