@@ -35,7 +35,7 @@ from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
 from hybrid.manifest_rules import check_fields
-from hybrid.private_files import make_folder
+from hybrid.private_files import make_folder, sync
 
 FORMAT = 2
 MANIFEST_FILE = "manifest.json"
@@ -217,9 +217,9 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     with writing(final):
         for path in (*{(partial / name).parent for name in manifest.files}, partial):
-            _sync(path)
+            sync(path)
         os.rename(partial, final)
-        _sync(final.parent)
+        sync(final.parent)
     return final
 
 
@@ -293,11 +293,3 @@ def _checksum(path: Path) -> str:
 
 def _text_checksum(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -88,3 +88,12 @@ def _is_writable(folder: Path, harmless: int) -> bool:
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
     is_shared = status.st_mode & (group | stat.S_IWOTH) and not status.st_mode & harmless
     return bool(is_shared) or status.st_uid not in (0, os.geteuid())
+
+
+def sync(path: Path) -> None:
+    """See a file, or the names in a folder, safely on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hybrid.data.checksums import sync
-from hybrid.private_files import make_folder
+from hybrid.private_files import make_folder, sync
 
 _PREFIX = ".building-"
 _LOCK = ".lock"

@@ -103,7 +103,7 @@ def test_folders_are_safe_on_the_disk_before_and_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("hybrid.manifest._sync", lambda path: synced.append(path.relative_to(tmp_path)))
+    monkeypatch.setattr("hybrid.manifest.sync", lambda path: synced.append(path.relative_to(tmp_path)))
     write_checkpoint(tmp_path / "step-1")
     partial = Path("step-1.partial")
     assert set(synced[:-1]) == {partial, partial / "tables"}
