@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from support.checkpoints import flip_a_bit
-from support.cluster import CaseError, Clusters, small_config
+from support.cluster import CASE_SECONDS, CaseError, Clusters, small_config
 from support.commands import eventually
 from support.jobs import opened
 from support.shards import PATIENCE_SECONDS
@@ -130,7 +130,8 @@ def stop(cluster: Cluster, cache: Path, run: Path, moment: tuple[str, int]) -> t
     """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
     view = View(run, 0)
     signal.signal(ASK_SIGNAL, signal.default_int_handler)
-    with view, sessions_closed(moment):
+    # However slow the machine is, a call goes as far as the next thing that is due.
+    with view, sessions_closed(moment), patch("workers.jobs.training._CALL_SECONDS", CASE_SECONDS):
         training = Training(CONFIG, TrainTask(run, False, time.time()))
         return training.run(cluster.topology, lambda: prepare(CONFIG, cache), view), view.statuses
 
