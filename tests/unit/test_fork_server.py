@@ -15,16 +15,12 @@ import pytest
 from support import forked
 from support.commands import eventually
 
-from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
-from hybrid.secret import Secret
-from workers.joining.listener import listen
-from workers.launching.fork_server import BrokenServerError, ForkServer
-from workers.launching.forking import Ended, Started
+from workers.launching import launch
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import BrokenServerError, Ended, Started
 from workers.launching.outcome import Cause
-from workers.launching.role_processes import RoleProcesses
 from workers.stopping import STOP_SIGNALS
-from workers.task import TrainTask
 
 SECONDS = forked.SECONDS
 
@@ -61,20 +57,16 @@ def read_to_end(reader: int) -> str:
     raise AssertionError("somebody still has the other end")
 
 
-def test_what_cannot_be_imported_is_told_and_not_tried_again(tmp_path: Path) -> None:
+def test_what_cannot_be_imported_is_told_and_not_tried_again() -> None:
     reason = "the process that starts the roles has failed: ModuleNotFoundError: No module named 'no_such'"
     with ForkServer(["no_such"]) as server:
-        server.start("one", forked.pause, (), [])
         with pytest.raises(BrokenServerError, match=f"^{reason}$"):
-            server.event(SECONDS)
+            server.start("one", forked.pause, (), [])
     with ForkServer(["no_such"]) as server:
         with pytest.raises(BrokenServerError, match=f"^{reason}$"):
             server.preload()
-    config = RunConfig()
-    with ForkServer(["no_such"]) as server, listen("127.0.0.1", 0) as listener:
-        roles = RoleProcesses(server, config, tmp_path)
-        roles.start(TrainTask(tmp_path, False, 0.0), Secret.fresh(), listener, listener.fileno())
-        outcome = roles.watch()
+    with ForkServer(["no_such"]) as server:
+        outcome = launch._import(server)
     assert outcome is not None
     assert (outcome.message, outcome.cause) == (reason, Cause.REFUSED)
 

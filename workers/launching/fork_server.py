@@ -34,18 +34,15 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
-from workers.launching.forking import MARKER, Answer, Broken, Ended, Started
+from workers.launching.forking import MARKER, Answer, Ended, Started
 from workers.stopping import STOP_SIGNALS
 
 _END_SECONDS = 2.0
 _ANSWER_SECONDS = 30.0
+_IMPORT_SECONDS = 600.0
 _POLL_SECONDS = 0.01
 # Who stops a launch with Ctrl-Z and goes on stops the server as well: it must be stopped at two looks.
 _LOOK_SECONDS = 2.0
-
-
-class BrokenServerError(ClusterError):
-    """The server cannot import what it is to; another one could not either."""
 
 
 class ForkServer:
@@ -127,17 +124,16 @@ class ForkServer:
         return not self._preload
 
     def preload(self) -> None:
-        """Import what is to be imported, and return when that is done; else the first start does it.
+        """Import what is to be imported, and return when that is done; the first start does it, too.
 
         Raises:
             BrokenServerError: something cannot be imported.
             ClusterError: the server has ended.
         """
         if not self.has_imported:
-            self._ask("preload", self._preload, True)
+            self._ask("preload", self._preload)
             self._preload = ()
-            while not isinstance(self._receive(_ANSWER_SECONDS), Answer):
-                pass
+            self._await_answer(_IMPORT_SECONDS)
 
     def start(
         self, name: str, target: Callable[..., None], args: Sequence[Any], files: Sequence[int]
@@ -150,11 +146,9 @@ class ForkServer:
             files: file descriptors to pass on; the process gets descriptors of its own for them.
 
         Raises:
-            ClusterError: the server has ended.
+            ClusterError: as :meth:`preload`.
         """
-        if self._preload:
-            self._ask("preload", self._preload)
-            self._preload = ()
+        self.preload()
         self._ask("start", name, pickle.dumps((target, tuple(args))), len(files))
         if files:
             socket.send_fds(self._socket, [MARKER], list(files))
@@ -171,18 +165,17 @@ class ForkServer:
         """The next thing that has happened, or None where nothing does in time.
 
         Raises:
-            BrokenServerError: the server could not import what it is to.
             ClusterError: the server has ended, and with it every process; one that is frozen is ended.
         """
         message = self._receive(timeout_seconds)
         assert not isinstance(message, Answer), "nothing was asked"
         return message
 
-    def _await_answer(self) -> None:
+    def _await_answer(self, seconds: float = _ANSWER_SECONDS) -> None:
         # What is told of processes meanwhile is of a start that is over.
-        while not isinstance(message := self._receive(_ANSWER_SECONDS), Answer):
+        while not isinstance(message := self._receive(seconds), Answer):
             if message is None:
-                raise self._gone(f"has not answered for {_ANSWER_SECONDS:g} s")
+                raise self._gone(f"has not answered for {seconds:g} s")
         if message.error is not None:
             raise message.error
 
@@ -196,11 +189,9 @@ class ForkServer:
                 if is_frozen and was_frozen:
                     raise self._gone("was frozen")
                 was_frozen = is_frozen
-            message: Started | Ended | Broken | Answer = self._connection.recv()
+            message: Started | Ended | Answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
-        if isinstance(message, Broken):
-            raise BrokenServerError(f"the process that starts the roles has failed: {message.error}")
         if isinstance(message, Started):
             self._pids[message.name] = message.pid
         elif isinstance(message, Ended):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 
-from hybrid.errors import ConfigError
+from hybrid.errors import ClusterError, ConfigError
 from workers.joining.listener import listen
 from workers.launching.imports import lasting_imports
 from workers.launching.namespace import enter_network_namespace
@@ -24,6 +24,10 @@ from workers.stopping import ASK_SIGNAL, STOP_SIGNALS
 MARKER = b"."  # ancillary data needs a byte to travel with
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MOST_DESCRIPTORS = 8
+
+
+class BrokenServerError(ClusterError):
+    """The server cannot import what it is to; another one could not either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,6 @@ class Ended:
 
     name: str
     exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """The server cannot import what it is to, and ends."""
-
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +129,16 @@ class _Server:
             self._connection.send(Answer(None))
             socket.send_fds(self._socket, [MARKER], [listener.fileno()])
 
-    def _preload(self, modules: Sequence[str], is_awaited: bool = False) -> None:
+    def _preload(self, modules: Sequence[str]) -> None:
+        error = None
         try:
             with lasting_imports():
                 for module in modules:
                     importlib.import_module(module)
-        except Exception as error:  # told to the launcher
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            self._connection.send(Broken(reason))
-            raise SystemExit(1) from error
-        if is_awaited:
-            self._connection.send(Answer(None))
+        except Exception as raised:  # told to the launcher
+            reason = f"{type(raised).__name__}: {' '.join(str(raised).split())}"
+            error = BrokenServerError(f"the process that starts the roles has failed: {reason}")
+        self._connection.send(Answer(error))
 
     def _start(self, name: str, work: bytes, num_files: int) -> None:
         files = socket.recv_fds(self._socket, len(MARKER), _MOST_DESCRIPTORS)[1] if num_files else []

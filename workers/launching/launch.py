@@ -22,7 +22,8 @@ from hybrid.config import ClusterSection, RunConfig
 from hybrid.errors import ClusterError
 from hybrid.secret import Secret
 from workers.launching import namespace
-from workers.launching.fork_server import BrokenServerError, ForkServer
+from workers.launching.fork_server import ForkServer
+from workers.launching.forking import BrokenServerError
 from workers.launching.open_files import allow_open_files
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts

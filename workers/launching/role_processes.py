@@ -18,7 +18,7 @@ from hybrid.private_files import make_folder, open_file
 from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
-from workers.launching.fork_server import BrokenServerError, ForkServer
+from workers.launching.fork_server import ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
 from workers.paths import log_path, writing
@@ -83,8 +83,6 @@ class RoleProcesses:
         while self._running and (left := self._seconds_left()) > 0:
             try:
                 self._take_event(left)
-            except BrokenServerError as error:
-                return Outcome(str(error), Cause.REFUSED)
             except ClusterError as error:  # with the server, all have ended
                 return self._first_failure() or Outcome(str(error), Cause.KILLED)
         if self._running and not self._failures:
