@@ -120,7 +120,8 @@ class Command:
         """End everything of the command, whatever state it is in."""
         self.process.kill()
         for process in self.processes():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended with the command
+                process.kill()
         self.process.wait(COMMAND_SECONDS)
 
 
