@@ -19,6 +19,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.arguments import AUTO, parse
+from workers.joining.alarm import FAILED, INTERRUPTED
 from workers.launching.imports import lasting_imports
 from workers.launching.open_files import allow_open_files
 from workers.launching.resume import check_same_model, resumed_config, unfinished_run
@@ -32,8 +33,6 @@ from workers.search_path import search_here_last
 from workers.stopping import STOP_SIGNALS
 from workers.task import CompareTask, OwnTask, TrainTask
 from workers.torch_cache import choose_torch_cache
-
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with lasting_output(_name(options), goes_on=goes_on) as losses:
             _run_interruptibly(options, started_at)
         if losses.any and not goes_on:
-            sys.exit(1)
+            sys.exit(FAILED)
     except HybridError as error:
         sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
 

@@ -47,9 +47,9 @@ def closed_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None
     with _sockets() as now:
         listeners = {inode: each for inode, each in now.items() if inode not in known and _is_listening(each)}
         places = {_place(each) for each in listeners.values()}
+        own = [ends for each in now.values() if (ends := _ends(each))]
     _close(listeners.keys())
-    with _sockets() as now:
-        store.set(f"connections/{rank}", json.dumps([ends for each in now.values() if (ends := _ends(each))]))
+    store.set(f"connections/{rank}", json.dumps(own))
     members = {
         (there, here)
         for each in range(world_size)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from support.users import connected_as_another_user, needs_root
 
 from hybrid.trust.sockets import closed_after
 
 SECONDS = 5.0
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
 
 
 def closed() -> AbstractContextManager[None]:
@@ -125,13 +125,11 @@ def test_a_socket_with_a_name_instead_of_a_port_is_closed(tmp_path: Path) -> Non
 
 @needs_root
 def test_another_user_at_a_socket_with_a_name_is_gone() -> None:
-    name = "\0hybrid test " + os.urandom(8).hex()
-    connect = f"import os, socket; os.setuid(1); s = socket.socket(1); s.connect({name!r}); s.recv(1)"
+    name = b"\0hybrid test " + os.urandom(8).hex().encode()
     with ExitStack() as stack:
         with closed():
             listener = stack.enter_context(listening(name, socket.AF_UNIX))
-            other = subprocess.Popen(["/usr/bin/env", "python3", "-Sc", connect])
-            stack.callback(other.kill)
+            other = stack.enter_context(connected_as_another_user(name))
             accepted = stack.enter_context(accept(listener))
         assert accepted.recv(1) == b""
         assert other.wait(SECONDS) == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import TypeVar, cast
 import pytest
 import torch
 import torch.distributed as dist
+from support.users import connected_as_another_user, needs_root
 
 from hybrid.dense import shared_sum
 from hybrid.dense.shared_sum import MOST_TRAINERS, SharedSum
@@ -174,7 +174,7 @@ def test_strangers_are_sent_away(
         stranger.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+@needs_root
 def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = shared_sum._exchange
     with ExitStack() as stack:
@@ -183,15 +183,7 @@ def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.Monkey
             card: dict[str, str | None], group: dist.ProcessGroup
         ) -> list[dict[str, str]]:
             if group.rank() == 0:
-                name = bytes.fromhex(str(card["name"]))
-                come = (
-                    f"os.setuid(1); s = socket.socket(1); s.connect({name!r}); print(flush=True); s.recv(1)"
-                )
-                command = ["/usr/bin/env", "python3", "-Sc", f"import os, socket; {come}; s.recv(1)"]
-                stranger = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
-                stack.callback(stranger.kill)
-                assert stranger.stdout is not None
-                assert stranger.stdout.readline()
+                stack.enter_context(connected_as_another_user(bytes.fromhex(str(card["name"]))))
             return exchange(card, group)
 
         monkeypatch.setattr(shared_sum, "_exchange", exchange_after_a_stranger)

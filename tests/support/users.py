@@ -1,0 +1,26 @@
+"""Other users of the machine, for tests that need one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+
+
+@contextmanager
+def connected_as_another_user(name: bytes) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of another user, connected to a socket of AF_UNIX; it ends when its connection does."""
+    connect = f"s = socket.socket(1); s.connect({name!r}); print(flush=True); s.recv(1)"
+    command = ["/usr/bin/env", "python3", "-Sc", f"import os, socket; os.setuid(1); {connect}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
