@@ -119,10 +119,14 @@ class Manifest:
                     raise CheckpointError(f"{path}: lists no {name}, which table {table!r} is said to have")
 
     def write(self, folder: Path) -> None:
-        """Write it into ``folder``, with a checksum of its own."""
+        """Write it into ``folder``, with a checksum of its own; at once, if another is there."""
         fields = dataclasses.asdict(self)
         document = {"format": FORMAT, "manifest": fields, "sha256": _text_checksum(json.dumps(fields))}
-        write_text(folder, MANIFEST_FILE, json.dumps(document, indent=1))
+        partial = MANIFEST_FILE + _PARTIAL
+        write_text(folder, partial, json.dumps(document, indent=1))
+        with writing(folder / MANIFEST_FILE):
+            os.replace(folder / partial, folder / MANIFEST_FILE)
+            sync(folder)
 
     def verify(self, folder: Path) -> None:
         """Compare every file of ``folder`` with its checksum.

@@ -362,18 +362,59 @@ def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owe
     assert progress_of(run, 15)["owes_evaluation"] == owes_evaluation
 
 
-def test_one_that_was_stopped_at_may_become_the_best(start: Start) -> None:
+@pytest.mark.parametrize("is_last", [True, False])
+def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool) -> None:
     run = start(keep_last=1)
     run.at(2, 0.8)
     run.checkpoints.write_stop(moment(20)._replace(owes_evaluation=True))
-    at_its_end = start(progress_of(run, 20), keep_last=1)
-    at_its_end.checkpoints.write_last(moment(20, 0.9))
-    assert at_its_end.checkpoints.best == ("auc", 0.9, 20)
     again = start(progress_of(run, 20), keep_last=1)
-    again.at(20, 0.9)
+    if is_last:
+        again.checkpoints.write_last(moment(20, 0.9))
+    else:
+        again.at(20, 0.9)
+    assert again.checkpoints.best == ("auc", 0.9, 20)
+    assert (again.said, again.stored) == ([], [20])
+    assert progress_of(again, 20) == {
+        **progress_of(run, 20),
+        "best": ["auc", 0.9, 20],
+        "owes_evaluation": False,
+    }
+    assert Checkpoint.best_good(again.folder.path, print).manifest.metrics["auc"] == 0.9
     again.at(30)
     assert (again.said, again.stored) == ([], [20, 30])
-    assert progress_of(again, 30)["best"] == ["auc", 0.9, 20]
+
+
+def test_an_evaluation_that_is_not_the_best_is_owed_no_more(start: Start) -> None:
+    run = start()
+    run.at(2, 0.8)
+    run.checkpoints.write_stop(moment(15)._replace(owes_evaluation=True))
+    again = start(progress_of(run, 15))
+    again.at(15, 0.7)
+    again.checkpoints.write_stop(moment(15, 0.7))
+    assert progress_of(again, 15)["best"] == ["auc", 0.8, 2]
+    assert not progress_of(again, 15)["owes_evaluation"]
+    assert again.logged == run.logged
+
+
+def test_one_to_which_the_evaluation_cannot_be_added_stays(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    run.checkpoints.write_stop(moment(20)._replace(owes_evaluation=True))
+    again = start(progress_of(run, 20))
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", refuse)
+        again.at(20, 0.9)
+        assert len(again.said) == 1
+        assert again.said[0].startswith("no checkpoint of step 20: cannot write")
+        with pytest.raises(CheckpointError, match="at its end, and only its state at step-00000020 is saved"):
+            again.checkpoints.write_last(moment(20, 0.9))
+    assert again.checkpoints.best is None
+    assert progress_of(again, 20)["owes_evaluation"]
 
 
 def test_that_of_a_stop_must_be_written(start: Start) -> None:

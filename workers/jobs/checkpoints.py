@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from hybrid import manifest
 from hybrid.config import CheckpointSection
 from hybrid.errors import CheckpointError
-from hybrid.manifest import BEST, Best
+from hybrid.manifest import BEST, Best, Manifest
 from hybrid.metrics import Metrics
 from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
@@ -136,8 +138,9 @@ class Checkpoints:
             self.finish()
             self._begun_at = time.monotonic()
             best = self._better(now, self._best) if is_evaluated else self._best
-            if self._is_there(now):  # the run had stopped before its evaluation
-                self._best = best
+            if self._is_there(now):
+                with self._saying_why_none(now.step):
+                    self._add_evaluation(now, best)
             else:
                 self._begin(now, best, start, in_background=True)
 
@@ -149,11 +152,8 @@ class Checkpoints:
     def finish(self) -> None:
         """Wait for the one under way, if there is one."""
         if self._under_way is not None:
-            step = self._under_way.step
-            try:
+            with self._saying_why_none(self._under_way.step):
                 self._end()
-            except CheckpointError as error:
-                self._say(f"no checkpoint of step {step}: {error}; training goes on")
 
     def write_last(self, now: Moment) -> None:
         """Write that of the end of the run, unless it is there, and return once it is.
@@ -170,16 +170,36 @@ class Checkpoints:
     def _write_now(self, now: Moment, is_evaluated: bool, why: str) -> None:
         self.finish()
         best = self._better(now, self._best) if is_evaluated else self._best
-        if self._is_there(now):  # due at this very step, or stopped at before
-            self._best = best
-            return
-        self._begin(now, best, time.perf_counter(), in_background=False)
         try:
-            self._end()
+            if self._is_there(now):  # due at this very step, or stopped at before
+                self._add_evaluation(now, best)
+            else:
+                self._begin(now, best, time.perf_counter(), in_background=False)
+                self._end()
         except CheckpointError as error:
             before = manifest.stored(self._run.path)
             left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
             raise CheckpointError(f"{error}; {why}, and {left}") from error
+
+    @contextmanager
+    def _saying_why_none(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._say(f"no checkpoint of step {step}: {error}; training goes on")
+
+    def _add_evaluation(self, now: Moment, best: Best | None) -> None:
+        """To the checkpoint of this step, where the run had stopped before its evaluation."""
+        folder = manifest.step_folder(self._run.path, now.step)
+        there = Manifest.read(folder / manifest.MANIFEST_FILE)
+        if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
+            self._run.sync()
+            metrics = now.metrics.as_dict() if now.metrics else {}
+            progress = {**there.progress, BEST: best, OWES_EVALUATION: False}
+            dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
+            if trouble := self._prune(best):
+                self._say(trouble)
+        self._best = best
 
     def _is_there(self, now: Moment) -> bool:
         return manifest.step_folder(self._run.path, now.step) in manifest.stored(self._run.path)
