@@ -226,7 +226,7 @@ class Trainer:
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
         net, state = self._arrangement.own_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
-        self._optimizer.load(state)
+        self._optimizer.load(state, folder)
 
     def record(self, steps: range) -> None:
         """See :meth:`StepClock.record`."""

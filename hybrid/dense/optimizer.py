@@ -7,12 +7,13 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.errors import ConfigError, first_line
+from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.schedule import Schedule
 
 _CANNOT_STEP = {
@@ -150,10 +151,26 @@ class DenseOptimizer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def load(self, state: dict[int, dict[str, Tensor]]) -> None:
-        """Take the state of every parameter from a checkpoint; settings stay those of now."""
+    def load(self, state: dict[int, dict[str, Tensor]], folder: Path) -> None:
+        """Take the state of every parameter from a checkpoint; settings stay those of now.
+
+        Raises:
+            CheckpointError: it is of other parameters; names ``folder``.
+        """
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        for place, values in state.items():
+            if place >= len(parameters) or not all(_is_of(parameters[place], v) for v in values.values()):
+                raise CheckpointError(f"{folder}: is of another model: optimizer state {place} does not fit")
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _is_of(parameter: Tensor, state: Tensor) -> bool:
+    """Whether state may be of a parameter: of the whole, of its elements, or of its rows or columns."""
+    sizes = zip(state.shape, parameter.shape, strict=False)
+    return state.dim() == 0 or (
+        state.dim() == parameter.dim() and all(mine in (1, its) for mine, its in sizes)
+    )
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:

@@ -91,7 +91,7 @@ class NetHost(Host):
         """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)
-        self.optimizer.load(state)
+        self.optimizer.load(state, folder)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:

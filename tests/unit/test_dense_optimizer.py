@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hybrid.dense.optimizer import make_optimizer, squared_norm
-from hybrid.errors import ConfigError
+from hybrid.checkpoint import pack_dense, unpack_dense
+from hybrid.dense.optimizer import DenseOptimizer, make_optimizer, squared_norm
+from hybrid.errors import CheckpointError, ConfigError
+from hybrid.schedule import Schedule
 
 CLASSES = {
     name: cls
@@ -161,3 +164,26 @@ def test_trying_the_options_leaves_the_net_alone() -> None:
 
 def test_the_norm_of_large_gradients_is_a_number() -> None:
     assert squared_norm([torch.full((4,), 3e38), torch.ones(3)]) == pytest.approx(4 * 9e76, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES.keys() - REFUSED.keys()))
+def test_every_class_goes_on_from_its_state(name: str, tmp_path: Path) -> None:
+    undisturbed, stored = (net(bias=name != "Muon") for _ in range(2))
+    optimizer = make_optimizer(undisturbed.parameters(), name, 0.01)
+    train(undisturbed, optimizer)
+    stored.load_state_dict(undisturbed.state_dict())
+    _, state = unpack_dense(pack_dense({}, optimizer.state_dict()["state"]))
+    resumed = DenseOptimizer(make_optimizer(stored.parameters(), name, 0.01), Schedule())
+    resumed.load(state, tmp_path)
+    for mine, other in zip(train(stored, resumed.optimizer), train(undisturbed, optimizer), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("place", "shape"), [(4, [4, 3]), (0, [4]), (0, [4, 3, 1]), (0, [3, 4]), (1, [5]), (1, [2])]
+)
+def test_state_of_other_parameters_is_refused(place: int, shape: list[int], tmp_path: Path) -> None:
+    optimizer = DenseOptimizer(make_optimizer(net().parameters(), "Adam", 0.01), Schedule())
+    message = f"^{tmp_path}: is of another model: optimizer state {place} does not fit$"
+    with pytest.raises(CheckpointError, match=message):
+        optimizer.load({place: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(shape)}}, tmp_path)

@@ -367,7 +367,7 @@ class TestDenseOptimizer:
             return optimizer
 
         stored, optimizer = stepped(0.5).state_dict(), stepped(0.25)
-        DenseOptimizer(optimizer, Schedule()).load(stored["state"])
+        DenseOptimizer(optimizer, Schedule()).load(stored["state"], Path("checkpoint"))
         assert optimizer.param_groups[0]["lr"] == 0.25
         assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], stored["state"][0]["exp_avg"])
 
