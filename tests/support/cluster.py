@@ -37,6 +37,7 @@ PRELOAD = [
     "workers.trainer",
     "workers.worker",
     "support.cluster",
+    "support.reporting",
     "support.forked_commands",
 ]
 

@@ -46,7 +46,8 @@ def shared_server() -> Iterator[None]:
 
         def get(preload: Sequence[str]) -> AbstractContextManager[ForkServer]:
             if not servers:
-                servers.append(stack.enter_context(ForkServer((*preload, "support.faulty_roles"))))
+                preload = (*preload, "support.reporting", "support.faulty_roles")
+                servers.append(stack.enter_context(ForkServer(preload)))
             return nullcontext(servers[0])
 
         patch.setattr(launch, "ForkServer", get)

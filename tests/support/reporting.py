@@ -1,0 +1,11 @@
+"""What a master imports to report its run, for processes to be forked from: it takes its time."""
+
+from __future__ import annotations
+
+from workers.reporting.curves import matplotlib_leaving_no_files
+
+with matplotlib_leaving_no_files():
+    import matplotlib.backends.backend_agg
+    import matplotlib.figure  # noqa: F401
+    import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]
+    import tensorboard.summary.writer.record_writer  # type: ignore[import-untyped]  # noqa: F401
