@@ -46,7 +46,10 @@ class Restarts:
         if failure.cause is Cause.REFUSED or (failure.cause is Cause.EXCEPTION and not has_stepped):
             raise ClusterError(failure.message)
         if failure.cause is Cause.STARVED and not has_stepped:
-            rule = "it would run out again before the first step; free some, or choose smaller tables"
+            rule = (
+                "it would run out again before the first step; free some, or choose smaller tables "
+                '(embedding.dim, data.vocabulary = "hash")'
+            )
             raise ClusterError(f"{failure.message}; {rule}")
         if self._in_vain == self._maximum:
             raise ClusterError(self._first.message + self._given_up())
