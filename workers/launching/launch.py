@@ -98,7 +98,7 @@ def _run(
     with server.listen(section.master_address, section.master_port) as listener:  # the master gets its own
         if (failure := _import(server)) is not None:
             return failure
-        secret = Secret.find(config.cluster.secret_file) or Secret.fresh()
+        secret = Secret.find(section.secret_file) or Secret.fresh()
         screen.is_live = True
         roles.start(task, secret, listener, lock)
     # The master gives up by itself; this is for one that cannot be reached.
