@@ -69,7 +69,9 @@ class ForkedCommand:
 
 def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
     os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # these tests may run under nohup; the command does not
+    # These tests may run under nohup or in the background, where signals are ignored; the command does not.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     os.chdir(folder)
     os.environ.clear()
