@@ -280,8 +280,9 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
     write = os.write
 
     def write_if_room(descriptor: int, content: memoryview) -> int:
-        run.role.may_write.set()
-        if partial.exists():
+        has_no_room = partial.exists()
+        run.role.may_write.set()  # only now: what fails to write is soon removed
+        if has_no_room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content)
 
