@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import socket
 import threading
@@ -9,6 +11,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 from support.rendezvous import ADDRESS, SECONDS, Meeting, meeting
@@ -123,6 +126,24 @@ def ask_through(line: Line, secret: Secret, *question: bytes) -> list[bytes]:
         asking.send(b"store")
         asking.send(*question)
         return asking.receive()
+
+
+def test_what_the_system_refuses_for_a_moment_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED]
+    accept = asyncio.SelectorEventLoop.sock_accept
+
+    async def refuse_at_first(
+        loop: asyncio.SelectorEventLoop, listener: socket.socket
+    ) -> tuple[socket.socket, Any]:
+        if errors:
+            raise OSError(error := errors.pop(), os.strerror(error))
+        return await accept(loop, listener)
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "sock_accept", refuse_at_first)
+    with meeting() as opened, opened.store() as store:
+        store.set("secret", "kept")
+        check_that_roles_are_served(opened)
+    assert errors == []
 
 
 def test_what_was_overheard_tells_nothing_and_opens_nothing(opened: Meeting) -> None:

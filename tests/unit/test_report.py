@@ -266,6 +266,7 @@ def test_a_full_disk_at_the_end(folder: RunFolder, name: str, monkeypatch: pytes
 
 
 def _on_a_full_disk(path: str, flags: int) -> int:
+    Path(path).touch()
     return os.open("/dev/full", os.O_WRONLY)
 
 

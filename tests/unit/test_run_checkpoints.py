@@ -178,6 +178,13 @@ def test_what_is_logged_is_safe_before_the_checkpoint_that_counts_on_it(
     run.at(10)
     run.at(20)
     assert stored_then == [[], [10]]
+    run.checkpoints.write_stop(moment(25)._replace(owes_evaluation=True))
+    owed_then: list[bool] = []
+    monkeypatch.setattr(
+        RunFolder, "sync", lambda self: owed_then.append(progress_of(run, 25)["owes_evaluation"])
+    )
+    run.checkpoints.write_last(moment(25, 0.5))
+    assert owed_then == [True]
 
 
 def test_a_resumed_run_knows_the_best(start: Start, tmp_path: Path) -> None:
@@ -383,6 +390,16 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
     assert Checkpoint.best_good(again.folder.path, print).manifest.metrics["auc"] == 0.9
     again.at(30)
     assert (again.said, again.stored) == ([], [20, 30])
+
+
+def test_one_that_is_stopped_at_again_is_as_it_was(start: Start) -> None:
+    run = start()
+    owing = moment(15, 0.8)._replace(owes_evaluation=True)
+    run.checkpoints.write_stop(owing)
+    manifest_file = step_folder(run.folder.path, 15) / manifest.MANIFEST_FILE
+    before = manifest_file.read_bytes()
+    start(progress_of(run, 15)).checkpoints.write_stop(owing._replace(metrics=None))
+    assert manifest_file.read_bytes() == before
 
 
 def test_an_evaluation_that_is_not_the_best_is_owed_no_more(start: Start) -> None:
