@@ -136,6 +136,20 @@ def test_trainers_of_two_containers_leave_it_to_the_group(monkeypatch: pytest.Mo
     assert together(2, join) == [None] * 2
 
 
+def before_the_exchange(
+    monkeypatch: pytest.MonkeyPatch, come: Callable[[dict[str, str | None]], None]
+) -> None:
+    """Have strangers come once there is somewhere to: they are told the card of the first member."""
+    exchange = shared_sum._exchange
+
+    def exchange_after_them(card: dict[str, str | None], group: dist.ProcessGroup) -> list[dict[str, str]]:
+        if group.rank() == 0:
+            come(card)
+        return exchange(card, group)
+
+    monkeypatch.setattr(shared_sum, "_exchange", exchange_after_them)
+
+
 @pytest.mark.parametrize(
     "hellos",
     [
@@ -149,23 +163,18 @@ def test_strangers_are_sent_away(
 ) -> None:
     """They come before the trainers' own connections."""
     strangers = []
-    exchange = shared_sum._exchange
 
-    def exchange_after_strangers(
-        card: dict[str, str | None], group: dist.ProcessGroup
-    ) -> list[dict[str, str]]:
-        if group.rank() == 0:
-            for words in hellos(bytes.fromhex(str(card["token"]))):
-                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                stranger.connect(bytes.fromhex(str(card["name"])))
-                if words is None:
-                    stranger.close()
-                else:
-                    stranger.sendall(words)
-                strangers.append(stranger)
-        return exchange(card, group)
+    def come(card: dict[str, str | None]) -> None:
+        for words in hellos(bytes.fromhex(str(card["token"]))):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.connect(bytes.fromhex(str(card["name"])))
+            if words is None:
+                stranger.close()
+            else:
+                stranger.sendall(words)
+            strangers.append(stranger)
 
-    monkeypatch.setattr(shared_sum, "_exchange", exchange_after_strangers)
+    before_the_exchange(monkeypatch, come)
     monkeypatch.setattr(shared_sum, "_HELLO_SECONDS", 0.1)
     tensors = [torch.ones(4), torch.ones(4)]
     at_once(joined(2), tensors)
@@ -176,17 +185,12 @@ def test_strangers_are_sent_away(
 
 @needs_root
 def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    exchange = shared_sum._exchange
     with ExitStack() as stack:
 
-        def exchange_after_a_stranger(
-            card: dict[str, str | None], group: dist.ProcessGroup
-        ) -> list[dict[str, str]]:
-            if group.rank() == 0:
-                stack.enter_context(connected_as_another_user(bytes.fromhex(str(card["name"]))))
-            return exchange(card, group)
+        def come(card: dict[str, str | None]) -> None:
+            stack.enter_context(connected_as_another_user(bytes.fromhex(str(card["name"]))))
 
-        monkeypatch.setattr(shared_sum, "_exchange", exchange_after_a_stranger)
+        before_the_exchange(monkeypatch, come)
         monkeypatch.setattr(shared_sum, "_HELLO_SECONDS", 1000.0)
         tensors = [torch.ones(4), torch.ones(4)]
         at_once(joined(2), tensors)
