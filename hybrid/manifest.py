@@ -220,7 +220,7 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     manifest.write(partial)
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     with writing(final):
-        for path in (*{(partial / name).parent for name in manifest.files}, partial):
+        for path in {(partial / name).parent for name in manifest.files} - {partial}:
             sync(path)
         os.rename(partial, final)
         sync(final.parent)
