@@ -13,8 +13,8 @@ from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.topology import Role, Topology
-from workers.dataset_session import DatasetSession
-from workers.paths import cache_folder
+from workers.run_folder.paths import cache_folder
+from workers.session.dataset import DatasetSession
 
 INTERVALS = 100
 _WARM_UP = 0.2  # of the intervals: caches fill

@@ -14,21 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.config import OWN_FUNCTION, RunConfig
-from hybrid.config_file import describe, load_config, to_toml
+from hybrid.config.file import load_config, to_toml
+from hybrid.config.page import describe
 from hybrid.errors import ConfigError, HybridError
-from hybrid.secret import VARIABLE, Secret
 from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.trust.secret import VARIABLE, Secret
 from workers.arguments import AUTO, parse
 from workers.joining.alarm import FAILED, INTERRUPTED
 from workers.launching.imports import lasting_imports
 from workers.launching.open_files import allow_open_files
-from workers.launching.resume import check_same_model, resumed_config, unfinished_run
-from workers.launching.run_lock import run_lock
-from workers.launching.run_state import left_behind
-from workers.paths import cache_folder, refuse_existing, run_path, scratch_logs
-from workers.reporting.lasting_output import lasting_output
-from workers.reporting.terminal import passing_status
-from workers.reporting.visible import visible
+from workers.run_folder.paths import cache_folder, refuse_existing, run_path, scratch_logs
+from workers.run_folder.resume import check_same_model, resumed_config, unfinished_run
+from workers.run_folder.run_lock import run_lock
+from workers.run_folder.run_state import left_behind
+from workers.screen.lasting_output import lasting_output
+from workers.screen.terminal import passing_status
+from workers.screen.visible import visible
 from workers.search_path import search_here_last
 from workers.stopping import STOP_SIGNALS
 from workers.task import CompareTask, OwnTask, TrainTask
@@ -188,7 +189,7 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
         raise ConfigError("cluster.secret_file", rule)
     allow_open_files(config.cluster)
     with _imports():
-        from workers.roles import run_role
+        from workers.roles.run import run_role
 
     task = TrainTask(folder, is_resumed, started_at)
     if role == MASTER:
@@ -203,21 +204,21 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
 def _plan(options: argparse.Namespace, started_at: float) -> None:
     config = _read_config(options)
     with _imports():
-        from workers.plan import print_plan
+        from workers.offline.plan import print_plan
 
     print_plan(config, cache_folder(config))
 
 
 def _evaluate(options: argparse.Namespace, started_at: float) -> None:
     with _imports():
-        from workers.offline import evaluate
+        from workers.offline.predictions import evaluate
 
     evaluate(options.run_folder, options.input, options.trust_code)
 
 
 def _predict(options: argparse.Namespace, started_at: float) -> None:
     with _imports():
-        from workers.offline import predict
+        from workers.offline.predictions import predict
 
     predict(options.run_folder, options.input, options.output, options.trust_code)
 

@@ -22,8 +22,8 @@ from hybrid.config import DataSection
 from hybrid.data.columns import MAX_NUMBER, is_list
 from hybrid.data.layout import Layout
 from hybrid.data.sources import RawBlock
-from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
 
 FILE_NAME = "features.json"
 FORMAT_VERSION = 2

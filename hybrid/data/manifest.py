@@ -12,8 +12,8 @@ from hybrid.data import checksums
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.inputs import InputFile
 from hybrid.data.unknown import UnknownValues
-from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
 
 FORMAT_VERSION = 2  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"

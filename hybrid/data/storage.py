@@ -26,8 +26,8 @@ from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import EncodedBlock
 from hybrid.data.manifest import FILE_NAME, NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.unknown import UnknownValues
-from hybrid.embedding.spec import InputSpec
 from hybrid.errors import DataError
+from hybrid.input_spec import InputSpec
 
 
 class _GrowingArray:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from hybrid.config import NETS, RunConfig
 from hybrid.dense.own_net import check_own_net
-from hybrid.embedding.spec import InputSpec
 from hybrid.errors import ConfigError
-from hybrid.own_code import load_function
+from hybrid.input_spec import InputSpec
+from hybrid.own_code.names import load_function
 
 Stages = tuple[nn.Module, nn.Module]
 

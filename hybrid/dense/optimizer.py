@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError, ConfigError, first_line
-from hybrid.schedule import Schedule
+from hybrid.steps.schedule import Schedule
 
 _CANNOT_STEP = {
     "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from hybrid.dense.compiled import undisturbed
 from hybrid.dense.layers import name_layer
 from hybrid.errors import ConfigError
-from hybrid.own_error import words_of
+from hybrid.own_code.traces import words_of
 
 if TYPE_CHECKING:
     from hybrid.dense.nets import DenseNet

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from hybrid.barrier import UpdateBarrier
-from hybrid.checkpoint import REMOTE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.files import REMOTE_FILE
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.dense.shadow import shadow
 from hybrid.errors import NonFiniteError
-from hybrid.host import Host
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.hosting.host import Host
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 
 
 class NetHost(Host):

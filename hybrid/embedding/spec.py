@@ -15,31 +15,8 @@ class Pooling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureSpec:
-    """One sparse feature of the input.
-
-    Attributes:
-        name: column name.
-        num_rows: one more than the largest id.
-        multi_hot: whether a sample may hold any number of ids; otherwise it holds exactly one.
-    """
-
-    name: str
-    num_rows: int
-    multi_hot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class InputSpec:
-    """The columns of a data set, in the order of the tensors of a batch."""
-
-    dense_features: tuple[str, ...]
-    sparse_features: tuple[FeatureSpec, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class OptimizerSpec:
-    """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/optimizer.py``).
+    """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/worker/optimizers.py``).
 
     Settings that the named optimizer does not have are without effect.
     """

@@ -4,7 +4,7 @@ A pickle can name anything that can be imported, and have it called or changed. 
 listed below, all of which only holds data, and call it. What enumerations, dataclasses, named tuples and
 paths hold travels beside their names (:func:`by_value`), and not in the form that a version of Python gives.
 Classes to construct, and functions of the user's own, travel as their names, and are looked up where they are
-used: the project's in the list below, the user's by their modules (``hybrid/own_code.py``).
+used: the project's in the list below, the user's by their modules (``hybrid/own_code/names.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import rpc
 
-from hybrid.own_code import load_own, name_of
+from hybrid.own_code.names import load_own, name_of
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.signature import UNSIGNED
 
@@ -35,27 +35,33 @@ DATA = frozenset(
         "torch": "Size device bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
         "hybrid.batch": "Batch SparseFeatures",
         "hybrid.clock": "Span",
-        "hybrid.config": (
+        "hybrid.config.sections": (
             "RunConfig RunSection ClusterSection DataSection EmbeddingSection TableSection DenseSection "
             "TrainSection CheckpointSection ScheduleSection ProfileSection"
         ),
-        "hybrid.embedding.kernels": "Bags",
+        "hybrid.embedding.bags": "Bags",
         "hybrid.embedding.placement": "Placement Shard",
-        "hybrid.embedding.spec": "FeatureSpec InputSpec OptimizerSpec Pooling TableSpec",
+        "hybrid.embedding.spec": "OptimizerSpec Pooling TableSpec",
+        "hybrid.input_spec": "FeatureSpec InputSpec",
         "hybrid.metrics": "Predictions",
-        "hybrid.own_code": "OwnFunction OwnValue",
-        "hybrid.schedule": "Schedule",
+        "hybrid.own_code.names": "OwnFunction OwnValue",
+        "hybrid.steps.rules": "Staleness UpdateMode UpdateRules",
+        "hybrid.steps.schedule": "Schedule",
+        "hybrid.steps.ticket": "Purpose Ticket",
         "hybrid.topology": "Role RoleKind Topology",
-        "hybrid.update": "Purpose Staleness Ticket UpdateMode UpdateRules",
         "hybrid.wire.calls": "Vitals construct_module",
         "hybrid.wire.failure": "Failure",
         "hybrid.wire.stubs": "ModuleRef RemoteNet RemoteTables",
-        "workers.trainer": "Job Report",
+        "workers.session.job": "Job Report",
     }.items()
     for name in names.split()
 )
 HOSTED = frozenset(
-    {"hybrid.embedding.shard:TableShards", "workers.session:RemoteMlp", "workers.trainer:Trainer"}
+    {
+        "hybrid.embedding.worker.shards:TableShards",
+        "workers.session.session:RemoteMlp",
+        "workers.session.trainer:Trainer",
+    }
 )
 
 # How a pickle makes a value: by calling something with these arguments.

@@ -22,7 +22,7 @@ from torch.distributed.rpc import api, internal
 
 from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
-from hybrid.own_code import name_of
+from hybrid.own_code.names import name_of
 from hybrid.trust.allowed import (
     Reduced,
     Reducer,

@@ -32,9 +32,9 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
-from hybrid.secret import Secret
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.replay import ReplayWindow
+from hybrid.trust.secret import Secret
 
 _ID_BYTES = _TAG_BYTES = 16
 _START_BYTES = _ID_BYTES + 1

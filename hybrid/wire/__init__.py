@@ -29,6 +29,7 @@ from hybrid.wire.stubs import (
     RemoteTables,
     create,
     create_module,
+    gather,
     ping,
 )
 
@@ -46,6 +47,7 @@ __all__ = [
     "Vitals",
     "create",
     "create_module",
+    "gather",
     "ping",
     "start",
     "stop",

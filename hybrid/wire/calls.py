@@ -16,13 +16,13 @@ from torch.distributed import rpc
 
 from hybrid.answer import Answer
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.shard import TableShards
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError
-from hybrid.host import Host
+from hybrid.hosting.host import Host
 from hybrid.memory import available_memory_bytes
-from hybrid.own_code import resolved
+from hybrid.own_code.names import resolved
+from hybrid.steps.ticket import Ticket
 from hybrid.trust.allowed import hosted
-from hybrid.update import Ticket
 from hybrid.wire.failure import Failure, failure_of
 
 # What others have constructed here, as long as they keep it.

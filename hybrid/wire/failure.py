@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from hybrid import errors
 from hybrid.errors import ClusterError, HybridError, first_line
-from hybrid.own_error import is_to_log, log_stack, words_of
+from hybrid.own_code.traces import is_to_log, log_stack, words_of
 from hybrid.topology import Role
 from hybrid.trust.pickler import RAISED_LATER, REFUSED
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from hybrid.secret import Secret
 from hybrid.topology import Role, Topology, rpc_transport
 from hybrid.trust.pickler import SignedPickler, install, plain_collectives
 from hybrid.trust.refusals import Refusals
+from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Signatures
 from hybrid.trust.sockets import closed_after
 from hybrid.wire.calls import CALLS

@@ -12,14 +12,14 @@ from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.pending import PendingTensors
-from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards
-from hybrid.host import Host
-from hybrid.own_code import described, name_of
+from hybrid.embedding.bags import Item
+from hybrid.embedding.trainer.lookup import PendingTensors
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.hosting.host import Host
+from hybrid.own_code.names import described, name_of
+from hybrid.steps.ticket import Ticket
 from hybrid.topology import Role
 from hybrid.trust.pickler import addressed_to
-from hybrid.update import Ticket
 from hybrid.wire import calls
 from hybrid.wire.failure import Failure, RemoteError, raise_unanswered
 
@@ -27,6 +27,7 @@ Owned = TypeVar("Owned")
 Hosted = TypeVar("Hosted", bound=Host)
 
 _DONE_SECONDS = 1.0
+_POLL_SECONDS = 0.02
 
 
 class Pending:
@@ -60,6 +61,25 @@ class Pending:
         if isinstance(value, Failure):
             raise RemoteError(self.role, value)
         return value
+
+
+def gather(calls: Sequence[Pending], meanwhile: Callable[[], object] = lambda: None) -> list[Any]:
+    """The answers of calls under way, in their order; the first failure, whichever call has it.
+
+    Args:
+        meanwhile: called every now and then.
+
+    Raises:
+        RemoteError, RuntimeError, RefusedError, LostError: as :meth:`Pending.wait`.
+    """
+    waiting = list(calls)
+    while waiting:
+        waiting[0].done(_POLL_SECONDS)
+        meanwhile()
+        for call in [c for c in waiting if c.done()]:
+            call.wait()
+            waiting.remove(call)
+    return [call.wait() for call in calls]
 
 
 class _PendingRemote(Pending):
@@ -113,7 +133,7 @@ class Remote(Generic[Owned]):
     def call(self, method: str, *args: Any, timeout_seconds: float | None = None) -> Pending:
         """Start ``method(*args)`` on the object, where it lives.
 
-        Functions among ``args`` travel by name, as :func:`hybrid.own_code.described` says.
+        Functions among ``args`` travel by name, as :func:`hybrid.own_code.names.described` says.
         """
         timeout = rpc.constants.UNSET_RPC_TIMEOUT if timeout_seconds is None else timeout_seconds
         call = (self._rref, method, tuple(map(described, args)))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.results import Measurement, Summary
 from benchmark.tables import times
-from workers.reporting.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import matplotlib_leaving_no_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmark.job import Job
 from benchmark.workloads import Workload
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.initial import initialise_rows
+from hybrid.embedding.worker.initial import initialise_rows
 
 
 def sgd_job() -> Job:

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig
 from hybrid.dense.nets import DenseNet, build_dense_net
-from hybrid.embedding.spec import FeatureSpec, InputSpec, TableSpec
-from hybrid.embedding.tables import table_specs
+from hybrid.embedding.spec import TableSpec
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.training.tables import table_specs
 
 LEARNING_RATE = 0.1
 NUM_DENSE = 13

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import HybridError
-from workers.launching.run_state import newest_step
-from workers.paths import METRICS_FILE
+from workers.run_folder.paths import METRICS_FILE
+from workers.run_folder.run_state import newest_step
 
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 

@@ -12,7 +12,8 @@ import pytest
 from support.commands import ROOT, run, settings
 
 from hybrid.config import RunConfig
-from hybrid.config_file import describe, load_config
+from hybrid.config.file import load_config
+from hybrid.config.page import describe
 from workers.cli import main
 
 COMMANDS = [

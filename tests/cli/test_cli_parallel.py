@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT, TrainedRun, run, settings
 
-from hybrid.manifest import step_folder
+from hybrid.checkpoint.folders import step_folder
 from workers.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from support.commands import ROOT, Ended, run, settings
 
-from hybrid.manifest import step_folder
+from hybrid.checkpoint.folders import step_folder
 from workers.cli import main
 
 NUM_ROWS = 80

@@ -17,7 +17,7 @@ from support.commands import TrainedRun, by_hand, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
-from hybrid.manifest import step_folder, step_of, stored
+from hybrid.checkpoint.folders import step_folder, step_of, stored
 from workers.cli import main
 
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.commands import DOING, by_hand, eventually, free_port, fresh_secret, run, settings, started
 
-from hybrid.secret import VARIABLE
+from hybrid.trust.secret import VARIABLE
 from workers.cli import main
 
 START_SECONDS = 60.0

@@ -28,7 +28,7 @@ from support.commands import (
     started,
 )
 
-from hybrid.manifest import step_of, stored
+from hybrid.checkpoint.folders import step_of, stored
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0

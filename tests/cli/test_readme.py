@@ -15,7 +15,7 @@ import pytest
 from support.commands import ROOT, run
 
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config
+from hybrid.config.file import load_config
 from workers.cli import main
 from workers.stopping import STOP_SIGNALS
 

@@ -10,9 +10,9 @@ from support.cluster import CaseError, Clusters, small_config
 from support.jobs import opened
 
 from hybrid.config import RunConfig
-from hybrid.wire import RemoteError
-from workers.failure import diagnose, gather
+from hybrid.wire import RemoteError, gather
 from workers.joining.bootstrap import Cluster
+from workers.roles.diagnosis import diagnose
 
 
 def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:

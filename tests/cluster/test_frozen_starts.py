@@ -17,8 +17,8 @@ from support.commands import eventually
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.trust.secret import Secret
 from hybrid.wire import group
 from workers.joining.bootstrap import join
 from workers.joining.listener import listen

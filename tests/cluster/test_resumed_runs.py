@@ -21,21 +21,23 @@ from support.commands import eventually
 from support.jobs import opened
 from support.shards import PATIENCE_SECONDS
 
-from hybrid import manifest
-from hybrid.checkpoint import DENSE_FILE, PROGRESS_FILE, Checkpoint
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import DENSE_FILE, PROGRESS_FILE, Files
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from hybrid.manifest import Files, Manifest, step_folder
 from hybrid.metrics import Predictions
-from workers.dataset_session import DatasetSession
-from workers.failure import gather
+from hybrid.wire import gather
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
-from workers.reporting.progress import Progress
-from workers.reporting.terminal import TerminalView
+from workers.screen.progress import Progress
+from workers.screen.terminal import TerminalView
+from workers.session.dataset import DatasetSession
+from workers.session.job import Report
 from workers.stopping import ASK_SIGNAL
 from workers.task import TrainTask
-from workers.trainer import Report
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -166,7 +168,7 @@ def whole(clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_run_writes_checkpoints_as_configured(whole: Path) -> None:
-    steps = sorted(manifest.step_of(folder) for folder in manifest.stored(whole))
+    steps = sorted(folders.step_of(folder) for folder in folders.stored(whole))
     aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
     best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
     assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
@@ -188,7 +190,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     """Between two lines of progress, in the middle of an epoch, with dropout and running statistics."""
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     cluster.run(train, CONFIG, cache, run, last_step=15)
-    assert manifest.step_of(manifest.stored(run)[0]) == CUT
+    assert folders.step_of(folders.stored(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
     said = [f"going on from step {CUT}: {step_folder(run, CUT)}"]
@@ -196,8 +198,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     assert not list(run.glob("checkpoints/*.partial"))
-    for folder in manifest.stored(run):
-        here, there = (Checkpoint.open(step_folder(each, manifest.step_of(folder))) for each in (run, whole))
+    for folder in folders.stored(run):
+        here, there = (Checkpoint.open(step_folder(each, folders.step_of(folder))) for each in (run, whole))
         assert here.manifest.metrics == there.manifest.metrics
         assert checksums(here.folder) == checksums(there.folder)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
@@ -225,7 +227,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert not has_ended
     assert statuses[-1] == f"saving step {step}; again to stop at once"
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
-    assert manifest.step_of(manifest.stored(run)[0]) == step
+    assert folders.step_of(folders.stored(run)[0]) == step
     assert not (run / "result.json").exists()
     said = [f"going on from step {step}: {step_folder(run, step)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == said
@@ -233,8 +235,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     assert results[0]["auc"] == results[1]["auc"]
-    kept = {manifest.step_of(folder) for folder in manifest.stored(whole)}
-    assert {manifest.step_of(folder) for folder in manifest.stored(run)} == {*kept, step}
+    kept = {folders.step_of(folder) for folder in folders.stored(whole)}
+    assert {folders.step_of(folder) for folder in folders.stored(run)} == {*kept, step}
     if step < TOTAL:
         bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
         assert bests[0] == bests[1]
@@ -263,7 +265,7 @@ def test_an_altered_checkpoint_is_said_and_the_one_before_is_taken(
     shutil.copytree(whole, run)
     for step in range(CUT + 4, TOTAL + 1):
         if step_folder(run, step).exists() and step != 28:
-            manifest.remove(step_folder(run, step))
+            folders.remove(step_folder(run, step))
     (run / "result.json").unlink()
     altered = step_folder(run, 28) / "dense.safetensors"
     flip_a_bit(altered)

@@ -16,12 +16,12 @@ from torch.distributed import rpc
 
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from workers import trainer, worker
-from workers.failure import gather
+from hybrid.trust.secret import Secret
+from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster, announce_stop, join
 from workers.joining.listener import listen
+from workers.roles import trainer, worker
 
 SECONDS = 10.0
 

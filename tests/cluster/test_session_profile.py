@@ -10,12 +10,12 @@ from support.cluster import Clusters, small_config
 from support.jobs import opened
 from support.traces import arrows, slices
 
-from hybrid.checkpoint import Checkpoint
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
-from workers.dataset_session import DatasetSession
 from workers.joining.bootstrap import Cluster
-from workers.reporting.profile import Profile
+from workers.profile import Profile
+from workers.session.dataset import DatasetSession
 
 FIRST, STEPS, TAKEN = 2, 3, 6
 PROFILE = {"first_step": FIRST, "steps": STEPS}

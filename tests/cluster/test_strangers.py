@@ -20,11 +20,10 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import wire
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to
-from hybrid.wire import calls, group
-from workers.failure import gather
+from hybrid.trust.secret import Secret
+from hybrid.wire import calls, gather, group
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from support.stock_rpc import stock_rpc
 
 from hybrid import wire
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Topology
+from hybrid.trust.secret import Secret
 
 
 @pytest.fixture

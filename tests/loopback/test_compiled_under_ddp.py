@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.compiled import compiled
-from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet, DotInteraction
-from hybrid.model import HybridModel, MicroBatch
+from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Ticket
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.model import HybridModel, MicroBatch
 
 pytestmark = [
     pytest.mark.usefixtures("loopback"),

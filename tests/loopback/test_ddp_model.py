@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.arrangement import Arrangement
-from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
-from hybrid.model import HybridModel, MicroBatch
-from hybrid.update import Ticket
+from hybrid.steps.ticket import Ticket
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.model import HybridModel, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

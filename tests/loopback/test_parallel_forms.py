@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
-from hybrid.dense.arrangement import Arrangement
 from hybrid.dense.nets import DenseNet
-from hybrid.dense.parallel import arrange
-from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import ConfigError
-from hybrid.model import HybridModel, MicroBatch
-from hybrid.update import Ticket
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.ticket import Ticket
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.forms import arrange
+from hybrid.training.model import HybridModel, MicroBatch
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -11,8 +11,9 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
 from hybrid.dense.remote import NetHost
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

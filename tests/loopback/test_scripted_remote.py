@@ -16,8 +16,9 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 from hybrid import wire
 from hybrid.dense.compiled import compiled
 from hybrid.dense.remote import NetHost
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.checkpoint import Checkpoint
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec
-from hybrid.manifest import shard_file
+from hybrid.checkpoint.files import shard_file
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
-from hybrid.update import Ticket
-from workers.session import Session
+from workers.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -23,12 +23,12 @@ from torch.distributed.rpc import api, internal
 from hybrid import config, wire
 from hybrid.answer import Answer
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.own_code import name_of
-from hybrid.secret import Secret
+from hybrid.own_code.names import name_of
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust import allowed, pickler, signature
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
 from hybrid.trust.refusals import Refusals
+from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Kind, Signatures
 from hybrid.wire import calls
 

@@ -11,12 +11,14 @@ from torch.distributed.optim import DistributedOptimizer
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateRules
 
 pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 

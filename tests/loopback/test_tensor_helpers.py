@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel._data_parallel_utils import _unflatten_te
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.dense import tensor
-from hybrid.dense.plan import TensorStyle, automatic_plan
-from hybrid.dense.shared_stage import SharedStage
-from hybrid.dense.tensor import (
+from hybrid.dense.tensor import tensor
+from hybrid.dense.tensor.plan import TensorStyle, automatic_plan
+from hybrid.dense.tensor.shared_stage import SharedStage
+from hybrid.dense.tensor.tensor import (
     TensorParallel,
     flatten_tensor,
     own_shard,

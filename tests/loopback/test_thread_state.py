@@ -12,8 +12,8 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 
-from hybrid.dense.plan import automatic_plan
-from hybrid.dense.tensor import TensorParallel, trainer_mesh
+from hybrid.dense.tensor.plan import automatic_plan
+from hybrid.dense.tensor.tensor import TensorParallel, trainer_mesh
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

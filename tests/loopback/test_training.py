@@ -18,24 +18,26 @@ from torch import Tensor, nn
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
-from hybrid.dense.arrangement import Arrangement
-from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import NonFiniteError
-from hybrid.feed import Feed
-from hybrid.guard import Guard
-from hybrid.model import HybridModel
-from hybrid.own_error import words_of
-from hybrid.schedule import Schedule
-from hybrid.step import StepResult, predict_step, train_step
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.own_code.traces import words_of
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.schedule import Schedule
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.feed import Feed
+from hybrid.training.guard import Guard
+from hybrid.training.model import HybridModel
+from hybrid.training.step import StepResult, predict_step, train_step
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -14,14 +14,16 @@ from torch.distributed import autograd as dist_autograd
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
-from hybrid.embedding.kernels import Bags
-from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.feed import Feed
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.training.feed import Feed
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

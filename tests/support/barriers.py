@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from torch.futures import Future
 
-from hybrid.barrier import Update, UpdateBarrier
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.hosting.barrier import Update, UpdateBarrier
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 
 PATIENCE_SECONDS = 10.0
 NORM = 7.0

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from hybrid import manifest
-from hybrid.checkpoint import DENSE_FILE
-from hybrid.manifest import Files, Manifest, shard_file
-from hybrid.tensor_file import write_tensors
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import DENSE_FILE, Files, shard_file
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.tensor_file import write_tensors
 
 SHAPES = {"C1": (5, 3, 2)}
 SHARDS = [shard_file("C1", index, 2) for index in range(2)]
@@ -18,18 +18,18 @@ SHARDS = [shard_file("C1", index, 2) for index in range(2)]
 
 def write_checkpoint(folder: Path, step: int = 1) -> Path:
     """A whole checkpoint of one table and a net; its folder."""
-    partial = manifest.begin(folder)
+    partial = folders.begin(folder)
     files: Files = {}
     for index, name in enumerate(SHARDS):
         files |= write_tensors(partial, name, {"weight": torch.full((3 - index, 3), float(step))})
     files |= write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    return manifest.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
+    return folders.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
 
 
 def write_run(run: Path, *steps: int) -> Path:
     """A run folder with checkpoints after these steps."""
     for step in steps:
-        write_checkpoint(manifest.step_folder(run, step), step)
+        write_checkpoint(folders.step_folder(run, step), step)
     return run
 
 

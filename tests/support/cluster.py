@@ -20,11 +20,11 @@ from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hybrid.config import RunConfig
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from workers import trainer, worker
+from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import Cluster, announce_stop, join
 from workers.joining.listener import listen
+from workers.roles import trainer, worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,9 +33,7 @@ STOP_SECONDS = 20.0
 CASE_SECONDS = 60.0
 PRELOAD = [
     "torch._dynamo",
-    "workers.master",
-    "workers.trainer",
-    "workers.worker",
+    "workers.roles.run",
     "support.cluster",
     "support.reporting",
     "support.forked_commands",

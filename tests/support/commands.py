@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 from support.forked_commands import ForkedCommand
 
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.spec import InputSpec
+from hybrid.input_spec import InputSpec
 
 
 class _SideBySide(nn.Module):

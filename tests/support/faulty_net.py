@@ -32,7 +32,7 @@ from torch.distributed import rpc
 
 from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.spec import InputSpec
+from hybrid.input_spec import InputSpec
 
 _ME = "trainer 0"
 _STEPS_BEFORE = 2

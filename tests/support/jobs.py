@@ -12,14 +12,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint import DENSE_FILE, unpack_dense
+from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
-from workers.dataset_session import DatasetSession
 from workers.jobs.compare import Comparison
 from workers.jobs.snapshot import Snapshot, snapshot
 from workers.joining.bootstrap import Cluster
-from workers.reporting.terminal import TerminalView
+from workers.screen.terminal import TerminalView
+from workers.session.dataset import DatasetSession
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from torch import nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TableSection
 from hybrid.dense.nets import DenseNet, build_dense_net, build_remote_net
-from hybrid.embedding.spec import FeatureSpec, InputSpec
-from hybrid.embedding.tables import plan_tables
-from hybrid.reference import Reference
-from hybrid.update import Staleness
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.reference.training import Reference
+from hybrid.steps.rules import Staleness
+from hybrid.training.tables import plan_tables
 from workers.jobs.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
 from workers.joining.bootstrap import Cluster
-from workers.session import Session
+from workers.session.session import Session
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 

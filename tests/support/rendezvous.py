@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybrid.errors import ClusterError
-from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
+from hybrid.trust.secret import Secret
 from workers.joining.channel import GREETING, KEY_BYTES, Channel
 from workers.joining.heartbeat import Pulse
 from workers.joining.listener import listen

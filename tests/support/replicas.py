@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.replica import DataParallel, data_parallel
+from hybrid.dense.replicas.replica import DataParallel, data_parallel
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

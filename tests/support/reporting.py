@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.reporting.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import matplotlib_leaving_no_files
 
 with matplotlib_leaving_no_files():
     import matplotlib.backends.backend_agg

@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid import manifest
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.lookup import Embeddings
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import Files
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import plan
-from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.manifest import Files, Manifest
-from hybrid.update import Purpose, Ticket, UpdateRules
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 
 NUM_ROWS = {"a": 11, "b": 4, "c": 23}
 PATIENCE_SECONDS = 10.0
@@ -112,13 +115,13 @@ class Cluster:
         return tensors
 
     def save(self, folder: Path, step: int) -> Path:
-        partial = manifest.begin(folder)
+        partial = folders.begin(folder)
         files: Files = {}
         for host in self.hosts.values():
             host.begin_save(is_copied=True)
             files |= host.write(partial)
         shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-        return manifest.commit(partial, Manifest(step, 0, shapes, files))
+        return folders.commit(partial, Manifest(step, 0, shapes, files))
 
     def load(self, folder: Path, step: int) -> None:
         for host in self.hosts.values():

@@ -14,7 +14,7 @@ from hybrid import wire
 from hybrid.errors import ClusterError
 from hybrid.topology import Topology
 from hybrid.trust import pickler
-from workers.failure import gather
+from hybrid.wire import gather
 
 _MARK = b"unsigned: "
 _SECONDS = 10.0

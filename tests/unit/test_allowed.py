@@ -15,12 +15,13 @@ import torch
 from hybrid.batch import Batch
 from hybrid.config import RunConfig, TableSection
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.shard import TableShards
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.trust import allowed, pickler
 from hybrid.trust.allowed import DATA, Unpickler
 from hybrid.trust.refusals import RefusedPayload
-from hybrid.update import Ticket, UpdateRules
 from hybrid.wire import calls
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.reporting.appended_file import AppendedFile
+from workers.run_folder.appended_file import AppendedFile
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         left[0] -= written
         return written
 
-    monkeypatch.setattr("workers.reporting.appended_file.os.write", limited)
+    monkeypatch.setattr("workers.run_folder.appended_file.os.write", limited)
     return left
 
 
@@ -65,7 +65,7 @@ def test_other_errors_are_not_for_want_of_room(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file = opened(tmp_path / "f", lambda: pytest.fail("there is room"))
-    monkeypatch.setattr("workers.reporting.appended_file.os.write", refuse)
+    monkeypatch.setattr("workers.run_folder.appended_file.os.write", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         file.write(b"second\n")
     file.close()

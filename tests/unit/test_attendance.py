@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybrid.attendance import Attendance
+from hybrid.hosting.attendance import Attendance
 
 
 def steps_of(attendance: Attendance, trainer: int, until: int) -> list[int]:

@@ -24,7 +24,8 @@ from support.barriers import (
 )
 
 from hybrid.errors import ClusterError
-from hybrid.update import Purpose, Staleness, Ticket, UpdateMode
+from hybrid.steps.rules import Staleness, UpdateMode
+from hybrid.steps.ticket import Purpose, Ticket
 
 
 class TestSync:

@@ -23,7 +23,7 @@ from support.barriers import (
 )
 
 from hybrid.errors import ClusterError
-from hybrid.update import UpdateMode
+from hybrid.steps.rules import UpdateMode
 
 
 class TestDecided:
@@ -280,7 +280,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     each = Clock()
-    monkeypatch.setattr("hybrid.barrier.time", each)
+    monkeypatch.setattr("hybrid.hosting.barrier.time", each)
     return each
 
 

@@ -20,7 +20,7 @@ from support.barriers import (
 )
 
 from hybrid.errors import ClusterError
-from hybrid.update import UpdateMode
+from hybrid.steps.rules import UpdateMode
 
 MODES = [UpdateMode.SYNC, UpdateMode.PIPELINED, UpdateMode.ASYNC]
 

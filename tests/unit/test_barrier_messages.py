@@ -9,13 +9,14 @@ import pytest
 from support.barriers import Applied, Barrier, answer, barrier, give, nothing
 from torch.futures import Future
 
-from hybrid.update import Purpose, Ticket, UpdateMode
+from hybrid.steps.rules import UpdateMode
+from hybrid.steps.ticket import Purpose, Ticket
 
 NUM_TRAINERS, NUM_PARTS, NUM_EPOCHS, NUM_STEPS = 2, 2, 3, 4
 
 
 class Trainer:
-    """Looks up two steps ahead, as :class:`hybrid.feed.Feed` does; its messages lie in ``in_flight``."""
+    """Looks up two steps ahead, as ``hybrid.training.feed.Feed`` does; its messages lie in ``in_flight``."""
 
     def __init__(self, each: Barrier, index: int, chance: random.Random) -> None:
         self.in_flight: list[Callable[[], None]] = []

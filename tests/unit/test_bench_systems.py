@@ -12,7 +12,7 @@ from benchmark.workloads import WORKLOADS
 from support.commands import ROOT
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.initial import initialise_rows
+from hybrid.embedding.worker.initial import initialise_rows
 
 SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
 

@@ -12,7 +12,7 @@ from hybrid.embedding.placement import plan
 from hybrid.errors import HybridError
 from hybrid.topology import Role, RoleKind
 from hybrid.wire import Vitals
-from workers.jobs.capacity import check_memory, has_memory_for_copies
+from workers.session.capacity import check_memory, has_memory_for_copies
 
 WORKERS = [Role(RoleKind.WORKER, index) for index in range(2)]
 PLACEMENT = plan(specs("row"), 2)

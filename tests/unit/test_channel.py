@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 from workers.joining.channel import LARGEST_FRAME, ChannelError, KeyPair, Seal, sealed_length
 
 PUBLIC_KEYS, AGREED = os.urandom(64), os.urandom(32)

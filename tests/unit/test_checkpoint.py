@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 from support.checkpoints import flip_a_bit, write_checkpoint, write_run
 from torch import Tensor, nn
 
-from hybrid.checkpoint import DENSE_FILE, Checkpoint, load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, shard_file
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.manifest import Best, Manifest
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.errors import CheckpointError
-from hybrid.manifest import MANIFEST_FILE, Best, Manifest, shard_file, step_folder
-from hybrid.tensor_file import write_tensors
 
 
 def test_tensors_are_read_by_file(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.code_signature import _key, load_run_config, signed_toml
 from hybrid.config import DenseSection, RunConfig
-from hybrid.config_file import load_config, to_toml
+from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
-from workers.launching.resume import resumed_config
-from workers.reporting.report import RunFolder
+from hybrid.own_code.signature import _key, load_run_config, signed_toml
+from workers.run_folder.report import RunFolder
+from workers.run_folder.resume import resumed_config
 
 OWN = RunConfig(dense=DenseSection(net="my_net:build"))
 
@@ -113,7 +113,7 @@ def test_a_key_that_others_may_know_signs_nothing(
         key.symlink_to("other")
     else:
         user = os.geteuid()
-        monkeypatch.setattr("hybrid.code_signature.own_folder", lambda *_: key.parent)
+        monkeypatch.setattr("hybrid.own_code.signature.own_folder", lambda *_: key.parent)
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert signed_toml(OWN) == to_toml(OWN)
     check_refused(path)

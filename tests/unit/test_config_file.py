@@ -22,7 +22,8 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from hybrid.config_file import decisive_values, describe, load_config, to_toml, validate
+from hybrid.config.file import decisive_values, load_config, to_toml, validate
+from hybrid.config.page import describe
 from hybrid.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -355,7 +356,7 @@ def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
 
 def test_the_reference_page_is_up_to_date() -> None:
     assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == describe(), (
-        "run python -m hybrid.config_file > docs/config.md"
+        "run python -m hybrid.config.file > docs/config.md"
     )
 
 
@@ -393,7 +394,7 @@ def test_names_with_many_dots_are_no_nesting(tmp_path: Path) -> None:
 
 
 def test_importing_does_not_import_torch() -> None:
-    code = "import sys, hybrid.config_file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, hybrid.config.file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

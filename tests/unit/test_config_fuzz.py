@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.hostile import check_line
 
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config, to_toml
+from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
 
 MANY = settings(

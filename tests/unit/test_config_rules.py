@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hybrid.config import ClusterSection, DenseSection, ProfileSection, RunConfig, TrainSection
-from hybrid.config_file import validate
-from hybrid.config_rules import recorded_steps
+from hybrid.config.file import validate
+from hybrid.config.rules import recorded_steps
 from hybrid.errors import ConfigError
 
 

@@ -31,7 +31,7 @@ from support.replicas import (
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from hybrid.dense.replica import DataParallel, data_parallel
+from hybrid.dense.replicas.replica import DataParallel, data_parallel
 
 CPUS = ["cpu", "cpu"]
 # By type, how close sums in another order are.

@@ -12,7 +12,7 @@ from support.replicas import CALLS, NEEDS_CUDA, PAIRS, linear, random
 from torch import nn
 from torch.testing import assert_close
 
-from hybrid.dense.replica import DataParallel, data_parallel
+from hybrid.dense.replicas.replica import DataParallel, data_parallel
 
 CPUS = ["cpu", "cpu"]
 

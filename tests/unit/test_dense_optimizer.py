@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from hybrid.checkpoint import pack_dense, unpack_dense
+from hybrid.checkpoint.dense_state import pack_dense, unpack_dense
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.schedule import Schedule
+from hybrid.steps.schedule import Schedule
 
 CLASSES = {
     name: cls

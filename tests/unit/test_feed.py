@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
-from hybrid.embedding.lookup import Embeddings
-from hybrid.embedding.pending import Lookup, Nothing
-from hybrid.feed import Feed, StepInput, evened
-from hybrid.update import Purpose, Ticket, UpdateMode
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.trainer.lookup import Lookup, Nothing
+from hybrid.steps.rules import UpdateMode
+from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.evened import evened
+from hybrid.training.feed import Feed, StepInput
 
 TRAINER = 3
 ANY_MODE = pytest.mark.parametrize("mode", list(UpdateMode))

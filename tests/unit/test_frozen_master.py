@@ -19,7 +19,7 @@ from support.rendezvous import ADDRESS, SECONDS, meeting
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import _connect
 from workers.joining.channel import GREETING, KEY_BYTES, LARGEST_FRAME, PROOF_BYTES
 from workers.joining.listener import listen
@@ -84,7 +84,7 @@ def test_a_role_that_was_stopped_itself_waits_anew() -> None:
     """Master and role were stopped, as by a pause of their host, and the master goes on a little later."""
     timeout = 1.0
     program = (
-        "import sys; from hybrid.secret import Secret; from workers.joining.channel import Channel; "
+        "import sys; from hybrid.trust.secret import Secret; from workers.joining.channel import Channel; "
         "from workers.joining.rhythm import Rhythm; "
         f"Channel({ADDRESS!r}, int(sys.argv[1]), Secret.fresh(), Rhythm({timeout}))"
     )

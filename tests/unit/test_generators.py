@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from hybrid.generators import seed_step
+from hybrid.training.generators import seed_step
 
 CPU = [torch.device("cpu")]
 

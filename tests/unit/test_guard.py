@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybrid.errors import NonFiniteError
-from hybrid.guard import Guard
+from hybrid.training.guard import Guard
 
 CPU = torch.device("cpu")
 FINITE = 0.5  # a loss

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.embedding.initial import initialise_rows
+from hybrid.embedding.worker.initial import initialise_rows
 
 
 def rows(num_rows: int, dim: int, seed: int = 1, table: str = "t", index: int = 0, count: int = 1) -> Tensor:
@@ -52,7 +52,7 @@ def test_shards_have_the_rows_of_the_whole(count: int) -> None:
 
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows(100, 5)
-    monkeypatch.setattr("hybrid.embedding.initial._BLOCK_VALUES", 35)
+    monkeypatch.setattr("hybrid.embedding.worker.initial._BLOCK_VALUES", 35)
     assert torch.equal(rows(100, 5), whole)
 
 

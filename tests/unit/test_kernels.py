@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybrid.embedding.kernels import Bags, RowGradients, concatenate, pool, pool_recorded
+from hybrid.embedding.bags import Bags, concatenate, pool, pool_recorded
+from hybrid.embedding.gradients import RowGradients
 from hybrid.embedding.spec import Pooling
 
 ROWS, DIM = 13, 3

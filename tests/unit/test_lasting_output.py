@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Prints a lot, then says on a file of its own that it has come to its end.
 RUN = """
 import sys
-from workers.reporting.lasting_output import lasting_output
+from workers.screen.lasting_output import lasting_output
 with lasting_output("hybrid launch", goes_on=%r) as losses:
     for number in range(20_000):
         print("step", number)

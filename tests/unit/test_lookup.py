@@ -12,13 +12,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import plan
-from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, DataError
-from hybrid.update import Purpose, Ticket, UpdateRules
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 
 SGD = OptimizerSpec("sgd", 0.5)
 TICKET = Ticket(0, 0, 0)

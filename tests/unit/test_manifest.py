@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SHAPES, SHARDS, flip_a_bit, names, write_checkpoint, write_run
 
-from hybrid import manifest
-from hybrid.checkpoint import DENSE_FILE, Checkpoint
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, shard_file, write_text
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.manifest import FORMAT, Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import CheckpointError
-from hybrid.manifest import FORMAT, MANIFEST_FILE, Manifest, shard_file, step_folder, write_text
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -53,19 +55,19 @@ def die(*_: object, **__: object) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "manifest.json.dumps", "manifest.os.rename"])
+@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "manifest.json.dumps", "folders.os.rename"])
 def test_a_checkpoint_that_was_not_finished_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     """Killed while writing tensors, before the manifest, or with the manifest but before the rename."""
     write_run(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(f"hybrid.{last}", die)
+        patch.setattr(f"hybrid.checkpoint.{last}", die)
         with pytest.raises(Killed):
             write_run(tmp_path, 2)
     checkpoints = tmp_path / "checkpoints"
     assert names(checkpoints) == ["step-00000001", "step-00000002.partial"]
-    assert manifest.stored(tmp_path) == [step_folder(tmp_path, 1)]
+    assert folders.stored(tmp_path) == [step_folder(tmp_path, 1)]
 
     (checkpoints / "step-00000002.partial" / "stray").write_text("left by the dead")
     write_run(tmp_path, 2)
@@ -78,15 +80,15 @@ def test_checkpoints_are_found_by_their_number_newest_first(tmp_path: Path) -> N
     for other in ("step-abc", "best", "step-00000004.partial"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
-    found = manifest.stored(tmp_path)
-    assert [manifest.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
-    assert manifest.stored(tmp_path / "absent") == []
+    found = folders.stored(tmp_path)
+    assert [folders.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
+    assert folders.stored(tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize("is_shorter", [True, False], ids=["shorter", "missing"])
 def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shorter: bool) -> None:
     """A worker on a host of its own, with a folder of the same name that nobody else sees."""
-    partial = manifest.begin(tmp_path / "step-1")
+    partial = folders.begin(tmp_path / "step-1")
     files = write_text(partial, "one", "text")
     if is_shorter:
         (partial / "one").write_text("tex")
@@ -95,7 +97,7 @@ def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shor
     with pytest.raises(
         CheckpointError, match=r"one: a role wrote this elsewhere; run.folder must be storage"
     ):
-        manifest.commit(partial, Manifest(1, 0, {}, files))
+        folders.commit(partial, Manifest(1, 0, {}, files))
     assert not (tmp_path / "step-1").exists()
 
 
@@ -103,7 +105,10 @@ def test_folders_are_safe_on_the_disk_before_and_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("hybrid.manifest.sync", lambda path: synced.append(path.relative_to(tmp_path)))
+    for module in ("manifest", "folders"):
+        monkeypatch.setattr(
+            f"hybrid.checkpoint.{module}.sync", lambda path: synced.append(path.relative_to(tmp_path))
+        )
     write_checkpoint(tmp_path / "step-1")
     partial = Path("step-1.partial")
     assert set(synced[:-1]) == {partial, partial / "tables"}
@@ -184,7 +189,7 @@ def test_a_manifest_that_says_another_step_is_altered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    ["manifest.os.fsync", "manifest.os.rename", "manifest.Path.mkdir", "manifest.shutil.rmtree"],
+    ["files.os.fsync", "folders.os.rename", "folders.Path.mkdir", "folders.shutil.rmtree"],
 )
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_any_failure_to_write_is_a_checkpoint_error(
@@ -194,7 +199,7 @@ def test_any_failure_to_write_is_a_checkpoint_error(
         raise OSError(code, os.strerror(code))
 
     (tmp_path / "step-1.partial").mkdir()
-    monkeypatch.setattr(f"hybrid.{function}", refuse)
+    monkeypatch.setattr(f"hybrid.checkpoint.{function}", refuse)
     with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/step-1.*{os.strerror(code)}"):
         write_checkpoint(tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()
@@ -216,7 +221,7 @@ def test_the_newest_and_the_best_are_kept(
     tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
 ) -> None:
     write_run(tmp_path, 1, 2, 3, 4, 5)
-    manifest.prune(tmp_path, keep_last, best)
+    folders.prune(tmp_path, keep_last, best)
     assert names(tmp_path / "checkpoints") == [f"step-{step:08d}" for step in kept]
 
 
@@ -225,16 +230,16 @@ def test_one_that_is_being_removed_is_no_checkpoint_any_more(
 ) -> None:
     write_run(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("hybrid.manifest.shutil.rmtree", die)
+        patch.setattr("hybrid.checkpoint.folders.shutil.rmtree", die)
         with pytest.raises(Killed):
-            manifest.prune(tmp_path, 1, None)
+            folders.prune(tmp_path, 1, None)
     assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
-    assert manifest.stored(tmp_path) == [step_folder(tmp_path, 2)]
-    manifest.drop_later(tmp_path, 2)
+    assert folders.stored(tmp_path) == [step_folder(tmp_path, 2)]
+    folders.drop_later(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
 
 
 def test_what_comes_after_the_step_from_which_a_run_goes_on_is_dropped(tmp_path: Path) -> None:
     write_run(tmp_path, 8, 9, 10, 100_000_000)
-    manifest.drop_later(tmp_path, 9)
+    folders.drop_later(tmp_path, 9)
     assert names(tmp_path / "checkpoints") == ["step-00000008", "step-00000009"]

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from support.checkpoints import SHARDS, write_checkpoint
 
-from hybrid import manifest
-from hybrid.checkpoint import DENSE_FILE, Checkpoint
+from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, shard_file
+from hybrid.checkpoint.manifest import BEST, FORMAT, Best, Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import CheckpointError
-from hybrid.manifest import FORMAT, MANIFEST_FILE, Best, Manifest, shard_file
 
 CHECKSUM = 64 * "0"
 Change = Callable[[dict[str, Any]], object]
@@ -122,7 +122,7 @@ def test_deep_nesting_is_one_line(tmp_path: Path, opening: str) -> None:
 def test_a_manifest_that_is_too_large_is_not_read_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid.manifest._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("hybrid.checkpoint.manifest._MOST_BYTES", 1 << 20)
     path = write_checkpoint(tmp_path / "step-1") / MANIFEST_FILE
     with path.open("wb") as file:
         file.truncate(100 << 20)
@@ -145,7 +145,7 @@ def test_a_manifest_that_is_no_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_best_checkpoint_is_known(tmp_path: Path) -> None:
     for best in (None, Best("auc", 0.75, 3), Best("log_loss", math.inf, 0)):
-        Manifest(5, 1, {}, {}, {}, {manifest.BEST: best}).write(tmp_path)
+        Manifest(5, 1, {}, {}, {}, {BEST: best}).write(tmp_path)
         assert Manifest.read(tmp_path / MANIFEST_FILE).best == best
     Manifest(5, 1, {}).write(tmp_path)
     assert Manifest.read(tmp_path / MANIFEST_FILE).best is None

@@ -16,12 +16,14 @@ from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import loops
-from hybrid.embedding.lookup import Embeddings
+from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import plan
-from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
 
 FEW, MANY = 4, 300
 WORKERS, SIZE, DIM = 2, 3, 2

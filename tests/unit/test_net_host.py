@@ -14,15 +14,16 @@ import torch
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
-from hybrid import manifest
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.manifest import Manifest
 from hybrid.config import ScheduleSection
 from hybrid.dense.compiled import compiled
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import NetHost
 from hybrid.errors import CheckpointError, NonFiniteError
-from hybrid.manifest import Manifest
-from hybrid.schedule import Schedule
-from hybrid.update import Ticket, UpdateMode, UpdateRules
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.schedule import Schedule
+from hybrid.steps.ticket import Ticket
 
 RATE = 0.1
 SIZE, WIDTH = 5, 3
@@ -319,9 +320,9 @@ class TestCheckpoints:
 
     @staticmethod
     def save(host: NetHost, folder: Path, step: int) -> Path:
-        partial = manifest.begin(folder)
+        partial = folders.begin(folder)
         host.begin_save(is_copied=True)
-        return manifest.commit(partial, Manifest(step, 0, {}, host.write(partial)))
+        return folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
     def test_training_goes_on_from_one_bit_for_bit(self, tmp_path: Path, optimizer: str) -> None:

@@ -27,8 +27,8 @@ from hybrid.dense.nets import (
     extra_columns,
     interaction_width,
 )
-from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
 
 DIM, NUM_SPARSE = 4, 3
 

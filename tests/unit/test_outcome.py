@@ -11,10 +11,11 @@ import pytest
 
 from hybrid import errors, wire
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.failure import UnexpectedError, describe
 from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
+from workers.launching.description import describe
 from workers.launching.oom import oom_kills
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
+from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER, 0)
 

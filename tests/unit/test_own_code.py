@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hybrid.errors import ConfigError
-from hybrid.own_code import OwnFunction, OwnValue, described, load_function, load_own, resolved
+from hybrid.own_code.names import OwnFunction, OwnValue, described, load_function, load_own, resolved
 from hybrid.topology import MASTER
 
 

@@ -11,7 +11,7 @@ import torch
 from support.replicas import DEVICES, NEEDS_CUDA, PAIRS, Calls, Failing, NotRecorded, random, seeded
 from torch import nn
 
-from hybrid.dense.replica import parallel_apply
+from hybrid.dense.replicas.replica import parallel_apply
 
 CPUS = ["cpu", "cpu"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import HybridError
-from workers.paths import scratch_logs
-from workers.reporting.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import matplotlib_leaving_no_files
+from workers.run_folder.paths import scratch_logs
 
 
 @pytest.mark.parametrize("using", [lambda: scratch_logs("hybrid-run-"), matplotlib_leaving_no_files])

@@ -10,7 +10,7 @@ from support.traces import arrows, slices
 
 from hybrid.clock import STEP, STEPS_THREAD, Flow, Span
 from hybrid.topology import Role, RoleKind
-from workers.reporting.profile import Profile, Row
+from workers.profile import Profile, Row
 
 TRAINER = Role(RoleKind.TRAINER, 0)
 OTHER = Role(RoleKind.TRAINER, 1)

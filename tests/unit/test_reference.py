@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
-from hybrid.reference import Reference
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.reference.training import Reference
 
 USERS, ITEMS, DIM, STEPS = 7, 5, 4, 20
 INPUT_SPEC = InputSpec(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.embedding.spec import OptimizerSpec
-from hybrid.reference_rows import State, initial_state, update_rows
+from hybrid.reference.rows import State, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25
 RATE, EPS, BETAS, MOMENTUM, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.7, 0.02

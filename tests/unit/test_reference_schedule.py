@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from hybrid.config import ScheduleSection
-from hybrid.reference_schedule import learning_rate_factors
+from hybrid.reference.schedule import learning_rate_factors
 
 STEPS = 20
 

@@ -17,7 +17,7 @@ import pytest
 from support.rendezvous import ADDRESS, SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 from workers.joining import channel, rendezvous
 from workers.joining.channel import (
     GREETING,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from hybrid.dense.replica import DataParallel, parallel_apply, replicate, shadow
+from hybrid.dense.replicas.replica import DataParallel, parallel_apply, replicate, shadow
 
 # torch itself hides this warning while it compiles, but not where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")

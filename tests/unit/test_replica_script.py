@@ -11,7 +11,7 @@ from support.replicas import PAIRS, random, seeded
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from hybrid.dense.replica import DataParallel, replicate, shadow
+from hybrid.dense.replicas.replica import DataParallel, replicate, shadow
 
 CPUS = ["cpu", "cpu"]
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from hybrid.dense.replica import DataParallel, data_parallel, replicate
+from hybrid.dense.replicas.replica import DataParallel, data_parallel, replicate
 
 CPUS = ["cpu", "cpu"]
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last

@@ -18,14 +18,14 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 
 from hybrid.clock import STEP, Span
 from hybrid.config import RunConfig, TrainSection
-from hybrid.config_file import load_config
+from hybrid.config.file import load_config
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import Metrics
+from hybrid.steps.rules import Staleness
 from hybrid.topology import Role, RoleKind
-from hybrid.update import Staleness
-from workers.reporting.profile import Profile
-from workers.reporting.progress import Progress
-from workers.reporting.report import RunFolder
+from workers.profile import Profile
+from workers.run_folder.report import RunFolder
+from workers.screen.progress import Progress
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
 METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
@@ -259,7 +259,7 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
 @pytest.mark.parametrize("name", ["result.json", "curves.png"])
 def test_a_full_disk_at_the_end(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = "curves" if name == "curves.png" else "report"
-    monkeypatch.setattr(f"workers.reporting.{module}.open_file", _on_a_full_disk)
+    monkeypatch.setattr(f"workers.run_folder.{module}.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
         folder.finish({"auc": 0.5})
     assert not list(folder.path.glob("*result.json*"))
@@ -276,6 +276,6 @@ def test_a_profile_is_written_over_the_last_one(folder: RunFolder, monkeypatch: 
         written = folder.write_profile(Profile({trainer: [Span(STEP, step, 0, 1000, "steps", 0)]}))
     assert written == folder.path / "profile"
     assert "steps 4 to 4" in (written / "table.md").read_text()
-    monkeypatch.setattr("workers.reporting.profile.open_file", _on_a_full_disk)
+    monkeypatch.setattr("workers.profile.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match="profile: cannot be written: No space left on device"):
         folder.write_profile(Profile({trainer: [Span(STEP, 5, 0, 1000, "steps", 0)]}))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config, to_toml
+from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
-from workers.launching.resume import check_same_model, resumed_config, unfinished_run
-from workers.paths import run_path
+from workers.run_folder.paths import run_path
+from workers.run_folder.resume import check_same_model, resumed_config, unfinished_run
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from support.shards import cluster, specs
 
-from hybrid.embedding.shard import TableShards
+from hybrid.checkpoint.reused_memory import ReusedMemory
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import CheckpointError
-from hybrid.reused_memory import ReusedMemory
 
 LARGE = (1 << 20, 4)  # 16 MiB
 
@@ -82,7 +82,7 @@ def test_meanwhile_the_system_may_take_it_away() -> None:
 
 
 def test_a_system_that_cannot_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("hybrid.reused_memory.mmap.MADV_FREE", raising=False)
+    monkeypatch.delattr("hybrid.checkpoint.reused_memory.mmap.MADV_FREE", raising=False)
     memory = ReusedMemory()
     place = memory.copy(torch.ones(LARGE)).data_ptr()
     assert memory.copy(torch.ones(LARGE)).data_ptr() == place
@@ -93,7 +93,7 @@ def test_a_system_that_refuses_leaves_it(monkeypatch: pytest.MonkeyPatch) -> Non
         def madvise(self, *_args: int) -> None:
             raise OSError("Invalid argument")
 
-    monkeypatch.setattr("hybrid.reused_memory.mmap.mmap", Refusing)
+    monkeypatch.setattr("hybrid.checkpoint.reused_memory.mmap.mmap", Refusing)
     memory = ReusedMemory()
     place = memory.copy(torch.ones(LARGE)).data_ptr()
     assert memory.copy(torch.ones(LARGE)).data_ptr() == place

@@ -12,12 +12,12 @@ import pytest
 from support.cluster import PRELOAD
 
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.secret import Secret
 from hybrid.topology import Role, RoleKind
+from hybrid.trust.secret import Secret
 from workers.joining.alarm import FAILED
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.role_processes import _role_main
-from workers.paths import log_path
+from workers.run_folder.paths import log_path
 from workers.task import OwnTask
 
 SECONDS = 60.0

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config import TABLE_OPTIMIZERS
-from hybrid.embedding.optimizer import OPTIMIZERS, BiasCorrections, RowOptimizer
 from hybrid.embedding.placement import state_values_per_row
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.worker.optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
 
 ROWS, DIM, STEPS = 9, 5, 25  # a width that no vector register holds evenly
 RATE, EPS, BETAS, MU = 0.3, 1e-3, (0.8, 0.95), 0.7

@@ -20,16 +20,18 @@ from support.checkpoints import Call, names
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid import manifest
-from hybrid.checkpoint import Checkpoint
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import MANIFEST_FILE, write_text
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError
-from hybrid.manifest import Manifest, step_folder, write_text
 from hybrid.metrics import Metrics
 from workers.jobs.checkpoints import Checkpoints, Moment
-from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
-from workers.reporting.report import RunFolder
+from workers.run_folder.report import RunFolder
+from workers.session.saving import Progress, Saving
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Run:
 
     @property
     def stored(self) -> list[int]:
-        return sorted(manifest.step_of(folder) for folder in manifest.stored(self.folder.path))
+        return sorted(folders.step_of(folder) for folder in folders.stored(self.folder.path))
 
     @property
     def logged(self) -> list[int]:
@@ -293,7 +295,7 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content)
 
-    monkeypatch.setattr("workers.reporting.appended_file.os.write", write_if_room)
+    monkeypatch.setattr("workers.run_folder.appended_file.os.write", write_if_room)
     assert eventually(partial.exists, PATIENCE_SECONDS)
     run.folder.log_evaluation(10, Metrics(0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 10))
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -320,7 +322,7 @@ def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: py
     def refuse(folder: Path) -> None:
         raise CheckpointError(f"cannot write {folder}: Operation not permitted")
 
-    monkeypatch.setattr("hybrid.manifest.remove", refuse)
+    monkeypatch.setattr("hybrid.checkpoint.folders.remove", refuse)
     run.at(20)
     assert run.stored == run.logged == [10, 20]
     (line,) = run.said
@@ -396,7 +398,7 @@ def test_one_that_is_stopped_at_again_is_as_it_was(start: Start) -> None:
     run = start()
     owing = moment(15, 0.8)._replace(owes_evaluation=True)
     run.checkpoints.write_stop(owing)
-    manifest_file = step_folder(run.folder.path, 15) / manifest.MANIFEST_FILE
+    manifest_file = step_folder(run.folder.path, 15) / MANIFEST_FILE
     before = manifest_file.read_bytes()
     start(progress_of(run, 15)).checkpoints.write_stop(owing._replace(metrics=None))
     assert manifest_file.read_bytes() == before

@@ -13,12 +13,13 @@ from support.checkpoints import Call
 from support.shards import PATIENCE_SECONDS
 
 from hybrid import wire
-from hybrid.checkpoint import PROGRESS_FILE, Checkpoint
+from hybrid.checkpoint.files import PROGRESS_FILE, Files, write_text
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import CheckpointError
-from hybrid.manifest import Files, Manifest, write_text
 from hybrid.topology import Role, RoleKind
 from hybrid.wire import Failure, LostError, RemoteError
-from workers.jobs.saving import Saving
+from workers.session.saving import Saving
 
 WORKER = Role(RoleKind.WORKER, 0)
 
@@ -94,7 +95,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
             return [failed(remote(is_users=True)), late] if fails == "role" else [late]
 
         if fails == "master":
-            monkeypatch.setattr("hybrid.manifest.write_text", fail)
+            monkeypatch.setattr("workers.session.saving.write_text", fail)
         writing = pool.submit(saving(tmp_path / "step-3", start).write)
         assert not wait([writing], 0.05).done
         monkeypatch.undo()

@@ -11,7 +11,7 @@ from support.replicas import NEEDS_CUDA, PAIRS, count_cycles, random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from hybrid.dense.replica import gather, scatter, scatter_kwargs
+from hybrid.dense.replicas.replica import gather, scatter, scatter_kwargs
 
 CPUS = ["cpu", "cpu"]
 TARGETS = [

@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from hybrid.config import SCHEDULES, ScheduleSection
 from hybrid.errors import ConfigError
-from hybrid.schedule import Schedule, check_schedule
+from hybrid.steps.schedule import Schedule, check_schedule
 
 Make: TypeAlias = Callable[[Optimizer, int], lr_scheduler.LRScheduler]
 STEPS = 60
@@ -163,5 +163,5 @@ def test_one_cycle_refuses_a_second_warm_up() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, hybrid.schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybrid.steps.schedule; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import ConfigError
-from hybrid.secret import VARIABLE, Secret
+from hybrid.trust.secret import VARIABLE, Secret
 
 LONG, OTHER = "4f1c2a99e07bd6385ce1f04bb7a86d23", "c0ffee5e72b1a94d8836df507b2e6a11"
 

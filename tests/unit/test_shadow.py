@@ -10,7 +10,7 @@ from support.replicas import Weighted, random, seeded
 from torch import nn
 from torch.testing import assert_close
 
-from hybrid.dense.replica import shadow
+from hybrid.dense.replicas.replica import shadow
 
 
 def test_other_tensors_are_the_modules_own() -> None:

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from support.users import connected_as_another_user, needs_root
 
-from hybrid.dense import shared_sum
-from hybrid.dense.shared_sum import MOST_TRAINERS, SharedSum
 from hybrid.errors import ClusterError
+from hybrid.training import shared_sum
+from hybrid.training.shared_sum import MOST_TRAINERS, SharedSum
 
 CPU = torch.device("cpu")
 SECONDS = 10.0

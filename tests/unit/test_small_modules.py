@@ -23,11 +23,11 @@ from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.memory import available_memory_bytes, zeros_in_large_pages
-from hybrid.schedule import Schedule
+from hybrid.steps.rules import Staleness
+from hybrid.steps.schedule import Schedule
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.update import Staleness
-from workers import paths
 from workers.joining.listener import listen
+from workers.run_folder import paths
 
 
 class TestTopology:

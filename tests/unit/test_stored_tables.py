@@ -15,15 +15,15 @@ import pytest
 import torch
 from support.shards import RULES, cluster, evaluate, specs, train
 
-from hybrid.checkpoint import Checkpoint
-from hybrid.embedding.kernels import Bags
+from hybrid.checkpoint.files import shard_file
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import Placement, plan
-from hybrid.embedding.routes import Item
-from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import Pooling, TableSpec
-from hybrid.embedding.stored import StoredTables
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.stored import StoredTables
 from hybrid.errors import CheckpointError, ClusterError
-from hybrid.manifest import Manifest, shard_file
 
 
 @pytest.fixture

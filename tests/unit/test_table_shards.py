@@ -20,11 +20,11 @@ from support.shards import (
 )
 from torch import Tensor
 
+from hybrid.checkpoint.files import shard_file
 from hybrid.config import TABLE_OPTIMIZERS
-from hybrid.embedding.kernels import Bags
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import CheckpointError, ClusterError
-from hybrid.manifest import shard_file
 
 
 def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.config import TABLE_OPTIMIZERS, ScheduleSection
-from hybrid.embedding.kernels import Bags
+from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
 from hybrid.embedding.spec import Pooling
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
-from hybrid.schedule import Schedule
-from hybrid.update import Purpose, Ticket, UpdateMode, UpdateRules
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.schedule import Schedule
+from hybrid.steps.ticket import Purpose, Ticket
 
 
 def test_the_gradients_of_all_trainers_are_one_update() -> None:
@@ -251,7 +252,7 @@ class TestBlocks:
     ) -> None:
         results = [self.rows_and_state(optimizer, scale, expected_blocks=1)]
         for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
-            monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", block_bytes)
             results.append(self.rows_and_state(optimizer, scale, num_blocks))
         whole, *blocked = results
         for each in blocked:
@@ -279,7 +280,7 @@ class TestBlocks:
     def test_they_are_all_rows_once_and_in_order(
         self, monkeypatch: pytest.MonkeyPatch, num_rows: int
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
+        monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
         with hosting(UpdateRules(1)) as host:
             blocks = list(host.groups[0].blocks(num_rows))
         assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
@@ -288,7 +289,7 @@ class TestBlocks:
     def test_a_gradient_that_is_not_finite_is_found_in_any_block(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.shard._BLOCK_BYTES", 1)
+        monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", 1)
         for row in range(6):
             with hosting(UpdateRules(1, check_finite=True)) as host:
                 grad_BD = torch.ones(6, 2)

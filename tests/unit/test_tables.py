@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import ClusterSection, DataSection, DenseSection, EmbeddingSection, RunConfig, TableSection
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling
-from hybrid.embedding.tables import plan_tables, table_specs
+from hybrid.embedding.spec import OptimizerSpec, Pooling
 from hybrid.errors import ConfigError
-from workers.plan import print_plan
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.training.tables import plan_tables, table_specs
+from workers.offline.plan import print_plan
 
 COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import PHASES
 from hybrid.errors import CheckpointError
-from hybrid.tensor_file import write_tensors
-from hybrid.update import Staleness
+from hybrid.steps.rules import Staleness
 from workers.jobs.tally import Interval, Tally
-from workers.trainer import Report
+from workers.session.job import Report
 
 SIZE = 5
 

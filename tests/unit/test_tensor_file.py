@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid import tensor_file
+from hybrid.checkpoint import tensor_file
+from hybrid.checkpoint.tensor_file import map_arrays, read_tensors, write_tensors
 from hybrid.errors import CheckpointError
-from hybrid.tensor_file import map_arrays, read_tensors, write_tensors
 
 DTYPES = list(tensor_file._DTYPES)
 
@@ -140,7 +140,7 @@ def test_a_file_without_tensors_is_one(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_written_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybrid.tensor_file._CHUNK_BYTES", 1000)
+    monkeypatch.setattr("hybrid.checkpoint.tensor_file._CHUNK_BYTES", 1000)
     tensors = {"weight": torch.randn(777, 3), "chunk": torch.randn(250), "small": torch.ones(2)}
     ((size, sha256),) = write_tensors(tmp_path, "weight", tensors).values()
     assert_same(load_file(tmp_path / "weight"), tensors)
@@ -193,6 +193,6 @@ def test_any_failure_to_write_is_a_checkpoint_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     refusal = OSError(errno.EROFS, os.strerror(errno.EROFS))
-    monkeypatch.setattr(f"hybrid.tensor_file.{function}", Mock(side_effect=refusal))
+    monkeypatch.setattr(f"hybrid.checkpoint.tensor_file.{function}", Mock(side_effect=refusal))
     with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/f: Read-only file system$"):
         write_tensors(tmp_path, "f", {"w": torch.zeros(1)})

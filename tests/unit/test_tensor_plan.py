@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from hybrid.dense.nets import CrossInteraction, DenseNet, DotInteraction, LinearTerm, WideHead
-from hybrid.dense.plan import TensorStyle, automatic_plan, parse_plan
+from hybrid.dense.tensor.plan import TensorStyle, automatic_plan, parse_plan
 from hybrid.errors import ConfigError
 
 

@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 from rich.style import Style
 
+from hybrid.checkpoint.manifest import Best
 from hybrid.clock import PHASES
-from hybrid.manifest import Best
 from hybrid.metrics import Metrics
-from hybrid.update import Staleness
-from workers.reporting.progress import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
-from workers.reporting.terminal import ProfileSummary, Summary, TerminalView, passing_status
+from hybrid.steps.rules import Staleness
+from workers.screen.progress import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
+from workers.screen.terminal import ProfileSummary, Summary, TerminalView, passing_status
 
 PROGRESS = Progress(
     step=1200,
@@ -319,7 +319,7 @@ def test_no_thread_draws() -> None:
 
 def test_a_pipe_gets_no_escape_codes_even_where_colour_is_forced() -> None:
     code = (
-        "import sys\nfrom workers.reporting.terminal import TerminalView\n"
+        "import sys\nfrom workers.screen.terminal import TerminalView\n"
         "with TerminalView() as view: view.status('[bold]starting')\nsys.exit('torch' in sys.modules)"
     )
     environment = {"FORCE_COLOR": "1", "TERM": "xterm"}

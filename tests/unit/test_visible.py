@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from workers import cli
-from workers.reporting.terminal import TerminalView
-from workers.reporting.visible import visible
+from workers.screen.terminal import TerminalView
+from workers.screen.visible import visible
 
 HOSTILE = "a\x1b[31mb\x07\x00\x7f\x9b2J\u202ec\u2066\u2028\udc80"
 SHOWN = r"a\x1b[31mb\x07\x00\x7f\x9b2J\u202ec\u2066\u2028\udc80"

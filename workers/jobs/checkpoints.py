@@ -13,21 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from hybrid import manifest
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import MANIFEST_FILE
+from hybrid.checkpoint.manifest import BEST, Best, Manifest
 from hybrid.config import CheckpointSection
 from hybrid.errors import CheckpointError
-from hybrid.manifest import BEST, Best, Manifest
 from hybrid.metrics import Metrics
-from workers.jobs.saving import Progress, Saving
 from workers.jobs.tally import Tally
-from workers.reporting.report import RunFolder
+from workers.run_folder.report import RunFolder
+from workers.session.saving import Progress, Saving
 
 OWES_EVALUATION = "owes_evaluation"  # of the values in Progress
 _LOWER_IS_BETTER = ("log_loss",)
 
 
 class Saver(Protocol):
-    """Whoever holds what is saved: a :class:`workers.session.Session`."""
+    """Whoever holds what is saved: a :class:`workers.session.session.Session`."""
 
     def begin_save(
         self,
@@ -177,7 +178,7 @@ class Checkpoints:
                 self._begin(now, best, time.perf_counter(), in_background=False)
                 self._end()
         except CheckpointError as error:
-            before = manifest.stored(self._run.path)
+            before = folders.stored(self._run.path)
             left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
             raise CheckpointError(f"{error}; {why}, and {left}") from error
 
@@ -190,8 +191,8 @@ class Checkpoints:
 
     def _add_evaluation(self, now: Moment, best: Best | None) -> None:
         """To the checkpoint of this step, where the run had stopped before its evaluation."""
-        folder = manifest.step_folder(self._run.path, now.step)
-        there = Manifest.read(folder / manifest.MANIFEST_FILE)
+        folder = folders.step_folder(self._run.path, now.step)
+        there = Manifest.read(folder / MANIFEST_FILE)
         if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
             metrics = now.metrics.as_dict() if now.metrics else {}
@@ -202,14 +203,14 @@ class Checkpoints:
         self._best = best
 
     def _is_there(self, now: Moment) -> bool:
-        return manifest.step_folder(self._run.path, now.step) in manifest.stored(self._run.path)
+        return folders.step_folder(self._run.path, now.step) in folders.stored(self._run.path)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
         packed = now.tally.pack()
         more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **more})
-        folder = manifest.step_folder(self._run.path, now.step)
+        folder = folders.step_folder(self._run.path, now.step)
         saving = self._saver.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()
         # A thread that does not keep a process alive which fails meanwhile.
@@ -237,7 +238,7 @@ class Checkpoints:
 
     def _prune(self, best: Best | None) -> str:
         try:
-            manifest.prune(self._run.path, self._section.keep_last, best and best.step)
+            folders.prune(self._run.path, self._section.keep_last, best and best.step)
         except CheckpointError as error:
             return f"an old checkpoint is left: {error}"
         return ""

@@ -15,9 +15,8 @@ from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net
 from hybrid.metrics import Metrics, Predictions
-from hybrid.reference import Reference
+from hybrid.reference.training import Reference
 from hybrid.topology import Topology
-from workers.dataset_session import DatasetSession
 from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
@@ -28,7 +27,8 @@ from workers.jobs.snapshot import (
     reference_snapshot,
     snapshot,
 )
-from workers.reporting.terminal import TerminalView
+from workers.screen.terminal import TerminalView
+from workers.session.dataset import DatasetSession
 
 # Epoch, first step in it, number of steps, steps before.
 Run: TypeAlias = tuple[int, int, int, int]

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.own_code import load_function
+from hybrid.own_code.names import load_function
 from hybrid.topology import Topology
-from workers.reporting.terminal import TerminalView
+from workers.screen.terminal import TerminalView
 
 
 class OwnJob:

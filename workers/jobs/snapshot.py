@@ -11,12 +11,13 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint import DENSE_FILE, REMOTE_FILE, Checkpoint, unpack_dense
+from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE, shard_file
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import HybridError
-from hybrid.manifest import shard_file
-from hybrid.reference import Reference
-from workers.failure import gather
-from workers.session import Session
+from hybrid.reference.training import Reference
+from hybrid.wire import gather
+from workers.session.session import Session
 
 # Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient's own
 # size takes rate / eps of it where a gradient should be zero: 5e6 times for the default tables.

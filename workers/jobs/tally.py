@@ -12,9 +12,9 @@ from torch import Tensor
 from hybrid.clock import PHASES
 from hybrid.errors import CheckpointError
 from hybrid.metrics import binary_metrics
-from hybrid.update import Staleness
-from workers.jobs.saving import Progress
-from workers.trainer import Report
+from hybrid.steps.rules import Staleness
+from workers.session.job import Report
+from workers.session.saving import Progress
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Tally:
     Attributes:
         samples: trained.
         seconds: that trainers took for them.
-        skipped_steps: see :class:`workers.trainer.Report`.
+        skipped_steps: see :class:`workers.session.job.Report`.
         interval: the steps since the last line of progress.
     """
 

@@ -7,23 +7,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hybrid import manifest
-from hybrid.checkpoint import PROGRESS_FILE, Checkpoint
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import PROGRESS_FILE
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
-from workers.dataset_session import DatasetSession
 from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
-from workers.paths import RESULT_FILE, own_command
-from workers.reporting.data_notes import data_notes
-from workers.reporting.progress import Progress
-from workers.reporting.report import RunFolder
-from workers.reporting.terminal import ProfileSummary, Summary, TerminalView
+from workers.run_folder.paths import RESULT_FILE, own_command
+from workers.run_folder.report import RunFolder
+from workers.screen.data_notes import data_notes
+from workers.screen.progress import Progress
+from workers.screen.terminal import ProfileSummary, Summary, TerminalView
+from workers.session.dataset import DatasetSession
+from workers.session.job import Report
 from workers.stopping import Stop
 from workers.task import TrainTask
-from workers.trainer import Report
 
 _SPANS_SHOWN = 6  # of a profile, at the end of a run
 # About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
@@ -92,7 +93,7 @@ class Training:
         """
         if not self._is_resumed:
             return {}
-        if not manifest.stored(self._path):
+        if not folders.stored(self._path):
             view.note(f"{self._path} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
@@ -116,7 +117,7 @@ class Training:
     def _open_folder(self) -> RunFolder:
         if not self._is_resumed:
             return RunFolder.create(self._path, self._config)
-        manifest.drop_later(self._path, self._step)
+        folders.drop_later(self._path, self._step)
         return RunFolder.reopen(self._path, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:

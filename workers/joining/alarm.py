@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hybrid.errors import ClusterError, first_line
-from workers.reporting.visible import visible
+from workers.screen.visible import visible
 
 FAILED, INTERRUPTED = 1, 130  # what a process ends with
 _SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with

@@ -33,11 +33,11 @@ import torch.distributed as dist
 
 from hybrid import wire
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.config_file import decisive_values
+from hybrid.config.file import decisive_values
 from hybrid.dense.device import choose_backend, choose_devices
 from hybrid.errors import ClusterError, ConfigError, first_line
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
+from hybrid.trust.secret import Secret
 from hybrid.trust.sockets import closed_after
 from workers.joining.alarm import Alarm, StoppedError, last_words, run_interruptibly
 from workers.joining.channel import Channel

@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.secret import VARIABLE, Secret
+from hybrid.trust.secret import VARIABLE, Secret
 from workers.joining.rhythm import Rhythm
 
 GREETING = b"hybrid-2"

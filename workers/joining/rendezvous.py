@@ -18,7 +18,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 from workers.joining.alarm import LostRoleError
 from workers.joining.channel import ChannelError, MasterChannel, Seal, welcome
 from workers.joining.heartbeat import LIFE, TAKEN, Watch

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.errors import ClusterError
-from hybrid.secret import Secret
+from hybrid.trust.secret import Secret
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import BrokenServerError
@@ -28,15 +28,15 @@ from workers.launching.open_files import allow_open_files
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
-from workers.launching.run_lock import run_lock
-from workers.launching.run_state import left_behind
-from workers.reporting.terminal import TerminalView
-from workers.reporting.visible import visible
+from workers.run_folder.run_lock import run_lock
+from workers.run_folder.run_state import left_behind
+from workers.screen.terminal import TerminalView
+from workers.screen.visible import visible
 from workers.stopping import Stop
 from workers.task import Task, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
-_PRELOAD = ("torch._dynamo", "workers.master", "workers.trainer", "workers.worker", "workers.failure")
+_PRELOAD = ("torch._dynamo", "workers.roles.run", "workers.launching.description")
 
 
 def launch(config: RunConfig, folder: Path, task: Task) -> None:

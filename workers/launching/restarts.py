@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hybrid.errors import ClusterError, HybridError
 from workers.launching.outcome import Cause, Outcome
-from workers.launching.run_state import RunState
-from workers.paths import writing
-from workers.reporting.appended_file import AppendedFile
+from workers.run_folder.appended_file import AppendedFile
+from workers.run_folder.paths import writing
+from workers.run_folder.run_state import RunState
 
 FILE_NAME = "restarts.jsonl"
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
-from hybrid.own_error import log_stack
+from hybrid.own_code.traces import log_stack
 from hybrid.private_files import make_folder, open_file
-from hybrid.secret import Secret
 from hybrid.topology import MASTER, Role
+from hybrid.trust.secret import Secret
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import Ended, Started
 from workers.launching.outcome import Cause, Child, Outcome, report_pipe
-from workers.paths import log_path, writing
-from workers.reporting.lasting_output import lasting_output
+from workers.run_folder.paths import log_path, writing
+from workers.screen.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
 from workers.task import Task, TrainTask
 
@@ -183,7 +183,7 @@ def _role_main(
             if role == MASTER:
                 signal.signal(ASK_SIGNAL, signal.default_int_handler)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_SIGNAL])
-            from workers.roles import run_role
+            from workers.roles.run import run_role
 
             bound = None if listener is None else socket.socket(fileno=listener)
             run_role(role, config, task, secret, bound)
@@ -198,7 +198,7 @@ def _role_main(
 
 def _outcome(role: Role, error: Exception) -> Outcome:
     try:
-        from workers.failure import describe
+        from workers.launching.description import describe
     except ImportError:  # of what has failed already
         return Outcome(f"{role}: {type(error).__name__}: {' '.join(str(error).split())}", Cause.EXCEPTION)
     return describe(role, error)

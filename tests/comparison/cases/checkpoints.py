@@ -8,10 +8,10 @@ from pathlib import Path
 from support.matrix import Case
 
 from hybrid.batch import Batch
-from hybrid.checkpoint import Checkpoint
+from hybrid.checkpoint.reader import Checkpoint
 from workers.jobs.snapshot import Snapshot, snapshot
 from workers.joining.bootstrap import Cluster
-from workers.session import Session
+from workers.session.session import Session
 
 STEPS = 3
 

@@ -29,18 +29,20 @@ from torch.distributed import autograd as dist_autograd
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.arrangement import Arrangement
-from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.remote import NetHost
-from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.shard import TableShards
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.feed import Feed, evened
-from hybrid.model import HybridModel, MicroBatch
-from hybrid.update import UpdateMode, UpdateRules
-from workers.failure import gather
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.evened import evened
+from hybrid.training.feed import Feed
+from hybrid.training.model import HybridModel, MicroBatch
+from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0

@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.arrangement import Arrangement
-from hybrid.dense.ddp import DdpMode, DdpModel
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.pending import Nothing
-from hybrid.feed import evened
-from hybrid.model import HybridModel, MicroBatch
-from hybrid.update import Ticket
-from workers.failure import gather
+from hybrid.embedding.trainer.lookup import Nothing
+from hybrid.steps.ticket import Ticket
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.evened import evened
+from hybrid.training.model import HybridModel, MicroBatch
+from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 20.0

@@ -10,9 +10,9 @@ from comparison.cases.tensor import HIDDEN, INPUTS, OUTPUTS, gradients_of, parts
 from torch import Tensor, nn
 
 from hybrid.dense.nets import CrossInteraction, DenseNet
-from hybrid.dense.plan import automatic_plan, parse_plan
-from hybrid.dense.shared_stage import SharedStage
-from hybrid.dense.tensor import TensorParallel
+from hybrid.dense.tensor.plan import automatic_plan, parse_plan
+from hybrid.dense.tensor.shared_stage import SharedStage
+from hybrid.dense.tensor.tensor import TensorParallel
 
 
 def _stage(kind: str) -> tuple[nn.Module, tuple[int, ...]]:

@@ -13,11 +13,13 @@ from torch.distributed.optim import DistributedOptimizer
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.lookup import Embeddings
 from hybrid.embedding.placement import plan
-from hybrid.embedding.spec import FeatureSpec, InputSpec, OptimizerSpec, Pooling, TableSpec
-from hybrid.update import Ticket, UpdateRules
-from workers.failure import gather
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.ticket import Ticket
+from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.dense.shared_stage import SharedStage
-from hybrid.dense.tensor import (
+from hybrid.dense.tensor.shared_stage import SharedStage
+from hybrid.dense.tensor.tensor import (
     TensorParallel,
     flatten_tensor,
     own_shard,

@@ -17,8 +17,8 @@ from hybrid.config import DataSection
 from hybrid.data.columns import values
 from hybrid.data.encode import FORMAT_VERSION, Bags, FeatureEncoder, SparseEncoding, stable_hash
 from hybrid.data.sources import RawBlock
-from hybrid.embedding.spec import FeatureSpec
 from hybrid.errors import DataError
+from hybrid.input_spec import FeatureSpec
 
 DATA = DataSection(format="csv", dense=("x",), sparse=("city",))
 

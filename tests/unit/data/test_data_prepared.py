@@ -21,8 +21,8 @@ from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset, SplitWriter
-from hybrid.embedding.spec import FeatureSpec, InputSpec
 from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
 
 NUM_ROWS = 1000
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hybrid.config import RunConfig
-from hybrid.config_file import load_config
+from hybrid.config.file import load_config
 from hybrid.data.prepared import prepare
 from hybrid.data.storage import PreparedDataset
 

@@ -12,7 +12,7 @@ from hybrid.data.encode import FeatureEncoder
 from hybrid.data.manifest import DatasetReport
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.unknown import UnknownValues
-from workers.reporting.data_notes import data_notes, unknown_shares
+from workers.screen.data_notes import data_notes, unknown_shares
 
 ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
 

@@ -1,0 +1,48 @@
+"""What of a dense net and its optimizer is in a checkpoint, as one flat dict of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.errors import CheckpointError
+
+
+def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A net's state dict and its optimizer's ``state`` as one flat dict of copies, on the CPU."""
+    packed = {f"net.{name}": _copy(tensor) for name, tensor in net.items()}
+    for index, values in state.items():
+        for key, value in values.items():
+            if value is not None:
+                packed[f"optimizer.{index}.{key}"] = _copy(torch.as_tensor(value))
+    return packed
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """The inverse of :func:`pack_dense`: a net's state dict, and its optimizer's ``state``."""
+    net = {name.removeprefix("net."): t for name, t in packed.items() if name.startswith("net.")}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in packed.items():
+        if name.startswith("optimizer."):
+            parameter, _, key = name.removeprefix("optimizer.").partition(".")
+            if not (parameter.isascii() and parameter.isdecimal()):
+                raise CheckpointError(f"{name!r} is no state of an optimizer")
+            state.setdefault(int(parameter), {})[key] = tensor
+    return net, state
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Load a module's state dict; CheckpointError where it is of another module."""
+    try:
+        module.load_state_dict(dict(state))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{folder}: is of another model: {reason}") from error

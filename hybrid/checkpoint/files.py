@@ -1,0 +1,79 @@
+"""The files of a checkpoint: their names, and writing and checking them. Free of torch."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import quote
+
+from hybrid.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+CONFIG_FILE = "config.toml"
+DENSE_FILE = "dense.safetensors"
+REMOTE_FILE = "remote.safetensors"
+PROGRESS_FILE = "progress.safetensors"
+
+# Files by their path relative to the checkpoint, with their size in bytes and their SHA-256.
+Files: TypeAlias = dict[str, tuple[int, str]]
+
+
+def shard_file(table: str, index: int, count: int) -> str:
+    """Relative path of the file with one shard of a table."""
+    return f"tables/{quote(table, safe='')}.{index}-of-{count}.safetensors"
+
+
+def dense_file(trainer: int) -> str:
+    """The file with a trainer's dense net; others than the first have one only where nets are their own."""
+    return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
+
+
+def write_text(folder: Path, name: str, text: str) -> Files:
+    """Write a text file of ``folder`` and see it safely on the disk."""
+    path, content = folder / name, text.encode()
+    with writing(path), path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {name: (len(content), hashlib.sha256(content).hexdigest())}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError in here into a CheckpointError."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError, missing_bytes: int = 0) -> CheckpointError:
+    """What to raise where a file cannot be written, with how much room it lacks where that is known."""
+    room = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
+    more = f" ({missing_bytes:,} bytes of it are missing)" if room else ""
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
+
+
+def damaged(path: Path) -> CheckpointError:
+    """What to raise for a file that is not as it was."""
+    return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
+
+
+def check_sizes(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
+    """CheckpointError, naming it, where a file is missing or has another size than it had."""
+    for name, (size, _) in files.items():
+        if not has_size(folder / name, size):
+            raise damaged(folder / name)
+
+
+def has_size(path: Path, size: int) -> bool:
+    """Whether a file is there, and as large as it was."""
+    try:
+        return path.is_file() and path.stat().st_size == size
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

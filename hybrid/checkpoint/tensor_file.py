@@ -1,0 +1,176 @@
+"""Safetensors files without a second copy in memory: written straight from tensors, read where they lie.
+
+The format (https://github.com/huggingface/safetensors#format)::
+
+    8 bytes       length of the header, little-endian
+    the header    JSON: name -> {"dtype", "shape", "data_offsets": [start, end]}
+    the rest      the tensors' bytes, one after another
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hybrid.checkpoint.files import Files, cannot_write
+from hybrid.errors import CheckpointError, first_line
+from hybrid.private_files import make_folder
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+# Of rows and their optimizer's state.
+_ARRAY_TYPES = {"F64": np.float64, "F32": np.float32}
+# Of a thousand tensors, it has 100 kB; the library takes 100 MB, which become gigabytes of objects.
+_MOST_HEADER_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20  # hashed while it is in the cache
+# What the libraries raise for files that are not as they should be: SafetensorError mostly.
+_NOT_READABLE = (
+    *(OSError, SafetensorError, ArithmeticError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8
+
+
+def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Files:
+    """Write named tensors as one file of ``folder`` and see them safely on the disk.
+
+    Tensors that are not contiguous, or not on the CPU, are copied one at a time.
+
+    Raises:
+        CheckpointError: the file cannot be written, or a tensor is of a type that the format has not.
+    """
+    path = folder / name
+    # Wide types first, so that each tensor is aligned where the file is mapped into memory.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    header = _header(path, ordered)
+    size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
+    digest, written = hashlib.sha256(), 0
+    try:
+        make_folder(path.parent)
+        with path.open("wb") as file:
+            for chunk in _chunks(header, ordered):
+                file.write(chunk)
+                digest.update(chunk)
+                written += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise cannot_write(path, error, size - written) from error
+    return {name: (size, digest.hexdigest())}
+
+
+def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
+    """The named tensors of a file, mapped into memory and read when they are touched; they are not writable.
+
+    The library would map the file such that the system must have memory for all of it.
+
+    Raises:
+        CheckpointError: it cannot be read, or a tensor is of another type than rows are.
+    """
+    with _reading(path):
+        length = _header_length(path)
+        with safe_open(path, framework="numpy"):  # sees whether the header is right
+            pass
+        with path.open("rb") as file:
+            file.seek(_LENGTH_BYTES)
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        # A plain array of the map: each operation on a numpy.memmap makes another of those.
+        content = np.asarray(np.memmap(path, np.uint8, "r"))[_LENGTH_BYTES + length :]
+    header.pop("__metadata__", None)  # of whatever tool has written the file; ours has none
+    arrays = {}
+    for name, entry in header.items():
+        if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
+            types = " or ".join(_ARRAY_TYPES)
+            raise CheckpointError(f"{path}: {name!r} is of type {dtype}; rows are {types}")
+        first, last = entry["data_offsets"]
+        with _reading(path):
+            arrays[name] = content[first:last].view(_ARRAY_TYPES[dtype]).reshape(entry["shape"])
+    return arrays
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The named tensors of a file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with _reading(path):
+        _header_length(path)
+        return load_file(path)
+
+
+def _header_length(path: Path) -> int:
+    with path.open("rb") as file:
+        start = file.read(_LENGTH_BYTES)
+    if len(start) < _LENGTH_BYTES:
+        raise ValueError("it is too short")
+    (length,) = struct.unpack("<Q", start)
+    if length > _MOST_HEADER_BYTES:
+        raise ValueError(f"its header has more than {_MOST_HEADER_BYTES >> 20} MiB")
+    return int(length)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what the libraries make of a file that is not as it should be into a CheckpointError."""
+    try:
+        yield
+    except _NOT_READABLE as error:
+        raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
+
+
+def _header(path: Path, tensors: Mapping[str, Tensor]) -> bytes:
+    entries: dict[str, dict[str, object]] = {}
+    start = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"cannot write {path}: {name} is of {tensor.dtype}, which safetensors has not"
+            )
+        offsets = [start, start + tensor.nbytes]
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}
+        start += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _chunks(header: bytes, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors.values():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        content = flat.view(torch.uint8).numpy().data
+        for start in range(0, len(content), _CHUNK_BYTES):
+            yield content[start : start + _CHUNK_BYTES]

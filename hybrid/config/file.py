@@ -1,0 +1,221 @@
+"""Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybrid.config.key import Key
+from hybrid.config.rules import check_rules
+from hybrid.config.sections import (
+    SECTION_KEYS,
+    SECTION_TYPES,
+    TABLE_KEYS,
+    TABLE_OPTIMIZERS,
+    RunConfig,
+    TableSection,
+)
+from hybrid.errors import ConfigError
+
+_NOT_PART_OF_THE_RESULT = (
+    "run.folder",
+    "run.name",
+    "cluster.master_port",
+    "cluster.interface",
+    "cluster.secret_file",
+    "cluster.heartbeat_timeout_seconds",
+    "cluster.max_restarts",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_last",
+    "checkpoint.keep_best",
+    "profile.steps",
+    "profile.first_step",
+)
+# A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
+_DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+_ANY_TABLE = ("tables.NAME", TABLE_KEYS)
+_ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
+_ALL = "hybrid config --describe lists all"
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration, apply overrides, check every rule.
+
+    Args:
+        path: TOML file; None for all defaults. Relative paths inside it stay relative to the
+            current folder.
+        overrides: ``section.key=value`` or ``tables.NAME.key=value``, later ones winning. A value is
+            TOML; text keys take it unquoted too; one value makes a list of one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value breaks a rule.
+    """
+    sections = {} if path is None else _read_sections(path)
+    for text in overrides:
+        dotted, equals, value = text.partition("=")
+        section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
+        if not equals or (not section and name in SECTION_KEYS):
+            raise ConfigError(f"--set {text}", "must be section.key=value")
+        sections.setdefault(section, {})[name] = _find(section, name).parse(value)
+    plain = {name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()}
+    tables = {
+        section.removeprefix("tables."): _build(TableSection, section, values)
+        for section, values in sections.items()
+    }
+    config = RunConfig(**plain, tables=tables)
+    validate(config)
+    return config
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if _DEEP_KEY.search(text):
+            raise RecursionError
+        return tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), "is nested too deeply for a configuration") from error
+    except ValueError as error:
+        raise ConfigError(str(path), f"is not valid TOML: {error}") from error
+
+
+def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a file, of which every key is one; where one is not, the error names the file."""
+    try:
+        sections = _by_section(_read_toml(path))
+        for section, values in sections.items():
+            for name in values:
+                _find(section, name)
+    except UnknownKeyError as error:
+        raise ConfigError(f"{path}: {error.key}", error.rule) from error
+    return sections
+
+
+def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a TOML document by name; each table is a section ``tables.NAME``."""
+    sections = {}
+    for section, values in document.items():
+        if section not in SECTION_KEYS and section != "tables":
+            if not isinstance(values, dict):
+                raise _unknown("", section)
+            raise _unknown(section, next(iter(values), ""))
+        if not isinstance(values, dict):
+            raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
+        if section == "tables":
+            for table, table_values in values.items():
+                if not isinstance(table_values, dict):
+                    raise _unknown(section, table)
+                sections[f"tables.{table}"] = table_values
+        else:
+            sections[section] = values
+    return sections
+
+
+def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
+    return section_type(**{name: _find(section, name).read(value) for name, value in values.items()})
+
+
+def _find(section: str, name: str) -> Key:
+    keys = TABLE_KEYS if section.startswith("tables.") else SECTION_KEYS.get(section, {})
+    if name not in keys:
+        raise _unknown(section, name)
+    return keys[name]
+
+
+class UnknownKeyError(ConfigError):
+    """There is no such key, or no such section."""
+
+
+def _unknown(section: str, name: str) -> UnknownKeyError:
+    if not name and section not in SECTION_KEYS:
+        return UnknownKeyError(f"[{section}]", f"no such section; {_did_you_mean_section(section)}")
+    dotted = ".".join(part for part in (section, name) if part)
+    nearest = _nearest_key(section, name)
+    if nearest is None:
+        known = section in SECTION_KEYS or section.startswith("tables.")
+        what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
+        return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
+    return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
+
+
+def _did_you_mean_section(section: str) -> str:
+    nearest = difflib.get_close_matches(section, (*SECTION_KEYS, "tables.NAME"), n=1)
+    return f"did you mean [{nearest[0]}]?" if nearest else _ALL
+
+
+def _nearest_key(section: str, name: str) -> str | None:
+    """The key that may be meant: one of this name, nearly so in its section, or nearly so elsewhere."""
+    own = TABLE_KEYS if section.startswith("tables.") else SECTION_KEYS.get(section, {})
+    everywhere = [(section, own)] if section.startswith("tables.") else [*SECTION_KEYS.items(), _ANY_TABLE]
+    dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]
+    names = [name]
+    if not any(key.endswith(f".{name}") for key in dotted):
+        if near := difflib.get_close_matches(name, own, n=1):
+            return f"{section}.{near[0]}"
+        every_name = {key.rpartition(".")[2] for key in dotted}
+        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_ELSEWHERE_CUTOFF)
+    found = [key for key in dotted if key.rpartition(".")[2] in names]
+    by_section = difflib.get_close_matches(f"{section}.{name}", found, n=1, cutoff=0.0)
+    return by_section[0] if by_section else None
+
+
+def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
+    """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
+    for section, keys in SECTION_KEYS.items():
+        for name, key in keys.items():
+            if (value := getattr(getattr(config, section), name)) is not None:
+                yield section, name, key, value
+    for table, values in config.tables.items():
+        for name, key in TABLE_KEYS.items():
+            if (value := getattr(values, name)) is not None:
+                yield f"tables.{table}", name, key, value
+
+
+def validate(config: RunConfig) -> None:
+    """ConfigError where a value breaks its own rule or one that ties several keys together."""
+    for section, name, key, value in _items(config):
+        if key.choices == TABLE_OPTIMIZERS and value not in TABLE_OPTIMIZERS:
+            rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
+            raise ConfigError(f"{section}.{name}", rule, value)
+        key.check(f"{section}.{name}", value)
+    check_rules(config)
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole configuration as TOML text that ``load_config`` reads back equal."""
+    blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
+    for table in config.tables:
+        blocks[f"tables.{table}"] = [f"[tables.{toml_value(table)}]"]
+    for section, name, _, value in _items(config):
+        blocks[section].append(f"{name} = {toml_value(value)}")
+    return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A value of a key as TOML has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(toml_value(element) for element in value)}]"
+    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def decisive_values(config: RunConfig) -> dict[str, Any]:
+    """Every key that a run's result depends on, by dotted name, with its value as JSON holds it.
+
+    Folder, name, port and network interface are left out: they may differ from host to host. So is what
+    is recorded: trainers and workers learn that from the master.
+    """
+    values = {f"{section}.{name}": key.read(value) for section, name, key, value in _items(config)}
+    for dotted in _NOT_PART_OF_THE_RESULT:
+        del values[dotted]
+    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in values.items()}

@@ -1,0 +1,31 @@
+"""docs/config.md: every key of a configuration, as ``hybrid config --describe`` prints it."""
+
+from __future__ import annotations
+
+from hybrid.config.file import toml_value
+from hybrid.config.key import Key
+from hybrid.config.sections import SECTION_KEYS, SECTION_TYPES, TABLE_KEYS, TableSection
+
+
+def describe() -> str:
+    """Every key with its default, rule and meaning, as Markdown tables by section."""
+    lines = [
+        "# Configuration",
+        "",
+        "A configuration is a TOML file of the sections below; every key has a default. On the command",
+        "line `--set section.key=value` overrides one. This page is written by",
+        "`hybrid config --describe > docs/config.md`.",
+    ]
+    sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
+    for name, section, keys in [*sections, ("tables.NAME", TableSection, TABLE_KEYS)]:
+        lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
+        lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
+        absent = "off" if name in SECTION_KEYS else "as [embedding]"
+        lines += [_describe_key(key, absent) for key in keys.values()]
+    return "\n".join(lines) + "\n"
+
+
+def _describe_key(key: Key, absent: str) -> str:
+    default = absent if key.default is None else f"`{toml_value(key.default)}`"
+    cells = [f"`{key.name}`", default, key.rule, key.meaning]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,0 +1,141 @@
+"""The rules that tie several keys of a configuration together. Free of torch."""
+
+from __future__ import annotations
+
+import re
+
+from hybrid.config.sections import (
+    NETS,
+    OWN_FUNCTION,
+    DataSection,
+    DenseSection,
+    ProfileSection,
+    RunConfig,
+    TrainSection,
+)
+from hybrid.errors import ConfigError
+from hybrid.steps.schedule import check_schedule
+
+_OF_WHOLE_MATRICES = ("Adafactor", "Muon")
+
+
+def check_rules(config: RunConfig) -> None:
+    """ConfigError where values that keep their own rules do not go together."""
+    _check_data(config.data)
+    _check_dense(config)
+    _check_parallel(config)
+    _check_train(config.train)
+    _check_tables(config)
+    check_schedule(config.schedule, config.schedule.steps or None)
+    if config.train.max_steps:
+        recorded_steps(config.profile, 0, config.train.max_steps)
+
+
+def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
+    """The steps that are recorded of a run that starts or goes on after ``steps_before`` steps.
+
+    Raises:
+        ConfigError: it does not take so many.
+    """
+    first = steps_before + profile.first_step
+    if profile.steps and first + profile.steps > total_steps:
+        taken = total_steps - steps_before
+        rule = f"must leave profile.steps = {profile.steps} of the {taken} steps that the run takes"
+        raise ConfigError("profile.first_step", rule, profile.first_step)
+    return range(first, first + profile.steps)
+
+
+def _check_data(data: DataSection) -> None:
+    if data.format != "synthetic" and not data.path:
+        raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
+    if data.format in ("csv", "parquet"):
+        if not data.label:
+            raise ConfigError("data.label", "must name the label column", data.label)
+        if not data.sparse:
+            raise ConfigError("data.sparse", "must name at least one categorical column")
+        for name in ("dense", "sparse"):
+            columns = getattr(data, name)
+            if data.label in columns:
+                raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
+            if len(set(columns)) < len(columns):
+                raise ConfigError(f"data.{name}", "must name each column once", columns)
+    if len(data.delimiter) != 1:
+        raise ConfigError("data.delimiter", "must be one character", data.delimiter)
+    if shared := set(data.positive_labels) & set(data.negative_labels):
+        rule = "must not share values with data.positive_labels"
+        raise ConfigError("data.negative_labels", rule, min(shared))
+
+
+def _check_dense(config: RunConfig) -> None:
+    dense = config.dense
+    if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
+        raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", dense.device):
+        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
+    for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
+        units = getattr(dense, name)
+        if min(units, default=1) < 1:
+            raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
+    if dense.remote_worker >= config.cluster.workers:
+        rule = f"must be below cluster.workers, which is {config.cluster.workers}"
+        raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def _check_parallel(config: RunConfig) -> None:
+    dense = config.dense
+    for name, needed in (("devices", "replicas"), ("tensor_plan", "tensor")):
+        if (value := getattr(dense, name)) and dense.parallel != needed:
+            raise ConfigError(f"dense.{name}", f'is read where dense.parallel is "{needed}" only', value)
+    if dense.parallel == "replicas":
+        _check_devices(dense)
+    elif dense.parallel == "tensor":
+        _check_tensor(config)
+
+
+def _check_devices(dense: DenseSection) -> None:
+    if not dense.devices:
+        rule = 'must name the devices of a trainer\'s replicas, such as ["cuda:0", "cuda:1"]'
+        raise ConfigError("dense.devices", rule, dense.devices)
+    for device in dense.devices:
+        if not re.fullmatch(r"cpu|cuda:\d+", device):
+            raise ConfigError("dense.devices", "must hold cpu and cuda:N", device)
+    if dense.device != "auto":
+        raise ConfigError("dense.device", "leave it out: dense.devices names them all", dense.device)
+
+
+def _check_tensor(config: RunConfig) -> None:
+    dense, trainers = config.dense, config.cluster.trainers
+    if trainers % dense.tensor_size:
+        rule = f"must divide cluster.trainers, which is {trainers}"
+        raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
+    if dense.net not in NETS and not dense.tensor_plan:
+        rule = 'must say how the layers of a net of your own are split, such as "head.0 = colwise_gathered"'
+        raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
+    if dense.compile != "none":
+        raise ConfigError("dense.compile", 'must be none where dense.parallel is "tensor"', dense.compile)
+    if dense.optimizer in _OF_WHOLE_MATRICES:
+        rule = 'looks at whole matrices, of which a trainer has a part where dense.parallel is "tensor"'
+        raise ConfigError("dense.optimizer", rule, dense.optimizer)
+
+
+def _check_train(train: TrainSection) -> None:
+    if train.update == "async":
+        rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
+        if train.clip_norm is not None:
+            raise ConfigError("train.clip_norm", rule, train.clip_norm)
+        if train.non_finite == "skip":
+            raise ConfigError("train.non_finite", rule, train.non_finite)
+
+
+def _check_tables(config: RunConfig) -> None:
+    reader: dict[str, str] = {}
+    for name, table in config.tables.items():
+        for index in table.workers:
+            if not 0 <= index < config.cluster.workers:
+                rule = f"must hold worker indices from 0 to {config.cluster.workers - 1}"
+                raise ConfigError(f"tables.{name}.workers", rule, index)
+        for feature in table.features or (name,):
+            if feature in reader:
+                rule = f"must not hold a column that tables.{reader[feature]} reads already"
+                raise ConfigError(f"tables.{name}.features", rule, feature)
+            reader[feature] = name

@@ -1,0 +1,353 @@
+"""The configuration of a run: every key, its default, its rule and its meaning.
+
+A configuration is a TOML file of the sections below; ``hybrid/config/file.py`` reads it. Nothing here
+imports torch, so ``--help`` and a mistyped key answer at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from hybrid.config.key import Key, keys_of, option
+from hybrid.topology import Topology
+
+FORMATS = ("synthetic", "criteo", "csv", "parquet")
+NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
+DDP_MODES = ("none", "inside", "outside")
+PARALLEL_FORMS = ("none", "replicas", "tensor")
+COMPILERS = ("script", "trace", "inductor", "aot_eager")
+UPDATE_MODES = ("sync", "pipelined", "async")
+TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
+SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
+OWN_FUNCTION = r"\w+(\.\w+)*:\w+"  # code of the user's own, as module:function
+DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where results go."""
+
+    name: str = option("run", "name of the run; its folder is runs/NAME-DATE-TIME")
+    folder: str = option("", "run folder; empty for a new one under runs/")
+    seed: int = option(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSection:
+    """How many processes, and how they find each other."""
+
+    trainers: int = option(2, "number of trainers", minimum=1)
+    workers: int = option(2, "number of workers", minimum=1)
+    master_address: str = option("127.0.0.1", "address on which the master listens")
+    master_port: int = option(
+        0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535
+    )
+    interface: str = option("lo", "network interface of all traffic, such as lo or eth0")
+    namespace: str = option(
+        "auto",
+        "auto gives the roles of launch a network of their own, which nobody else can reach, where they need "
+        "only loopback and the system allows it; off leaves them in the machine's, for code that connects",
+        choices=("auto", "off"),
+    )
+    transport: str = option(
+        "auto",
+        "RPC transport: shm polls shared memory, uv is TCP; auto takes uv where processes outnumber cores",
+        choices=("auto", "uv", "shm"),
+    )
+    threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
+    start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
+    rpc_timeout_seconds: float = option(
+        60.0, "how long one call may take, and a run that is asked to stop to end its step and save", above=0
+    )
+    step_timeout_seconds: float = option(
+        60.0, "how long a worker waits for the gradients of all trainers", above=0
+    )
+    stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
+    heartbeat_timeout_seconds: float = option(
+        10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
+    )
+    max_restarts: int = option(
+        3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0
+    )
+    secret_file: str = option(
+        "",
+        "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
+        "variable HYBRID_SECRET, and launch then makes its own where there is none",
+    )
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.trainers, self.workers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """The samples: files, columns, and how values become numbers."""
+
+    format: str = option("synthetic", "kind of the input", choices=FORMATS)
+    path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
+    test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
+    test_fraction: float = option(
+        0.1,
+        "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
+        minimum=0.0,
+        maximum=0.9,
+    )
+    columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
+    delimiter: str = option(",", "separator of CSV columns")
+    label: str = option("label", "name of the label column")
+    positive_labels: tuple[str, ...] = option(("1",), "label values that mean 1")
+    negative_labels: tuple[str, ...] = option(("0",), "label values that mean 0")
+    dense: tuple[str, ...] = option((), "names of the numeric columns")
+    sparse: tuple[str, ...] = option((), "names of the categorical columns")
+    multi_hot_separator: str = option(
+        "", "splits a categorical field into several ids; empty means one id a field"
+    )
+    missing: tuple[str, ...] = option(("", "?"), "field values that mean missing")
+    numeric_transform: str = option(
+        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=("none", "log")
+    )
+    standardise: bool = option(True, "scale numeric columns to mean 0 and deviation 1 over the training rows")
+    vocabulary: str = option(
+        "build", "build numbers the values seen; hash uses the hashing trick", choices=("build", "hash")
+    )
+    vocabulary_min_count: int = option(
+        1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
+    )
+    hash_rows: int = option(
+        100_000, "rows of each table (vocabulary = hash); ids are 32-bit", minimum=2, maximum=2_000_000_000
+    )
+    bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
+    max_bad_fraction: float = option(
+        0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
+    )
+    cache_folder: str = option(
+        "", "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)"
+    )
+    checksum: str = option(
+        "sampled", "how a changed input file is known, besides size and time", choices=("sampled", "whole")
+    )
+    shuffle: bool = option(True, "shuffle the training rows anew each epoch")
+    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1)
+    synthetic_rows: int = option(600_000, "training rows of the synthetic click log", minimum=1)
+    synthetic_test_rows: int = option(50_000, "test rows of the synthetic click log", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingSection:
+    """Defaults of all tables; a section [tables.NAME] overrides them for one."""
+
+    dim: int = option(16, "width of a row", minimum=1)
+    pooling: str = option("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
+    optimizer: str = option("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
+    learning_rate: float = option(0.05, "learning rate of the rows", above=0)
+    eps: float = option(
+        1e-8,
+        "eps of adagrad, rowwise_adagrad, adam and adamw; keeps a zero gradient from dividing by zero",
+        minimum=1e-30,
+    )
+    momentum: float = option(0.9, "momentum (momentum)", minimum=0, maximum=0.999999)
+    beta1: float = option(0.9, "first beta (adam, adamw)", minimum=0, maximum=0.999999)
+    beta2: float = option(0.999, "second beta (adam, adamw)", minimum=0, maximum=0.999999)
+    weight_decay: float = option(
+        0.0,
+        "decay of a row at each step that touches it; see hybrid/embedding/worker/optimizers.py",
+        minimum=0,
+    )
+    ftrl_beta: float = option(1.0, "beta of ftrl, which slows its first steps", above=0)
+    ftrl_l1: float = option(0.0, "L1 penalty (ftrl): values below it are zero", minimum=0)
+    wire_dtype: str = option(
+        "rows",
+        "type in which vectors and their gradients travel in training: that of the rows, or bfloat16, "
+        "half the bytes and eight bits of precision",
+        choices=("rows", "bfloat16"),
+    )
+    placement: str = option(
+        "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSection:
+    """Overrides for one table; a key left out takes the value of [embedding]."""
+
+    dim: int | None = option(None, "width of a row", minimum=1)
+    pooling: str | None = option(None, "pooling of a bag", choices=("sum", "mean", "max"))
+    optimizer: str | None = option(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
+    learning_rate: float | None = option(None, "learning rate of the rows", above=0)
+    placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
+    workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
+    features: tuple[str, ...] = option((), "columns that share this table; empty for the one of its name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseSection:
+    """The dense net that each trainer holds, and how it is trained."""
+
+    net: str = option(
+        "dlrm", "dlrm, dcn_v2, deepfm, wide_deep, or your own as module:function (see the README)"
+    )
+    bottom_mlp: tuple[int, ...] = option((64, 32), "hidden units of the net over numeric features (dlrm)")
+    top_mlp: tuple[int, ...] = option((128, 64), "hidden units of the net over everything")
+    cross_layers: int = option(2, "cross layers (dcn_v2)", minimum=1)
+    remote_mlp: tuple[int, ...] = option(
+        (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
+    )
+    remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
+    optimizer: str = option("Adam", "name of a torch.optim class")
+    optimizer_options: tuple[str, ...] = option(
+        (), 'its other arguments, such as ["momentum = 0.9", "weight_decay = 1e-4"]'
+    )
+    learning_rate: float = option(0.002, "learning rate of the dense net", above=0)
+    ddp: str = option(
+        "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
+    )
+    bucket_mb: float = option(
+        25.0,
+        "MiB of gradients that trainers reduce at once; smaller parts start sooner, fewer cost less",
+        above=0,
+    )
+    all_reduce: str = option(
+        "auto",
+        "auto sums gradients in shared memory where all trainers of a net are on one host, with CPUs, and "
+        "8 at most; group leaves it to the process group everywhere",
+        choices=("auto", "group"),
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
+    parallel: str = option(
+        "none",
+        "replicas: each trainer splits its samples over devices; tensor: several trainers split the layers",
+        choices=PARALLEL_FORMS,
+    )
+    devices: tuple[str, ...] = option(
+        (), "devices of each trainer's replicas, cpu or cuda:N; the first holds the parameters (replicas)"
+    )
+    tensor_size: int = option(
+        2, "how many trainers hold a net together; must divide cluster.trainers (tensor)", minimum=2
+    )
+    tensor_plan: tuple[str, ...] = option(
+        (),
+        'how layers are split, such as ["head.0 = colwise", "head.2 = rowwise"]; empty lets the built-in '
+        "nets choose (tensor)",
+    )
+    compile: str = option(
+        "none",
+        "form in which dense nets run, the remote one too: TorchScript, or a backend of torch.compile",
+        choices=("none", *COMPILERS),
+    )
+    autocast: str = option(
+        "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
+    )
+
+    @property
+    def trainers_per_net(self) -> int:
+        """How many trainers hold a dense net together."""
+        return self.tensor_size if self.parallel == "tensor" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long and how."""
+
+    epochs: int = option(1, "passes over the training rows", minimum=1)
+    max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
+    batch_size: int = option(1024, "samples of a step over all trainers together", minimum=1)
+    micro_batches: int = option(
+        1, "parts in which a trainer computes its share of a step, one after another", minimum=1
+    )
+    update: str = option(
+        "sync",
+        "sync: one exact step for all trainers; pipelined: the same, with rows one step old; "
+        "async: each trainer's gradients on arrival",
+        choices=UPDATE_MODES,
+    )
+    clip_norm: float | None = option(
+        None, "scale gradients down to this norm over all tables and dense nets together", above=0
+    )
+    non_finite: str = option(
+        "stop", "what a loss or gradient that is not finite does to the run", choices=("stop", "skip")
+    )
+    dtype: str = option("float32", "of rows, dense nets and optimizer state", choices=DTYPES)
+    log_every_steps: int = option(10, "steps between two lines of progress", minimum=1)
+    eval_every_steps: int = option(0, "steps between two evaluations; 0 for one an epoch", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When checkpoints are written, besides at the end of a run, and which are kept."""
+
+    every_steps: int = option(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
+    every_minutes: float = option(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
+    keep_last: int = option(2, "how many of the newest checkpoints are kept", minimum=1)
+    keep_best: str = option(
+        "auc",
+        "metric of the evaluations by which the best checkpoint is kept as well",
+        choices=("auc", "log_loss", "none"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """How learning rates change over the steps of a run, for tables and dense nets alike."""
+
+    kind: str = option("constant", "how the rate falls after the warm-up", choices=SCHEDULES)
+    warmup_steps: int = option(0, "steps in which the rate rises linearly to its full value", minimum=0)
+    steps: int = option(
+        0,
+        "step at which the schedule ends, warm-up included; 0 for that of the run "
+        "(cosine, polynomial, one_cycle)",
+        minimum=0,
+    )
+    decay_every: int = option(1000, "steps between two decays (step)", minimum=1)
+    decay_factor: float = option(0.1, "factor of each decay (step)", above=0, maximum=1)
+    power: float = option(1.0, "power (polynomial)", above=0)
+    initial_factor: float = option(
+        0.04, "share of the full rate at the start (one_cycle, warm-up)", above=0, maximum=1
+    )
+    peak_fraction: float = option(
+        0.3, "share of the steps until the full rate is reached (one_cycle)", above=0, maximum=0.999999
+    )
+    final_factor: float = option(
+        0.0, "share of the full rate at the end (cosine, polynomial, one_cycle)", minimum=0, maximum=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileSection:
+    """What every role does in some steps, in detail: a trace and a table in the run folder."""
+
+    steps: int = option(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
+    first_step: int = option(
+        10, "steps that the run takes before the first recorded one, such as those that warm up", minimum=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The whole configuration; immutable, hashable by its canonical text, free of torch."""
+
+    run: RunSection = RunSection()
+    cluster: ClusterSection = ClusterSection()
+    data: DataSection = DataSection()
+    embedding: EmbeddingSection = EmbeddingSection()
+    dense: DenseSection = DenseSection()
+    train: TrainSection = TrainSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    schedule: ScheduleSection = ScheduleSection()
+    profile: ProfileSection = ProfileSection()
+    tables: Mapping[str, TableSection] = field(default_factory=dict)
+
+    def replace(self, **sections: Any) -> RunConfig:
+        """A copy with some sections replaced."""
+        return dataclasses.replace(self, **sections)
+
+
+# Of each section, and of a section [tables.NAME].
+SECTION_TYPES: dict[str, Any] = {
+    name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
+}
+SECTION_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in SECTION_TYPES.items()}
+TABLE_KEYS = keys_of(TableSection)

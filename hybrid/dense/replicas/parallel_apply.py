@@ -1,0 +1,122 @@
+"""Calling modules at the same time, each in a thread that sees the caller's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch._utils import ExceptionWrapper
+
+from hybrid.dense.replicas.scatter_gather import Device, find_tensors, resolve_device
+
+
+def parallel_apply(
+    modules: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Device] | None = None,
+) -> list[Any]:
+    """Call each module with its inputs, all at the same time.
+
+    The threads take over from the caller whether autograd records and whether it is in inference mode,
+    autocast, and the current stream of each CUDA device. A single module is called in the caller's thread.
+
+    Args:
+        inputs: for each module, a list or tuple of positional arguments, or else the only one.
+        kwargs_tup: for each module, its keyword arguments.
+        devices: on which each module computes; without it, that of its first tensor, or of a call
+            without tensors the current CUDA device, if there is any, else the CPU.
+
+    Returns:
+        What each module returned.
+
+    Raises:
+        ValueError: the sequences differ in length.
+        Exception: what the first failing module raised, with its traceback as a part of the message,
+            after all have ended; a RuntimeError where such an exception cannot be made.
+    """
+    kwargs_tup = [{} for _ in modules] if kwargs_tup is None else kwargs_tup
+    places = _find_devices(inputs) if devices is None else [resolve_device(device) for device in devices]
+    for name, sequence in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", places)):
+        if len(sequence) != len(modules):
+            raise ValueError(
+                f"The number of modules {len(modules)} is not equal to the number of {name} {len(sequence)}"
+            )
+    calls = [
+        partial(_Settings.of_caller(device).call, place, *call)
+        for place, (device, *call) in enumerate(zip(places, modules, inputs, kwargs_tup, strict=True))
+    ]
+    if len(calls) == 1:
+        results = [calls[0]()]
+    else:
+        with ThreadPoolExecutor(max(1, len(calls))) as threads:
+            results = [thread.result() for thread in [threads.submit(call) for call in calls]]
+    for result in results:
+        if isinstance(result, ExceptionWrapper):
+            result.reraise()
+    return results
+
+
+def _find_devices(inputs: Sequence[Any]) -> list[torch.device]:
+    default = resolve_device("cuda" if torch.cuda.is_available() else "cpu")
+    first_tensors = (next(find_tensors(each), None) for each in inputs)
+    return [default if tensor is None else tensor.device for tensor in first_tensors]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What torch keeps for each thread, as far as it changes what a module computes on ``device``."""
+
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    is_grad_enabled: bool
+    is_inference: bool
+    is_autocast_cached: bool
+    # By device type, whether it is on and to which type it casts.
+    autocast: dict[str, tuple[bool, torch.dtype]]
+
+    @classmethod
+    def of_caller(cls, device: torch.device) -> _Settings:
+        """Those of the calling thread."""
+        return cls(
+            device,
+            torch.cuda.current_stream(device) if device.type == "cuda" else None,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_cache_enabled(),
+            {
+                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
+            },
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """In here, they are those of the calling thread."""
+        with ExitStack() as stack:
+            if self.stream is not None:
+                stack.enter_context(torch.cuda.device(self.device))
+                stack.enter_context(torch.cuda.stream(self.stream))
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
+            for kind, (is_enabled, dtype) in self.autocast.items():
+                autocast = torch.autocast(
+                    kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_autocast_cached
+                )
+                stack.enter_context(autocast)
+            yield
+
+    def call(self, place: int, module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
+        """The module's output, or its exception for the caller to raise."""
+        try:
+            with self.applied():
+                return module(*(inputs if isinstance(inputs, (list, tuple)) else (inputs,)), **kwargs)
+        except Exception:
+            name = self.device.type if self.device.index is None else self.device.index
+            return ExceptionWrapper(where=f"in replica {place} on device {name}")

@@ -1,0 +1,138 @@
+"""The trainer's side: from the ids of a batch to pooled vectors, one call a worker a step.
+
+Features that hold exactly one id a sample travel as rows: each distinct row is fetched once and spread
+over the samples here, and its gradients are summed here before they go back; on skewed ids that is a
+fraction of the bytes. Multi-hot features are pooled by the worker: one vector a sample comes back,
+however many ids went there. ``hybrid/embedding/trainer/routes.py`` has the arithmetic, and
+``hybrid/embedding/trainer/lookup.py`` what becomes of a lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.clock import StepClock
+from hybrid.embedding import loops
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.spec import Pooling, TableSpec
+from hybrid.embedding.trainer.lookup import Lookup, Nothing, Outbox, Part, TableHost
+from hybrid.embedding.trainer.routes import BatchIds, Items, Route, make_routes
+from hybrid.errors import DataError
+from hybrid.input_spec import InputSpec
+from hybrid.steps.ticket import Ticket
+
+
+class Embeddings:
+    """All tables of a model, as a trainer sees them.
+
+    Args:
+        tables, input_spec: the tables, and the features that read them.
+        placement: which worker holds which rows.
+        hosts: for every worker that holds a shard, whoever answers for it.
+        clock: records what lookups cost, where it records.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSpec],
+        input_spec: InputSpec,
+        placement: Placement,
+        hosts: Mapping[int, TableHost],
+        clock: StepClock | None = None,
+    ) -> None:
+        self._features = input_spec.sparse_features
+        table_of = {feature: table for table in tables for feature in table.features}
+        self._tables = [table_of[f.name] for f in self._features]
+        self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
+        self._placement = placement
+        self._hosts = hosts
+        self._outbox = Outbox()
+        self._clock = clock or StepClock()
+        self._routes: dict[frozenset[int], list[tuple[Route, Tensor | None]]] = {}
+
+    @property
+    def widths(self) -> list[int]:
+        """Width of each feature's vector, in feature order."""
+        return [t.dim for t in self._tables]
+
+    def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        """Start looking up a batch; nothing waits here.
+
+        Args:
+            sparse: ids of K features for B samples.
+            ticket: for which step, what the lookup must see, and what follows. Where gradients do, the
+                backward pass must reach every lookup exactly once.
+            after: a prefetched lookup of an earlier step, with whose gradients this one is to leave; None
+                to leave at once.
+
+        Raises:
+            DataError: an id is not a row of its table, a feature that is not multi-hot has other than
+                one id in a sample, or weights meet a pooling other than sum.
+        """
+        items: Items = {worker: [] for worker in self._hosts}
+        with self._clock.span("ids"):
+            ids = BatchIds(sparse)
+            self._check(sparse, ids)
+            routes = self._routes_for(sparse)
+            parts = [Part(route.start(ids, items), columns_F) for route, columns_F in routes]
+        lookup = Lookup(ticket, items, parts, sum(self.widths), self._hosts, self._outbox, self._clock)
+        if after is None:
+            lookup.start()
+        else:
+            lookup.start_with_gradients_of(after)
+        return lookup
+
+    def nothing(self) -> Lookup:
+        """What :meth:`lookup` would give for no samples, without asking anybody."""
+        return Nothing(sum(self.widths))
+
+    def settle(self) -> None:
+        """Return once all gradients that were sent by messages of their own have arrived."""
+        self._outbox.settle()
+
+    def _routes_for(self, sparse: SparseFeatures) -> list[tuple[Route, Tensor | None]]:
+        every = range(len(self._features))
+        weighted = sparse.weights_L is not None
+        bags = frozenset(
+            k for k in every if weighted or (sparse.offsets is not None and self._features[k].multi_hot)
+        )
+        if bags not in self._routes:
+            rows = [k for k in every if k not in bags]
+            routes = make_routes(rows, sorted(bags), self._tables, self._placement)
+            self._routes[bags] = [(route, self._columns(route)) for route in routes]
+        return self._routes[bags]
+
+    def _columns(self, route: Route) -> Tensor | None:
+        if route.features == tuple(range(len(self._features))):
+            return None
+        first_K = torch.tensor([0, *self.widths]).cumsum(0)
+        return first_K[list(route.features)]
+
+    def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
+        if sparse.num_features != len(self._features):
+            raise DataError(f"the batch has {sparse.num_features} sparse features, not {len(self._features)}")
+        outside = loops.first_outside(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
+        if outside >= 0:
+            self._refuse_id(outside, sparse, ids)
+        if sparse.offsets is not None:
+            one_K1 = torch.tensor([not f.multi_hot for f in self._features]).unsqueeze(1)
+            wrong_KB = one_K1 & (sparse.offsets.diff().view(len(self._features), -1) != 1)
+            if wrong_KB.any():
+                k, sample = wrong_KB.nonzero()[0].tolist()
+                raise DataError(f"feature {self._features[k].name}: sample {sample} must hold exactly one id")
+        if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
+            raise DataError("per-sample weights need sum pooling of every table")
+
+    def _refuse_id(self, position: int, sparse: SparseFeatures, ids: BatchIds) -> NoReturn:
+        """DataError for an id that is no row of its table, naming where it stands."""
+        k = int((ids.ends_K <= position).sum())
+        sample = int((ids.offsets[1:] <= position).sum()) - k * ids.batch_size
+        raise DataError(
+            f"feature {self._features[k].name}, sample {sample}: id {int(sparse.ids_L[position])} is not a "
+            f"row of table {self._tables[k].name} ({self._tables[k].num_rows} rows)"
+        )

@@ -1,0 +1,262 @@
+"""A lookup under way: from the workers' answers to vectors, and back with their gradients.
+
+Within a distributed autograd context the gradients travel with the backward pass. A lookup ahead of its
+step is outside of any: its answers are plain values, and a function at their entry into the local graph
+sends their gradients, in one message a worker with the next lookup where there is one::
+
+    step s     compute s:  backward ── gradients of s, ids of s+2 ──►  worker
+    step s+1   compute s+1 ...                                         update s, then look up s+2
+    step s+2   wait for the vectors of s+2  ◄───────────────────────── answer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid.clock import OpenSpan, StepClock
+from hybrid.embedding import loops
+from hybrid.embedding.bags import Item
+from hybrid.embedding.trainer.routes import Items, Join
+from hybrid.errors import ClusterError
+from hybrid.steps.ticket import Purpose, Ticket
+
+
+class PendingTensors(Protocol):
+    """A worker's answer on its way: one of torch's futures."""
+
+    def wait(self) -> list[Tensor]: ...
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
+
+
+class PendingLookup(Protocol):
+    """Vectors on their way."""
+
+    def wait(self) -> Tensor:
+        """``pooled_BE``, the features' vectors side by side, once every worker has answered."""
+        ...
+
+
+class Sending(Protocol):
+    """A message on its way that has no answer but that it has arrived, or an exception."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class TableHost(Protocol):
+    """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors: ...
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Sending: ...
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> PendingTensors:
+        """Send gradients and look up, in one message."""
+        ...
+
+
+class Part(NamedTuple):
+    """The vectors of some features.
+
+    Attributes:
+        join: has the vectors, and takes their gradients.
+        columns_F: where each feature's vector begins among those of all; None if they are all, in order.
+    """
+
+    join: Join
+    columns_F: Tensor | None
+
+
+class Outbox:
+    """The gradients on their way to all workers, by messages of their own."""
+
+    def __init__(self) -> None:
+        self._sent: list[Sending] = []
+
+    def add(self, sending: Sending) -> None:
+        """Keep an eye on ``sending``; raise what earlier ones that have arrived have come to."""
+        arrived = [each for each in self._sent if each.done()]
+        self._sent = [each for each in self._sent if each not in arrived]
+        self._sent.append(sending)
+        for each in arrived:
+            each.wait()
+
+    def settle(self) -> None:
+        """Return once all have arrived; raise what they have come to."""
+        sent, self._sent = self._sent, []
+        for each in sent:
+            each.wait()
+
+
+class Lookup:
+    """A lookup of all features of a batch.
+
+    Args:
+        ticket: for which step, and what follows.
+        items: what each worker is asked for.
+        parts: the features, by route.
+        width: of all vectors of a sample together.
+
+    Attributes:
+        is_followed: whether the next step is looked up before these gradients come.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        items: Items,
+        parts: Sequence[Part],
+        width: int,
+        hosts: Mapping[int, TableHost],
+        outbox: Outbox,
+        clock: StepClock,
+    ) -> None:
+        self.is_followed = False
+        self._ticket = ticket
+        self._items = items
+        self._parts = parts
+        self._width = width
+        self._hosts = hosts
+        self._outbox = outbox
+        self._clock = clock
+        self._next: Lookup | None = None
+        self._answers: dict[int, PendingTensors] = {}
+        self._wire_dtype = torch.float32
+        self._sizes = {worker: len(asked) for worker, asked in items.items()}
+
+    def start(self) -> None:
+        """Ask the workers."""
+        for worker, host in self._hosts.items():
+            self._ask(worker, partial(host.lookup, self._ticket, self._items[worker]))
+
+    def start_with_gradients_of(self, earlier: Lookup) -> None:
+        """Ask the workers when the gradients of ``earlier`` leave for them."""
+        earlier._next = self
+
+    def settle(self) -> None:
+        """Return once the workers have answered, and so the gradients have arrived that this left with."""
+        for answer in self._answers.values():
+            answer.wait()
+
+    def wait(self) -> Tensor:
+        """``pooled_BE``, the features' vectors side by side, once every worker has answered.
+
+        Raises:
+            ClusterError: nobody was asked, since the gradients that this was to leave with have not left.
+        """
+        if self._answers.keys() != self._sizes.keys():
+            raise ClusterError(f"step {self._ticket.step}: its lookup has not left with earlier gradients")
+        tensors = [tensor for worker in self._sizes for tensor in self._answers[worker].wait()]
+        self._answers = {}  # would hold them longer than anybody needs them
+        # Autograd records the use of plain values only if an input of it requires a gradient.
+        anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
+        with self._clock.span("join"):
+            pooled_BE: Tensor = _Join.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
+        return pooled_BE
+
+    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+        """``pooled_BE`` of the tensors of all answers, worker after worker."""
+        self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
+        rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
+        results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
+        vectors = [part.join.vectors(results) for part in self._parts]
+        if self._parts[0].columns_F is None:
+            return vectors[0].flatten(1)
+        pooled_BE = vectors[0].new_empty(len(vectors[0]), self._width)
+        for (_, columns_F), vectors_BFD in zip(self._parts, vectors, strict=True):
+            assert columns_F is not None
+            loops.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+        return pooled_BE
+
+    def take_apart(self, grad_BE: Tensor) -> list[Tensor | None]:
+        """The gradients of these tensors; none where they are sent."""
+        with self._clock.span("take apart"):
+            grad_BE = _in_memory_of_its_own(grad_BE)
+            grads: dict[int, list[Tensor]] = {w: [grad_BE] * size for w, size in self._sizes.items()}
+            for part in self._parts:
+                for (worker, place), grad in part.join.gradients(_of_part(grad_BE, part)):
+                    grads[worker][place] = grad.to(self._wire_dtype)
+        if self._ticket.purpose is not Purpose.PREFETCH:
+            return [grad for of_worker in grads.values() for grad in of_worker]
+        for worker, of_worker in grads.items():
+            self._send(worker, of_worker)
+        return [None] * sum(self._sizes.values())
+
+    def _send(self, worker: int, grads: Sequence[Tensor]) -> None:
+        host, ticket = self._hosts[worker], self._ticket._replace(followed=self.is_followed)
+        following = self._next
+        if following is None:
+            with self._clock.span("serialise") as span:
+                _count(span, grads)
+                sending = host.send_gradients(ticket, grads)
+            self._outbox.add(sending)
+        else:
+            items = following._items[worker]
+            exchange = partial(host.exchange, ticket, grads, following._ticket, items)
+            following._ask(worker, exchange, grads)
+
+    def _ask(self, worker: int, send: Callable[[], PendingTensors], grads: Sequence[Tensor] = ()) -> None:
+        with self._clock.span("serialise") as span:
+            _count(span, grads, self._items[worker])
+            self._answers[worker] = answer = send()
+        if (call := self._clock.begin("call", flow=self._ticket.flow(worker))) is not None:
+            answer.add_done_callback(lambda _: call.close())
+
+
+def _count(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item] = ()) -> None:
+    """Note the bytes of a message."""
+    if span is not None:
+        tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
+        span.num_bytes = sum(tensor.nbytes for tensor in (*grads, *tensors))
+
+
+class Nothing(Lookup):
+    """The vectors of no samples, for which nobody is asked."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(Ticket(0, 0, 0), {}, (), width, {}, Outbox(), StepClock())
+
+    def wait(self) -> Tensor:
+        return torch.empty(0, self._width)
+
+
+def _of_part(grad_BE: Tensor, part: Part) -> Tensor:
+    if part.columns_F is None:
+        return grad_BE.view(part.join.shape_BFD)
+    grad_BFD = grad_BE.new_empty(part.join.shape_BFD)
+    loops.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
+    return grad_BFD
+
+
+class _Join(torch.autograd.Function):
+    """From the answers of the workers to ``pooled_BE``, and back with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> Tensor:
+        ctx.lookup = lookup
+        return lookup.join(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.lookup.take_apart(*grads)
+
+
+def _in_memory_of_its_own(grad: Tensor) -> Tensor:
+    """``grad``, contiguous: RPC would send all that a view is of.
+
+    It ends the process when it meets an empty view that starts beyond its storage.
+    """
+    storage_bytes = grad.untyped_storage().nbytes()
+    if grad.is_contiguous() and grad.storage_offset() == 0 and storage_bytes == grad.nbytes:
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)

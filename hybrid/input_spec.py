@@ -1,0 +1,28 @@
+"""What the batches of a run hold: the columns of its data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """One sparse feature of the input.
+
+    Attributes:
+        name: column name.
+        num_rows: one more than the largest id.
+        multi_hot: whether a sample may hold any number of ids; otherwise it holds exactly one.
+    """
+
+    name: str
+    num_rows: int
+    multi_hot: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """The columns of a data set, in the order of the tensors of a batch."""
+
+    dense_features: tuple[str, ...]
+    sparse_features: tuple[FeatureSpec, ...]

@@ -1,0 +1,75 @@
+"""How gradients become updates: what the workers of a run go by, and what they have measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hybrid.config import RunConfig
+from hybrid.steps.schedule import Schedule
+
+
+class UpdateMode(StrEnum):
+    """How the trainers' gradients become updates of the tables."""
+
+    SYNC = "sync"
+    PIPELINED = "pipelined"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRules:
+    """How gradients become updates; the same on every worker of a run.
+
+    Attributes:
+        num_trainers: how many trainers make a synchronous step.
+        mode: sync, pipelined or async.
+        parts: contributions of each trainer to a step, one a micro-batch.
+        decided: whether a step waits for the trainers' decision how it is applied (hybrid/training/guard.py).
+        check_finite: whether a gradient that is not finite is an error.
+        timeout_seconds: how long a step may wait for its last trainer, or for the decision.
+        schedule: how learning rates change from step to step.
+    """
+
+    num_trainers: int
+    mode: UpdateMode = UpdateMode.SYNC
+    parts: int = 1
+    decided: bool = False
+    check_finite: bool = False
+    timeout_seconds: float = 60.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    @classmethod
+    def of(cls, config: RunConfig, schedule: Schedule) -> UpdateRules:
+        """The rules of a run."""
+        train = config.train
+        return cls(
+            num_trainers=config.cluster.trainers,
+            mode=UpdateMode(train.update),
+            parts=train.micro_batches,
+            decided=train.clip_norm is not None or train.non_finite == "skip",
+            check_finite=train.non_finite == "stop",
+            timeout_seconds=config.cluster.step_timeout_seconds,
+            schedule=schedule,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How many updates came between reading rows and updating them by what was computed from them.
+
+    Attributes:
+        count: contributions measured.
+        total, largest: over all of them.
+    """
+
+    count: int = 0
+    total: int = 0
+    largest: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def __add__(self, other: Staleness) -> Staleness:
+        return Staleness(self.count + other.count, self.total + other.total, max(self.largest, other.largest))

@@ -1,0 +1,41 @@
+"""What a lookup says of itself: for which step, what it must see, and what follows."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+from hybrid.clock import Flow
+
+
+class Purpose(StrEnum):
+    """What follows a lookup."""
+
+    PREDICT = "predict"  # nothing
+    TRAIN = "train"  # gradients, by the backward pass of distributed autograd
+    PREFETCH = "prefetch"  # gradients, by a call of their own
+
+
+class Ticket(NamedTuple):
+    """Who looks up, for which step, and what it must see.
+
+    Attributes:
+        trainer: index of the trainer.
+        step: the step that its gradients are part of.
+        version: how many updates it must see; all before its step, or one less where it is prefetched. In
+            async mode, of how many steps its own trainer's gradients must be applied.
+        part: which of the step's micro-batches.
+        purpose: what follows.
+        followed: whether the trainer has looked up the next step before these gradients come.
+    """
+
+    trainer: int
+    step: int
+    version: int
+    part: int = 0
+    purpose: Purpose = Purpose.TRAIN
+    followed: bool = False
+
+    def flow(self, worker: int) -> Flow:
+        """What the spans of this ticket's call to ``worker`` have in common, on both sides."""
+        return self.trainer, self.step, self.part, worker

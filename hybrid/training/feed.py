@@ -1,0 +1,177 @@
+"""The steps of one trainer: its batches in micro-batches, with their lookups started in time.
+
+::
+
+    sync             step s     look up s ── compute s
+                     step s+1                          look up s+1 ── compute s+1
+
+    pipelined,       step s     compute s, send its gradients with the ids of s+2
+    async            step s+1   compute s+1, send its gradients with the ids of s+3
+
+Pipelined, the rows of step s+2 have all updates up to that of step s.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.trainer.lookup import Lookup
+from hybrid.steps.rules import UpdateMode
+from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.model import MicroBatch
+
+# A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
+_STEPS_AHEAD = 2
+_MANY = 1 << 60  # steps, where nobody knows how many
+
+
+class StepInput(NamedTuple):
+    """What one trainer computes in one step."""
+
+    batch: Batch
+    micro_batches: list[MicroBatch]
+
+
+class _Step(NamedTuple):
+    """A step, and its lookups where they are under way: one a micro-batch, none where nobody is asked."""
+
+    input: StepInput
+    lookups: list[Lookup]
+
+
+class PendingWord(Protocol):
+    """An answer on its way."""
+
+    def wait(self) -> object: ...
+
+
+class Hosting(Protocol):
+    """Whoever must be told that a trainer has ended, and goes on: a stub of a worker's tables."""
+
+    def send_finish(self, trainer: int, step: int) -> PendingWord: ...
+
+    def send_rejoin(self, trainer: int, step: int) -> PendingWord: ...
+
+
+class Feed:
+    """Iterates over the steps of one trainer.
+
+    Args:
+        embeddings: where vectors come from.
+        hosts: the workers that expect gradients for their tables.
+        trainer: its index.
+        mode, parts: see :class:`hybrid.steps.rules.UpdateRules`.
+        clock: counts the time spent here, and is told of each step that begins.
+    """
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        hosts: Sequence[Hosting],
+        trainer: int,
+        mode: UpdateMode,
+        parts: int,
+        clock: StepClock,
+    ) -> None:
+        self._embeddings = embeddings
+        self._hosts = hosts
+        self._trainer = trainer
+        self._looks_ahead = mode is not UpdateMode.SYNC
+        self._parts = parts
+        self._clock = clock
+        self._has_ended = False
+        self.begin(iter(()), 0)
+
+    def begin(self, batches: Iterator[Batch], step: int) -> None:
+        """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead."""
+        self._batches = batches
+        self._first_step = self._step = step
+        self._ahead: deque[_Step] = deque()  # looked up already
+
+    def rejoin(self) -> None:
+        """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
+
+        Nobody may go on until every trainer has called this: one that did could miss this one's gradients.
+        """
+        if self._has_ended:
+            self._has_ended = False
+            _await_all([host.send_rejoin(self._trainer, self._step) for host in self._hosts])
+
+    def settle(self) -> None:
+        """Return once the workers have the gradients of all steps that were taken.
+
+        They leave by messages that nobody waits for, but for the lookups that leave with them.
+        """
+        for step in self._ahead:
+            for lookup in step.lookups:
+                lookup.settle()
+        self._embeddings.settle()
+
+    def __iter__(self) -> Iterator[StepInput]:
+        return self
+
+    def __next__(self) -> StepInput:
+        self._clock.begin_step(self._step)
+        if self._looks_ahead:
+            current = self._next_of_ahead()
+        elif (batch := self._read()) is not None:
+            current = self._step_of(batch, self._step)
+        else:
+            raise StopIteration
+        self._step += 1
+        return current.input
+
+    def _next_of_ahead(self) -> _Step:
+        """The step of now. With its gradients, the step after the next is looked up."""
+        while len(self._ahead) < _STEPS_AHEAD and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
+        if not self._ahead:
+            raise StopIteration
+        current = self._ahead.popleft()
+        for lookup in current.lookups:
+            lookup.is_followed = bool(self._ahead and self._ahead[0].lookups)
+        if self._ahead and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
+        return current
+
+    def _read(self) -> Batch | None:
+        with self._clock.phase("data"):
+            return next(self._batches, None)
+
+    def _step_of(self, batch: Batch, step: int, after: Sequence[Lookup] = ()) -> _Step:
+        if batch.ended and not self._has_ended:
+            self._has_ended = True
+            _await_all([host.send_finish(self._trainer, step) for host in self._hosts])
+        lookups: list[Lookup] = []
+        micro_batches = []
+        for part, samples in enumerate(batch.split(self._parts)):
+            ticket = Ticket(self._trainer, step, step, part)
+            start: Callable[[], Lookup] = partial(self._embeddings.lookup, samples.sparse_features, ticket)
+            if batch.ended:
+                start = self._embeddings.nothing
+            elif self._looks_ahead:
+                lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
+                start = partial(_given, lookups[part])
+            micro_batches.append(MicroBatch(samples, ticket, start))
+        return _Step(StepInput(batch, micro_batches), lookups)
+
+    def _look_ahead(self, samples: Batch, ticket: Ticket, after: Lookup | None) -> Lookup:
+        version = max(self._first_step, ticket.step - 1)
+        ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+        with self._clock.phase("lookup"):
+            return self._embeddings.lookup(samples.sparse_features, ticket, after)
+
+
+def _await_all(words: Sequence[PendingWord]) -> None:
+    for word in words:
+        word.wait()
+
+
+def _given(lookup: Lookup) -> Lookup:
+    return lookup

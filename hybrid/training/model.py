@@ -1,0 +1,165 @@
+"""The model that spans processes: remote embeddings, a local dense net, and perhaps a remote one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.clock import StepClock
+from hybrid.config import RunConfig
+from hybrid.dense import replay
+from hybrid.dense.layers import name_layer
+from hybrid.dense.nets import DenseNet
+from hybrid.dense.replay import Given
+from hybrid.embedding.trainer.lookup import PendingLookup
+from hybrid.steps.ticket import Ticket
+
+
+class MicroBatch(NamedTuple):
+    """Some samples of one step, with the way to their vectors.
+
+    Attributes:
+        batch: the samples.
+        ticket: of the calls that the dense side makes for them.
+        start: starts the lookup, or gives the one that was started ahead.
+    """
+
+    batch: Batch
+    ticket: Ticket
+    start: Callable[[], PendingLookup]
+
+
+class RemoteStage(Protocol):
+    """A dense net elsewhere: a stub of a :class:`hybrid.dense.remote.NetHost`, or a net at hand."""
+
+    def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
+
+
+class HybridModel(nn.Module):
+    """Remote embeddings + local net (+ a remote dense net between interaction and head).
+
+    ::
+
+        sparse ids ──► lookup ════ RPC ════► workers
+        dense ──► bottom ──┐                   ║
+                           ▼        pooled     ║
+                      interaction ◄════════════╝
+                           ▼
+                      [remote net ═ RPC ═ worker]
+                           ▼
+                         head ──► logits
+
+    Lookups leave before ``bottom`` runs and are awaited after it, so the two overlap.
+
+    Args:
+        net: the local net; its parameters are this module's only ones.
+        remote_net: a net across RPC, or None.
+        dtype: of parameters, inputs and logits.
+        autocast: lower precision in which the local stages compute where that is safe, or None.
+
+    Attributes:
+        net: the local net, with the names of its parameters.
+        stages: what computes its stages: they themselves, or other forms over the same parameters.
+    """
+
+    def __init__(
+        self,
+        net: DenseNet,
+        remote_net: RemoteStage | None = None,
+        dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net.to(dtype)
+        self.stages = DenseNet(net.bottom, net.interaction, net.head)
+        # It holds no local parameters; kept out of the module tree so that DDP and state_dict pass by.
+        self._remote = (remote_net,)
+        self._dtype = dtype
+        self._autocast = autocast
+        self._given: Given | None = None  # in the last forward pass
+
+    @classmethod
+    def of(cls, config: RunConfig, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
+        """The model of a run, in the precision that its configuration says."""
+        autocast = None if config.dense.autocast == "none" else getattr(torch, config.dense.autocast)
+        return cls(net, remote_net, getattr(torch, config.train.dtype), autocast)
+
+    def forward(self, micro: MicroBatch, clock: StepClock) -> Tensor:
+        """``logits_B`` of a micro-batch.
+
+        Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
+        """
+        try:
+            return self._logits(micro, clock)
+        except Exception as error:
+            name_layer(error, self.net, self.stages)
+            raise
+
+    def _logits(self, micro: MicroBatch, clock: StepClock) -> Tensor:
+        (remote_net,) = self._remote
+        device = self.device
+        self._given = None
+        with clock.phase("lookup"):
+            lookup = micro.start()
+        with clock.phase("dense"), clock.span("bottom"), self._precision(device):
+            dense_BF = to_device(micro.batch.dense_features.to(self._dtype), device)
+            bottom_BH = self.stages.bottom(dense_BF)
+        with clock.phase("lookup"), clock.span("wait"):
+            pooled_BE = to_device(lookup.wait().to(self._dtype), device)
+        given = Given(dense_BF, pooled_BE.detach(), None)
+        with clock.phase("dense"):
+            with clock.span("interaction"), self._precision(device):
+                hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
+            if remote_net is not None:
+                with clock.span("remote net"):
+                    hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
+                given = given._replace(remote_BH=hidden_BH.detach())
+            with clock.span("head"), self._precision(device):
+                logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
+        self._given = given
+        return logits_B.to(self._dtype)
+
+    def raise_of_backward(self) -> None:
+        """See :func:`hybrid.dense.replay.raise_of_backward`; of the last forward pass."""
+        if self._given is not None:
+            replay.raise_of_backward(self.net, self._given, self._precision(self.device))
+
+    def first_not_finite(self, is_whole: bool) -> str:
+        """See :func:`hybrid.dense.replay.first_not_finite`; of the last forward pass."""
+        if self._given is None:
+            return ""
+        return replay.first_not_finite(self.net, self._given, self._precision(self.device), is_whole=is_whole)
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[object]:
+        """Autocast for what the trainer itself computes; it does not reach across RPC."""
+        return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the local net computes."""
+        return next((p.device for p in self.net.parameters()), torch.device("cpu"))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; copies to a GPU start from pinned memory and overlap what follows."""
+    if device.type == "cpu":
+        return tensor
+    moved: Tensor = _ToDevice.apply(tensor, device)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _ToDevice(torch.autograd.Function):
+    """An overlapped copy; autograd knows no derivative of ``pin_memory``."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].cpu(), None

@@ -1,0 +1,83 @@
+"""From configuration and data set to table specs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybrid.config import RunConfig, TableSection
+from hybrid.dense.nets import extra_columns
+from hybrid.embedding.placement import Placement, plan
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
+
+
+def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0) -> tuple[TableSpec, ...]:
+    """One table a sparse feature, or one for several where a [tables.NAME] section lists them.
+
+    Args:
+        extra_columns: columns beyond ``embedding.dim`` that the dense net wants of every table.
+
+    Raises:
+        ConfigError: a [tables.NAME] section is of no feature, two claim one feature, or one is named
+            after a feature that it leaves out.
+    """
+    features = {f.name: f for f in input_spec.sparse_features}
+    owner: dict[str, str] = {}
+    for name, section in config.tables.items():
+        if section.features and name in features and name not in section.features:
+            raise ConfigError(
+                f"tables.{name}.features", f"must list column {name!r}, or the table be renamed"
+            )
+        for feature in section.features or (name,):
+            if feature not in features:
+                raise ConfigError(f"tables.{name}", f"there is no sparse column {feature!r}")
+            if feature in owner:
+                raise ConfigError(
+                    f"tables.{name}", f"column {feature!r} has a table already: {owner[feature]}"
+                )
+            owner[feature] = name
+    readers: dict[str, list[FeatureSpec]] = {}
+    for feature_spec in input_spec.sparse_features:
+        readers.setdefault(owner.get(feature_spec.name, feature_spec.name), []).append(feature_spec)
+    return tuple(_table_spec(config, name, specs, extra_columns) for name, specs in readers.items())
+
+
+def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra_columns: int) -> TableSpec:
+    section = config.tables.get(name, TableSection())
+    shared = config.embedding
+    num_rows = max(f.num_rows for f in features)
+    return TableSpec(
+        name=name,
+        num_rows=num_rows,
+        dim=(section.dim or shared.dim) + extra_columns,
+        pooling=Pooling(section.pooling or shared.pooling),
+        features=tuple(f.name for f in features),
+        optimizer=OptimizerSpec(
+            name=section.optimizer or shared.optimizer,
+            learning_rate=section.learning_rate or shared.learning_rate,
+            eps=shared.eps,
+            betas=(shared.beta1, shared.beta2),
+            momentum=shared.momentum,
+            weight_decay=shared.weight_decay,
+            ftrl_beta=shared.ftrl_beta,
+            ftrl_l1=shared.ftrl_l1,
+        ),
+        # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
+        init_scale=num_rows**-0.5,
+        placement=section.placement or shared.placement,
+        workers=section.workers,
+        bytes_per_value=8 if config.train.dtype == "float64" else 4,
+    )
+
+
+def plan_tables(
+    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float]
+) -> tuple[tuple[TableSpec, ...], Placement]:
+    """The tables of a run, and where its workers hold their rows.
+
+    Args:
+        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
+    """
+    tables = table_specs(config, input_spec, extra_columns(config.dense.net))
+    return tables, plan(tables, config.cluster.workers, ids_per_sample)

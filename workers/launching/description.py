@@ -1,0 +1,37 @@
+"""What a role tells the launcher of the error that ends it."""
+
+from __future__ import annotations
+
+from hybrid import errors, wire
+from hybrid.errors import ClusterError, HybridError
+from hybrid.own_code.traces import is_to_log, words_of
+from hybrid.topology import Role
+from workers.joining.alarm import EndedRoleError, StoppedError
+from workers.launching.outcome import Cause, Outcome
+from workers.roles.diagnosis import UnexpectedError
+
+
+def describe(role: Role, error: Exception) -> Outcome:
+    """What ``role`` tells the launcher of the error that ends it."""
+    message = str(error) if isinstance(error, HybridError) else f"{role}: {words_of(error)}"
+    return Outcome(" ".join(message.split()), _cause(error), _logged_by(role, error))
+
+
+def _logged_by(role: Role, error: Exception) -> Role | None:
+    """The role whose log has the stack of ``error``, where the line that tells it is not all of it."""
+    if isinstance(error, UnexpectedError):
+        error = error.error
+    if isinstance(error, wire.RemoteError):
+        return error.role if error.failure.is_logged else None
+    return role if is_to_log(error) else None
+
+
+def _cause(error: Exception) -> Cause:
+    if isinstance(error, StoppedError | EndedRoleError):
+        return Cause.ECHO
+    kind = type(error)
+    if isinstance(error, wire.RemoteError):
+        kind = getattr(errors, error.failure.kind, Exception)
+    if not issubclass(kind, HybridError) or issubclass(kind, UnexpectedError):
+        return Cause.EXCEPTION
+    return Cause.LOST if issubclass(kind, ClusterError) else Cause.REFUSED

@@ -1,0 +1,199 @@
+"""Using a trained model in one process, without a cluster: evaluate and predict."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.checkpoint.dense_state import load_state, unpack_dense
+from hybrid.checkpoint.files import CONFIG_FILE, DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.clock import StepClock
+from hybrid.config import RunConfig
+from hybrid.data import manifest
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.loader import BatchLoader
+from hybrid.data.manifest import DataManifest
+from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.storage import PreparedDataset
+from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
+from hybrid.embedding.placement import plan
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.stored import StoredTables
+from hybrid.errors import ConfigError, HybridError
+from hybrid.metrics import Predictions, probabilities
+from hybrid.own_code.signature import load_run_config
+from hybrid.private_files import open_file
+from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.model import HybridModel
+from hybrid.training.step import predict_step
+from hybrid.training.tables import table_specs
+from workers.run_folder.paths import cache_folder
+from workers.screen.data_notes import data_notes, unknown_shares
+from workers.screen.terminal import passing_status
+from workers.screen.visible import visible
+
+
+class TrainedModel:
+    """A model out of a checkpoint, in this process; the rows of its tables stay in their files.
+
+    Args:
+        folder: a run folder, of whose checkpoints the best is taken; or one of these.
+        trust_code: whether code that it names may be run though the user has not signed it.
+
+    Attributes:
+        origin: the checkpoint that it is out of, and what that is among those of its run, in words.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is broken.
+        ConfigError: it names code that may not be run.
+    """
+
+    def __init__(self, folder: Path, trust_code: bool = False) -> None:
+        stored = Checkpoint.best_good(folder, lambda line: print(visible(line), file=sys.stderr))
+        self.step = stored.manifest.step
+        self.folder = stored.folder
+        self.origin = f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
+        self.config = load_run_config(stored.folder / CONFIG_FILE, trust_code=trust_code)
+        self.encoder = FeatureEncoder.load(stored.folder)
+        self._embeddings, self._model = _assemble(self.config, self.encoder, stored)
+
+    def predictions(self, dataset: PreparedDataset) -> Predictions:
+        """Those of all samples of ``dataset``, in its order."""
+        parts = []
+        clock = StepClock()
+        ticket = Ticket(0, self.step, self.step, purpose=Purpose.PREDICT)
+        loader = BatchLoader(dataset, batch_size=self.config.train.batch_size)
+        with passing_status() as say, loader.batches(0) as batches:
+            say("predicting")
+            for batch in batches:
+                logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, logits_B))
+        return Predictions.join(parts)
+
+
+def _assemble(
+    config: RunConfig, encoder: FeatureEncoder, stored: Checkpoint
+) -> tuple[Embeddings, HybridModel]:
+    spec = encoder.input_spec
+    tables = table_specs(config, spec, extra_columns(config.dense.net))
+    # Everything lies on the one worker that this process is.
+    tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
+    placement = plan(tables, num_workers=1)
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, dtype)})
+    net = build_dense_net(config, spec, embeddings.widths).to(dtype)
+    load_state(net, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
+    remote_net = None
+    if config.dense.remote_mlp:
+        at_hand = build_remote_net(config, spec, embeddings.widths).to(dtype).eval()
+        load_state(at_hand, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
+        remote_net = partial(_call_at_hand, at_hand)
+    return embeddings, HybridModel.of(config, net, remote_net).eval()
+
+
+def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+    output: Tensor = net(hidden_BH)
+    return output
+
+
+def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> None:
+    """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
+    trained = _read(folder, trust_code)
+    with _dataset(trained, inputs, with_labels=True) as dataset:
+        metrics = trained.predictions(dataset).metrics()
+        _say(f"{'checkpoint':<20}{trained.origin}")
+        for name, value in metrics.as_dict().items():
+            number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+            _say(f"{name.replace('_', ' '):<20}{number}")
+        _say_of_rows(dataset)
+
+
+def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool = False) -> None:
+    """Write the probability of each usable row to a CSV: its row number in the input, then the value.
+
+    Args:
+        inputs: files, with labels or without; none for the test rows of the run.
+
+    Raises:
+        HybridError: the output exists, or cannot be written.
+    """
+    if output.exists():
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    trained = _read(folder, trust_code)
+    with _dataset(trained, inputs, with_labels=False) as dataset:
+        _write(output, dataset, probabilities(trained.predictions(dataset).tied().logits))
+        _say(f"wrote {dataset.num_samples:,} probabilities to {output}; checkpoint: {trained.origin}")
+        _say_of_rows(dataset)
+
+
+def _read(folder: Path, trust_code: bool) -> TrainedModel:
+    with passing_status() as say:
+        say("reading the model")
+        return TrainedModel(folder, trust_code)
+
+
+@contextmanager
+def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) -> Iterator[PreparedDataset]:
+    """Files encoded as the model's training files were, or the test rows of its run."""
+    config = trained.config
+    if not inputs:
+        yield _test_rows(trained)
+        return
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
+        folder = Path(scratch) / "encoded"
+        with passing_status() as say:
+            say("reading the input")
+            dataset = encode_files(
+                config, inputs, trained.encoder, folder, with_labels=with_labels, progress=say
+            )
+        yield dataset
+
+
+def _test_rows(trained: TrainedModel) -> PreparedDataset:
+    config, copy = trained.config, trained.folder / manifest.COPY_NAME
+    if not copy.exists():
+        raise ConfigError("--input", "must name files: RUN was trained on batches of your own")
+    with passing_status() as say:
+        prepared = prepare(config, cache_folder(config), say)
+    now = DataManifest.read(prepared / manifest.FILE_NAME)
+    DataManifest.read(copy).check_same(now, "name files by --input")
+    dataset = PreparedDataset.open(prepared, "test")
+    if not dataset.num_samples:
+        raise ConfigError("--input", "must name files: RUN has no test rows (data.test_fraction = 0)")
+    return dataset
+
+
+def _say_of_rows(dataset: PreparedDataset) -> None:
+    if dataset.report.unknown:
+        _say(f"{'unknown values':<20}{unknown_shares(dataset.report.unknown)}")
+    for line in data_notes(dataset.report):
+        _say(line)
+
+
+def _say(line: str) -> None:
+    print(visible(line))
+
+
+def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> None:
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with open(partial, "w", newline="", opener=open_file) as file:
+            writer = csv.writer(file)
+            writer.writerow(["row", "probability"])
+            for row, probability in zip(dataset.source_rows.tolist(), probabilities_N.tolist(), strict=True):
+                writer.writerow([row, probability])
+        partial.rename(output)
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,52 @@
+"""Which role it was, of a failure that the master has heard of: one cause named, its echoes left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hybrid import wire
+from hybrid.errors import ClusterError
+from hybrid.topology import Role
+from workers.joining.alarm import LostRoleError
+from workers.joining.bootstrap import Cluster, Member
+
+_PING_SECONDS = 2.0
+
+
+class UnexpectedError(ClusterError):
+    """A role answered a call with an exception that nobody has thought of."""
+
+    def __init__(self, error: wire.RemoteError, when: str) -> None:
+        super().__init__(f"{error} ({when})")
+        self.error = error
+
+
+def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
+    """The error to show for ``error``: a role that is gone is the cause, whoever complained of it.
+
+    Args:
+        when: what the run was doing, such as "at step 12".
+    """
+    try:
+        lost = [] if isinstance(error, LostRoleError) else list(_lost_roles(cluster))
+    except LostRoleError as found:  # its signs of life have ended, too
+        error, lost = found, []
+    if isinstance(error, LostRoleError):
+        return type(error)(f"{error} {when}; its log says why, if it could")
+    if len(lost) == len(cluster.members) > 1:
+        return ClusterError(f"no role answers the master any more: {error} ({when})")
+    if lost:
+        names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
+        return ClusterError(f"lost {names} {when}; its log says why, if it could")
+    if not isinstance(error, wire.RemoteError):
+        return ClusterError(f"{error} ({when})")
+    return error if error.failure.is_users else UnexpectedError(error, when)
+
+
+def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Member]]:
+    pings = {role: wire.ping(role, _PING_SECONDS) for role in cluster.members}
+    for role, call in pings.items():
+        try:
+            call.wait()
+        except wire.LostError:
+            yield role, cluster.members[role]

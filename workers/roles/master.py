@@ -1,0 +1,142 @@
+"""The master: the only role with opinions. It prepares, creates, runs, watches and stops everything."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Protocol, Self
+
+import torch
+
+from hybrid import wire
+from hybrid.config import RunConfig
+from hybrid.data.prepared import prepare
+from hybrid.errors import DataError, first_line
+from hybrid.topology import MASTER, Topology
+from hybrid.trust.secret import Secret
+from workers.jobs.compare import Comparison
+from workers.jobs.own import OwnJob
+from workers.jobs.training import Training
+from workers.joining.alarm import LostRoleError
+from workers.joining.bootstrap import announce_stop, join
+from workers.joining.listener import listen
+from workers.roles.diagnosis import diagnose
+from workers.run_folder.paths import cache_folder
+from workers.screen.terminal import TerminalView
+from workers.task import CompareTask, OwnTask, Task, TrainTask
+
+_POLL_SECONDS = 0.05
+_ABANDON_SECONDS = 1.0
+
+
+def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket | None = None) -> None:
+    """The master process: run a task on its cluster, from start to end.
+
+    Args:
+        secret: the cluster's.
+        listener: the rendezvous socket, where the launcher has bound it already.
+
+    Raises:
+        HybridError: what went wrong first, in one line.
+        KeyboardInterrupt: it was asked to stop, and has.
+    """
+    torch.set_num_threads(config.cluster.threads)
+    job = _make_job(config, task)
+    section = config.cluster
+    with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
+        # Reading the data and gathering the roles overlap; neither needs the other.
+        view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
+        with (
+            _Preparation(config, view, is_wanted=not isinstance(task, OwnTask)) as data,
+            join(MASTER, config, secret, bound) as cluster,
+        ):
+            try:
+                has_ended = job.run(cluster.topology, data.result, view)
+            except (wire.RemoteError, wire.LostError, LostRoleError) as error:
+                cause = diagnose(cluster, error, job.doing)
+                announce_stop(cluster, str(cause))
+                raise cause from error
+            except BaseException as error:
+                interrupted = isinstance(error, KeyboardInterrupt)
+                announce_stop(cluster, "interrupted" if interrupted else first_line(error))
+                raise
+            announce_stop(cluster)
+    if not has_ended:
+        raise KeyboardInterrupt
+
+
+class _Job(Protocol):
+    """What a task comes to; ``doing`` says where in it a failure came."""
+
+    doing: str
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+        """Do it, on a cluster that is there.
+
+        Args:
+            data: gives the folder of the prepared data, once it is there.
+
+        Returns:
+            whether it has come to its end; else it was asked to stop.
+        """
+        ...
+
+
+def _make_job(config: RunConfig, task: Task) -> _Job:
+    if isinstance(task, TrainTask):
+        return Training(config, task)
+    if isinstance(task, CompareTask):
+        return Comparison(config, task.steps)
+    return OwnJob(config, task.function)
+
+
+class _Preparation:
+    """Prepares the data of a run in a thread that does not keep a process alive which fails meanwhile.
+
+    The thread prints nothing itself: at the end of a process, one that holds stdout would abort it.
+    """
+
+    def __init__(self, config: RunConfig, view: TerminalView, is_wanted: bool) -> None:
+        self._config = config
+        self._view = view
+        self._said: SimpleQueue[str] = SimpleQueue()
+        self._folder: Future[Path] = Future()
+        self._is_wanted = is_wanted
+        self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
+        if is_wanted:
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What is half built is removed by the thread; if it cannot in time, by the next preparation.
+        self._is_wanted = False
+        if self._thread.is_alive():
+            self._thread.join(_ABANDON_SECONDS)
+
+    def result(self) -> Path:
+        """The folder of the prepared data, once it is there; says meanwhile what is going on."""
+        while not self._folder.done() or not self._said.empty():
+            with suppress(Empty):
+                self._view.status(self._said.get(timeout=_POLL_SECONDS))
+        return self._folder.result()
+
+    def _run(self) -> None:
+        try:
+            cache = cache_folder(self._config)
+            self._folder.set_result(prepare(self._config, cache, self._said.put, self._check))
+        except BaseException as error:  # raised where the result is asked for
+            self._folder.set_exception(error)
+
+    def _check(self) -> None:
+        if not self._is_wanted:
+            raise DataError("the preparation of the data was abandoned, since the run has ended")

@@ -1,0 +1,80 @@
+"""How far a run has come, as its folder tells. Free of torch, for the launcher."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from hybrid.checkpoint import folders
+from workers.run_folder.paths import METRICS_FILE, RESULT_FILE, own_command
+
+_FileVersion: TypeAlias = tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a run folder holds at a moment.
+
+    Attributes:
+        logged_step: how many steps its log knows of.
+        checkpoint_step: steps that its newest checkpoint holds; None where there is none.
+        log, result: which version of metrics.jsonl and of result.json is there.
+    """
+
+    logged_step: int
+    checkpoint_step: int | None
+    log: _FileVersion
+    result: _FileVersion
+
+    @classmethod
+    def of(cls, folder: Path) -> RunState:
+        """The state of a run folder, which may be empty or missing."""
+        log = folder / METRICS_FILE
+        return cls(_logged_step(log), newest_step(folder), _version(log), _version(folder / RESULT_FILE))
+
+    @property
+    def resumed_step(self) -> int:
+        """Where the run would go on."""
+        return self.checkpoint_step or 0
+
+
+def left_behind(folder: Path, command: str) -> str:
+    """What a run that was stopped has saved and lost, and how it goes on.
+
+    Args:
+        command: that takes ``--resume``: launch, or master.
+    """
+    state = RunState.of(folder)
+    lost = state.logged_step - state.resumed_step
+    said = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
+    if state.checkpoint_step is None:
+        return "; ".join(["nothing is saved", *said])
+    again = f"{own_command()} {command} --resume {shlex.quote(str(folder))}"
+    return "; ".join([f"step {state.checkpoint_step} is saved", *said, f"to go on: {again}"])
+
+
+def newest_step(folder: Path) -> int | None:
+    """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
+    return next(map(folders.step_of, folders.stored(folder)), None)
+
+
+def _logged_step(log: Path) -> int:
+    if not log.exists():
+        return 0
+    whole, _, _ = log.read_text(encoding="utf-8").rpartition("\n")  # the last line may be cut short
+    for line in reversed(whole.splitlines()):
+        record = json.loads(line)
+        if record["kind"] == "train":
+            return int(record["step"])
+    return 0
+
+
+def _version(path: Path) -> _FileVersion:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

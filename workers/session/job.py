@@ -1,0 +1,56 @@
+"""What the master tells every trainer, and what a trainer tells of its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from hybrid.config import RunConfig
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.spec import TableSpec
+from hybrid.input_spec import InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.wire import RemoteNet, RemoteTables
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the master tells every trainer.
+
+    Attributes:
+        input_spec: what the batches hold.
+        tables, placement: the tables, and where their rows are.
+        rules: how gradients become updates.
+        hosts: a stub for every worker that holds rows.
+        remote_net: the remote dense net, or None.
+        data_folder: the prepared data set; None where batches are given.
+    """
+
+    config: RunConfig
+    input_spec: InputSpec
+    tables: tuple[TableSpec, ...]
+    placement: Placement
+    rules: UpdateRules
+    hosts: dict[int, RemoteTables]
+    remote_net: RemoteNet | None
+    data_folder: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a trainer has seen since the last report.
+
+    Attributes:
+        losses: this trainer's part of the loss, one value a step.
+        logits, labels: of all samples of these steps.
+        phase_seconds: where the time went.
+        skipped_steps: how many of the steps made no update, on any side.
+    """
+
+    losses: list[float]
+    logits: Tensor
+    labels: Tensor
+    phase_seconds: dict[str, float]
+    skipped_steps: int

@@ -1,0 +1,247 @@
+"""The trainer: a dense net or its part of one, a share of the data, and a stub of every worker's tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE, Files
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.clock import Span, StepClock
+from hybrid.data.loader import BatchLoader, BatchStream
+from hybrid.data.storage import PreparedDataset
+from hybrid.dense.device import choose_devices
+from hybrid.dense.nets import build_dense_net
+from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.errors import DataError
+from hybrid.metrics import Predictions
+from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.evened import evened
+from hybrid.training.feed import Feed, StepInput
+from hybrid.training.forms import arrange
+from hybrid.training.generators import seed_step
+from hybrid.training.guard import Guard
+from hybrid.training.model import HybridModel
+from hybrid.training.shared_sum import SharedSum
+from hybrid.training.step import predict_step, train_step
+from hybrid.wire import RemoteHost
+from workers.session.job import Job, Report
+
+
+class Trainer:
+    """Lives on a trainer process; the master creates it there and calls its methods.
+
+    Args:
+        index: this trainer's index.
+        job: what to train, on what.
+    """
+
+    def __init__(self, index: int, job: Job) -> None:
+        config = job.config
+        train, dense = config.train, config.dense
+        self._index = index
+        self._job = job
+        self._devices = devices = choose_devices(dense, index)
+        self._device = devices[0]
+        self._clock = StepClock()
+        self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts, self._clock)
+        widths = self._embeddings.widths
+        net = build_dense_net(config, job.input_spec, widths).to(self._device)
+        model = HybridModel.of(config, net, job.remote_net)
+        self._arrangement = arrange(model, config, job.input_spec, widths, devices)
+        optimizer = make_optimizer(
+            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
+        )
+        self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self._group = dist.group.WORLD
+        self._model = DdpModel(
+            model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
+        )
+        decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
+        skip = train.non_finite == "skip"
+        self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
+        hosts = list(job.hosts.values())
+        self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
+        self._stream: BatchStream | None = None
+        self._position = (-1, 0)
+        self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
+        if job.data_folder is not None:
+            self._train_loader = self._loader(job.data_folder, "train", shuffle=config.data.shuffle)
+            self._test_loader = self._loader(job.data_folder, "test", shuffle=False)
+
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> Report:
+        """Train on this trainer's share of some steps of an epoch of the prepared data set.
+
+        Args:
+            epoch: which pass over the data.
+            first_step, num_steps: steps within the epoch.
+            steps_before: steps taken since the start of the run.
+        """
+        if self._stream is None or self._position != (epoch, first_step):
+            self._close_stream()
+            self._stream = self._train_loader.batches(epoch, first_step)
+            self._feed.begin(self._stream, steps_before)
+        self._position = (epoch, first_step + num_steps)
+        return self._train(itertools.islice(self._feed, num_steps), steps_before)
+
+    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> Report:
+        """Train on batches of the caller's own, to the end of those of all trainers.
+
+        Trainers may have different numbers of batches, of different sizes; each step takes one of every
+        trainer that still has one.
+
+        Args:
+            make_batches: gives the batches of a trainer by its index; called on every trainer. Their
+                ``global_size`` is not read.
+            steps_before: steps taken since the start of the run.
+
+        Raises:
+            DataError: a batch is not of the job's features, or a label not from 0 to 1.
+        """
+        self._close_stream()
+        spec = self._job.input_spec
+        empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
+        batches = make_batches(self._index)
+        own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
+        self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
+        report = self._train(self._feed, steps_before)
+        self._feed.rejoin()
+        return report
+
+    def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        spec = self._job.input_spec
+        for number, batch in enumerate(batches):
+            try:
+                batch.check(len(spec.dense_features), len(spec.sparse_features))
+            except DataError as error:
+                raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
+            yield batch
+
+    def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
+        self._model.module.train()
+        report = _ReportBuilder()
+        for step, (batch, micro_batches) in enumerate(inputs, steps_before):
+            seed_step(self._job.config.run.seed, self._index, step, self._devices)
+            result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
+            report.add(result.logits, batch.labels, result.loss, result.is_skipped)
+            self._clock.end_step()
+        return report.build(self._clock)
+
+    def evaluate(self, first_step: int, num_steps: int, steps_before: int) -> Predictions:
+        """Predict this trainer's share of some steps of the test data; at least one."""
+        module = self._model.module.eval()
+        parts = []
+        clock = StepClock()
+        ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
+        with self._test_loader.batches(0, first_step) as stream:
+            for batch in itertools.islice(stream, num_steps):
+                logits_B = predict_step(module, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, logits_B))
+        return Predictions.join(parts)
+
+    def settle(self) -> None:
+        """See :meth:`Feed.settle`."""
+        self._feed.settle()
+
+    def begin_save(self, name: str | None) -> None:
+        """Hold a copy of the dense net and its optimizer for :meth:`write`.
+
+        Trainers that hold a net together are called at once.
+
+        Args:
+            name: of the file to write; None only gives others the part of the net that they do not have.
+        """
+        whole = self._arrangement.whole_state(self._model.net, self._optimizer.optimizer)
+        if name is not None:
+            self._held = name, pack_dense(*whole)
+
+    def write(self, folder: Path) -> Files:
+        """Write what it holds into a checkpoint folder, and let go of it."""
+        (name, held), self._held = self._held, (DENSE_FILE, {})
+        return write_tensors(folder, name, held)
+
+    def load(self, folder: Path, name: str) -> None:
+        """Take the dense net and its optimizer from a file of a checkpoint.
+
+        Raises:
+            CheckpointError: it is of another net.
+        """
+        stored = unpack_dense(Checkpoint.open(folder).tensors(name))
+        net, state = self._arrangement.own_state(self._model.net, *stored)
+        load_state(self._model.net, net, folder)
+        self._optimizer.load(state, folder)
+
+    def record(self, steps: range) -> None:
+        """See :meth:`StepClock.record`."""
+        self._clock.record(steps)
+
+    def take_spans(self) -> list[Span]:
+        """See :meth:`StepClock.take_spans`."""
+        return self._clock.take_spans()
+
+    def close(self) -> None:
+        """End the background reading."""
+        self._close_stream()
+
+    def _close_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _share_memory(self) -> SharedSum | None:
+        """How the trainers of a net sum its gradients where they need no process group for that."""
+        config = self._job.config
+        if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
+            return None
+        timeout_seconds = config.cluster.rpc_timeout_seconds
+        return SharedSum.join(self._arrangement.group, self._device, timeout_seconds)
+
+    @property
+    def _reducing_device(self) -> torch.device:
+        """Where the trainers' process group wants its tensors."""
+        return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
+
+    def _loader(self, data_folder: Path, split: str, shuffle: bool) -> BatchLoader:
+        config = self._job.config
+        return BatchLoader(
+            PreparedDataset.open(data_folder, split),
+            batch_size=config.train.batch_size,
+            trainer_index=self._index,
+            num_trainers=config.cluster.trainers,
+            seed=config.run.seed,
+            shuffle=shuffle,
+            prefetch_batches=config.data.prefetch_batches,
+        )
+
+
+class _ReportBuilder:
+    """Collects what the steps of one call give."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._logits: list[Tensor] = []
+        self._labels: list[Tensor] = []
+        self._skipped_steps = 0
+
+    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float, is_skipped: bool) -> None:
+        self._losses.append(loss)
+        self._logits.append(logits_B)
+        self._labels.append(labels_B)
+        self._skipped_steps += is_skipped
+
+    def build(self, clock: StepClock) -> Report:
+        # Nothing at all where no trainer was given a batch.
+        logits_N, labels_N = (torch.cat(t) if t else torch.empty(0) for t in (self._logits, self._labels))
+        return Report(self._losses, logits_N, labels_N, clock.take(), self._skipped_steps)
