@@ -74,7 +74,7 @@ CASES = [
     Case(
         "SIGTERM or SIGHUP to a role under `launch` alone",
         "nothing: the launcher decides",
-        "unit/test_fork_server.py::test_signals_that_stop_a_launch_are_not_for_its_processes",
+        "unit/launching/test_fork_server.py::test_signals_that_stop_a_launch_are_not_for_its_processes",
     ),
     Case(
         "an exception before the first step",
@@ -90,13 +90,13 @@ CASES = [
     Case(
         "nobody reads what `launch` prints any more (`| head`), or stdout is closed, or its disk is full",
         "the run goes on without it; a line on stderr says so, once",
-        "unit/test_lasting_output.py::test_a_run_goes_on_without_its_output",
+        "unit/screen/test_lasting_output.py::test_a_run_goes_on_without_its_output",
     ),
     Case(
         "too few open files are allowed",
         "the soft limit is raised to the hard one; where that is too low, a line says how many a role needs, "
         "before anything starts",
-        "unit/test_open_files.py::test_every_command_that_starts_roles_says_so_before_it_starts_any",
+        "unit/launching/test_open_files.py::test_every_command_that_starts_roles_says_so_before_it_starts_any",
     ),
     Case(
         "no new checkpoint between `cluster.max_restarts` restarts",
@@ -116,7 +116,7 @@ CASES = [
     Case(
         "that process cannot import what the roles need",
         "`launch` ends with one line: it would come again",
-        "unit/test_fork_server.py::test_what_cannot_be_imported_is_told_and_not_tried_again",
+        "unit/launching/test_fork_server.py::test_what_cannot_be_imported_is_told_and_not_tried_again",
     ),
     Case(
         "the kernel ends a role since memory has run out",
@@ -126,7 +126,7 @@ CASES = [
     Case(
         "the same before the first step, as while the data are prepared",
         "`launch` ends with one line: it would come again",
-        "unit/test_restarts.py::test_memory_that_runs_out_before_the_first_step_would_run_out_again",
+        "unit/launching/test_restarts.py::test_memory_that_runs_out_before_the_first_step_would_run_out_again",
     ),
     Case(
         "an input file has changed since the run began",
@@ -151,27 +151,27 @@ CASES = [
     Case(
         "the disk is full, or read-only, or a role cannot write, when a checkpoint is due",
         "a line says so, what was written of it is removed, training goes on; the next is tried when due",
-        "unit/test_run_checkpoints.py::test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due",
+        "unit/jobs/test_checkpoints.py::test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due",
     ),
     Case(
         "the same at the end of the run",
         "`launch` ends with exit code 1 and names the newest good checkpoint; `--resume` goes on from it",
-        "unit/test_run_checkpoints.py::test_the_last_one_must_be_written",
+        "unit/jobs/test_checkpoints.py::test_the_last_one_must_be_written",
     ),
     Case(
         "the disk is full, or read-only, when anything else of a run is written",
         "`launch` ends with exit code 1 and names the file; after making room, `--resume` goes on",
-        "unit/test_report.py::test_a_full_disk_while_logging",
+        "unit/run_folder/test_report.py::test_a_full_disk_while_logging",
     ),
     Case(
         "the same when a restart is to be noted in `restarts.jsonl`",
         "the line that says who failed says that too, and the run is started again",
-        "unit/test_restarts.py::test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause",
+        "unit/launching/test_restarts.py::test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause",
     ),
     Case(
         "the same, for the log of a role that fails",
         "`launch` says who failed, and how, as ever",
-        "unit/test_role_processes.py::test_it_tells_its_error",
+        "unit/launching/test_role_processes.py::test_it_tells_its_error",
     ),
     Case(
         "a file of the newest checkpoint is truncated or altered",
@@ -181,12 +181,12 @@ CASES = [
     Case(
         "the clock jumps",
         "nothing: nobody looks at it",
-        "unit/test_heartbeat.py::test_a_clock_that_is_set_means_nothing",
+        "unit/joining/test_heartbeat.py::test_a_clock_that_is_set_means_nothing",
     ),
     Case(
         "a whole host is stopped for a while, and goes on",
         "its roles accuse nobody; the others have taken them for frozen",
-        "unit/test_heartbeat.py::test_a_master_that_was_stopped_itself_takes_nobody_for_frozen",
+        "unit/joining/test_heartbeat.py::test_a_master_that_was_stopped_itself_takes_nobody_for_frozen",
     ),
 ]
 

@@ -157,3 +157,26 @@ def test_a_label_that_is_no_probability_is_refused(label: float) -> None:
 def test_a_batch_that_does_not_fit_says_how(batch: Batch, message: str) -> None:
     with pytest.raises(DataError, match=message):
         batch.check(NUM_DENSE, 1)
+
+
+class TestBatch:
+    def test_bags_are_laid_out_as_drawn_in_the_docstring(self) -> None:
+        sparse = SparseFeatures.from_bags([[[4, 7], [], [2]], [[5], [1], [9]]])
+        assert sparse.ids_L.tolist() == [4, 7, 2, 5, 1, 9]
+        assert sparse.offsets is not None
+        assert sparse.offsets.tolist() == [0, 2, 2, 3, 4, 5, 6]
+        assert (sparse.num_features, sparse.batch_size, sparse.weights_L) == (2, 3, None)
+
+    def test_weights_follow_their_ids(self) -> None:
+        sparse = SparseFeatures.from_bags([[[4, 7], []], [[5], [1]]], [[[0.5, 2.0], []], [[1.0], [3.0]]])
+        assert sparse.weights_L is not None
+        assert sparse.weights_L.dtype == torch.float32
+        assert sparse.weights_L.tolist() == [0.5, 2.0, 1.0, 3.0]
+
+    def test_without_offsets_each_sample_has_one_id_of_each_feature(self) -> None:
+        assert SparseFeatures(torch.arange(6), None, None, 2).batch_size == 3
+
+    def test_batches_of_no_samples_and_of_no_features(self) -> None:
+        assert SparseFeatures.from_bags([[], []]).batch_size == 0
+        assert SparseFeatures.from_bags([]).batch_size == 0
+        assert SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 0).batch_size == 0

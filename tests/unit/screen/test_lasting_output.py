@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # Prints a lot, then says on a file of its own that it has come to its end.
 RUN = """
 import sys

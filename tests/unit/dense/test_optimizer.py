@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from hybrid.checkpoint.dense_state import pack_dense, unpack_dense
+from hybrid.config import ScheduleSection
 from hybrid.dense.optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.steps.schedule import Schedule
@@ -187,3 +189,50 @@ def test_state_of_other_parameters_is_refused(place: int, shape: list[int], tmp_
     message = f"^{tmp_path}: is of another model: optimizer state {place} does not fit$"
     with pytest.raises(CheckpointError, match=message):
         optimizer.load({place: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(shape)}}, tmp_path)
+
+
+class TestDenseOptimizer:
+    def test_it_steps_with_the_gradients_that_it_is_given(self) -> None:
+        used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        unused.grad = torch.ones(2)  # left by somebody else; not of this step
+        optimizer = DenseOptimizer(torch.optim.SGD([used, unused], lr=0.5), Schedule())
+        optimizer.step(0, {used: torch.tensor([1.0, 2.0])})
+        assert used.tolist() == [0.5, 0.0]
+        assert unused.tolist() == [1.0, 1.0]
+        assert used.grad is None
+        assert unused.grad is None
+
+    def test_gradients_are_scaled_and_left_as_they_are(self) -> None:
+        parameter, gradient = nn.Parameter(torch.ones(2)), torch.tensor([1.0, 2.0])
+        optimizer = DenseOptimizer(torch.optim.SGD([parameter], lr=0.5), Schedule())
+        optimizer.step(0, {parameter: gradient}, scale=0.5)
+        assert parameter.tolist() == [0.75, 0.5]
+        assert gradient.tolist() == [1.0, 2.0]
+
+    def test_rates_follow_the_schedule_by_the_number_of_the_step(self) -> None:
+        first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 3.0}]
+        section = ScheduleSection(kind="step", decay_every=10, decay_factor=0.5)
+        optimizer = DenseOptimizer(torch.optim.SGD(groups, lr=1.0), Schedule(section))
+        for step in (20, 0, 10):  # as after a checkpoint, and in no order
+            optimizer.step(step, {first: torch.ones(1), second: torch.ones(1)})
+        assert (first.item(), second.item()) == (-1.75, -5.25)
+
+    def test_a_checkpoint_brings_states_and_no_settings(self) -> None:
+        def stepped(rate: float) -> torch.optim.Optimizer:
+            parameter = nn.Parameter(torch.ones(2))
+            optimizer = torch.optim.Adam([parameter], lr=rate)
+            DenseOptimizer(optimizer, Schedule()).step(0, {parameter: torch.ones(2)})
+            return optimizer
+
+        stored, optimizer = stepped(0.5).state_dict(), stepped(0.25)
+        DenseOptimizer(optimizer, Schedule()).load(stored["state"], Path("checkpoint"))
+        assert optimizer.param_groups[0]["lr"] == 0.25
+        assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], stored["state"][0]["exp_avg"])
+
+    def test_the_norm_of_gradients(self) -> None:
+        gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])]
+        assert squared_norm(gradients) == 169.0
+        assert squared_norm([]) == 0.0
+        assert squared_norm([torch.full((10,), 1e30)]) == pytest.approx(1e61)  # beyond float32
+        assert math.isnan(squared_norm([torch.tensor([1.0, math.nan])]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hybrid.clock import STEP, Span, StepClock
+from hybrid.clock import PHASES, STEP, Span, StepClock
 
 
 def recording(*steps: int) -> StepClock:
@@ -220,3 +220,27 @@ def test_many_threads_record_at_once() -> None:
     spans: list[Span] = clock.take_spans()
     assert len(spans) == 4 * 200 * 2
     assert all(span.end_ns >= span.start_ns for span in spans)
+
+
+class TestClock:
+    def test_phases_add_up_and_start_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 23.0])
+        monkeypatch.setattr("hybrid.clock.time.perf_counter", lambda: next(ticks))
+        clock = StepClock()
+        for name in ("lookup", "dense", "lookup"):
+            with clock.phase(name):
+                pass
+        assert clock.take() == {**dict.fromkeys(PHASES, 0.0), "lookup": 4.0, "dense": 2.0}
+        assert clock.take() == dict.fromkeys(PHASES, 0.0)
+
+    def test_time_counts_even_where_the_phase_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ticks = iter([0.0, 1.5])
+        monkeypatch.setattr("hybrid.clock.time.perf_counter", lambda: next(ticks))
+        clock = StepClock()
+        with pytest.raises(ZeroDivisionError), clock.phase("data"):
+            _ = 1 / 0
+        assert clock.take()["data"] == 1.5
+
+    def test_a_phase_that_does_not_exist_is_a_mistake(self) -> None:
+        with pytest.raises(KeyError), StepClock().phase("lunch"):
+            pass

@@ -323,7 +323,7 @@ def test_a_pipe_gets_no_escape_codes_even_where_colour_is_forced() -> None:
         "with TerminalView() as view: view.status('[bold]starting')\nsys.exit('torch' in sys.modules)"
     )
     environment = {"FORCE_COLOR": "1", "TERM": "xterm"}
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, check=True
     )

@@ -54,13 +54,13 @@ def test_a_function_travels_by_name_and_is_the_same_there(
 ) -> None:
     travelling = described(function)
     assert isinstance(travelling, OwnFunction)
-    assert travelling.name == f"test_own_code:{name}"
+    assert travelling.name == f"{__name__}:{name}"
     assert resolved(travelling)(*args) == 42
 
 
 def test_what_travels_holds_no_code() -> None:
     held = described(partial(apply, Workload(1, Workload(6)))).args
-    assert held == (OwnValue("test_own_code:Workload", {"factor": 1, "inner": described(Workload(6))}),)
+    assert held == (OwnValue(f"{__name__}:Workload", {"factor": 1, "inner": described(Workload(6))}),)
 
 
 def test_other_values_travel_as_they_are() -> None:
@@ -103,19 +103,19 @@ def test_what_is_not_the_users_own_is_not_looked_up(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "test_own_code:system",
-        "test_own_code:load_own",
-        "test_own_code:Path",
-        "test_own_code:times.__globals__",
-        "test_own_code:times.__class__",
-        "test_own_code:times.__call__",
-        "test_own_code:Workload.__dict__",
-        "test_own_code:sys.modules",
+        f"{__name__}:system",
+        f"{__name__}:load_own",
+        f"{__name__}:Path",
+        f"{__name__}:times.__globals__",
+        f"{__name__}:times.__class__",
+        f"{__name__}:times.__call__",
+        f"{__name__}:Workload.__dict__",
+        f"{__name__}:sys.modules",
     ],
 )
 def test_what_a_module_of_the_users_has_from_elsewhere_is_not_looked_up(name: str) -> None:
     assert system is os.system
-    with pytest.raises(ConfigError, match="is nothing that test_own_code defines"):
+    with pytest.raises(ConfigError, match=f"is nothing that {__name__} defines"):
         load_own(name)
 
 
@@ -127,7 +127,7 @@ class Plain:
 def test_a_value_is_a_dataclass_and_nothing_else_is_called_for_one(name: str) -> None:
     fields: dict[str, Any] = {} if name == "Plain" else {"factor": 6, "value": 7}
     with pytest.raises(ConfigError, match="is no dataclass, and no other value travels"):
-        resolved(OwnValue(f"test_own_code:{name}", fields))
+        resolved(OwnValue(f"{__name__}:{name}", fields))
 
 
 @pytest.fixture

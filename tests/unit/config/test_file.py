@@ -26,7 +26,7 @@ from hybrid.config.file import decisive_values, load_config, to_toml, validate
 from hybrid.config.page import describe
 from hybrid.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
@@ -400,7 +400,7 @@ def test_importing_does_not_import_torch() -> None:
 
 def test_every_key_is_read_somewhere() -> None:
     """A key that nothing reads would be accepted, documented, and change nothing."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     files = [p for package in ("hybrid", "workers") for p in (root / package).rglob("*.py")]
     code = "\n".join(p.read_text(encoding="utf-8") for p in files if p.name != "config.py")
     sections = [value for value in vars(RunConfig()).values() if dataclasses.is_dataclass(value)]
