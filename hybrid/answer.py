@@ -8,12 +8,30 @@ more callback on every answer would cost more than the signature.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
 
 Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Awaited(Protocol[Result_co]):
+    """An answer on its way, as who waits for it knows it: a future of torch's, a call by RPC, a lookup."""
+
+    def wait(self) -> Result_co:
+        """The answer, or the exception that came in its place."""
+        ...
+
+
+class Watched(Awaited[Result_co], Protocol[Result_co]):
+    """One that says when it is there."""
+
+    def done(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
 
 
 class Caller(Protocol):

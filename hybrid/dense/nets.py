@@ -12,22 +12,11 @@ remote dense net may sit between ``interaction`` and ``head``. Every stage takes
 
 # No postponed annotations here: TorchScript checks those of buffers, as types.
 
-import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from hybrid.config import NETS, RunConfig
-from hybrid.dense.own_net import check_own_net
-from hybrid.errors import ConfigError
-from hybrid.input_spec import InputSpec
-from hybrid.own_code.names import load_function
-
-Stages = tuple[nn.Module, nn.Module]
 
 
 class DenseNet(nn.Module):
@@ -177,124 +166,3 @@ class WideHead(nn.Module):
     def forward(self, hidden_BH: Tensor) -> Tensor:
         deep_B: Tensor = self.deep(hidden_BH[:, 1:])
         return hidden_BH[:, 0] + deep_B
-
-
-def extra_columns(net_name: str) -> int:
-    """Columns that a net needs in every table beyond the embedding: 1 for a first-order weight, else 0."""
-    return int(net_name in ("deepfm", "wide_deep"))
-
-
-def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """The dense net of ``dense.net``; its weights depend on the arguments alone (``run.seed``).
-
-    Where ``dense.remote_mlp`` is set, the head is one layer that takes the remote net's output. A net
-    of the user's own is what ``function(config, input_spec, widths)`` of their module returns.
-
-    Args:
-        widths: width of each sparse feature's table, extra columns included.
-
-    Raises:
-        ConfigError: the tables' widths do not suit the net, or the user's own net cannot be had.
-    """
-    with _seeded(config.run.seed, "dense net"):
-        if config.dense.net not in NETS:
-            return _own_net(config, input_spec, widths)
-        bottom, interaction = _STAGES[config.dense.net](config, input_spec, widths)
-        if config.dense.remote_mlp:
-            return DenseNet(bottom, interaction, _logits((config.dense.remote_mlp[-1],)))
-        width = _hidden_width(bottom, interaction, input_spec, widths)
-        if extra_columns(config.dense.net):
-            return DenseNet(bottom, interaction, WideHead(_logits((width - 1, *config.dense.top_mlp))))
-        return DenseNet(bottom, interaction, _logits((width, *config.dense.top_mlp)))
-
-
-def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
-    """The layers of ``dense.remote_mlp``, which take the interaction's output and feed the head."""
-    width = interaction_width(config, input_spec, widths)
-    with _seeded(config.run.seed, "remote dense net"):
-        return _mlp((width, *config.dense.remote_mlp))
-
-
-def interaction_width(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> int:
-    """H of the ``hidden_BH`` that the net's interaction gives."""
-    net = build_dense_net(config, input_spec, widths)
-    return _hidden_width(net.bottom, net.interaction, input_spec, widths)
-
-
-def _hidden_width(
-    bottom: nn.Module, interaction: nn.Module, input_spec: InputSpec, widths: Sequence[int]
-) -> int:
-    parameters = (*bottom.parameters(), *interaction.parameters())
-    dtype = next((parameter.dtype for parameter in parameters), torch.float32)
-    with torch.no_grad():
-        bottom_BH = bottom(torch.zeros(0, len(input_spec.dense_features), dtype=dtype))
-        return int(interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1))
-
-
-def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """A linear layer and ReLU from each width to the next."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def _logits(widths: Sequence[int]) -> nn.Sequential:
-    """An MLP over ``widths``, then a plain layer to one logit a sample."""
-    return _mlp(widths).append(nn.Linear(widths[-1], 1)).append(nn.Flatten(0))
-
-
-def _dlrm(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    dim = _common_width(config, widths)
-    num_dense = len(input_spec.dense_features)
-    bottom = _mlp((num_dense, *config.dense.bottom_mlp, dim)) if num_dense else nn.Identity()
-    num_vectors = len(widths) + bool(num_dense)
-    if num_vectors < 2:
-        raise ConfigError("data.dense", "must name a column, since dlrm interacts two vectors or more")
-    return bottom, DotInteraction(num_vectors, dim)
-
-
-def _dcn_v2(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    width = len(input_spec.dense_features) + sum(widths)
-    return nn.Identity(), CrossInteraction(width, config.dense.cross_layers)
-
-
-def _deepfm(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    width = _common_width(config, widths)
-    return nn.Identity(), FactorizationMachine(len(widths), width, len(input_spec.dense_features))
-
-
-def _wide_deep(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    return nn.Identity(), WideAndDeepInputs(widths, len(input_spec.dense_features))
-
-
-_STAGES = {"dlrm": _dlrm, "dcn_v2": _dcn_v2, "deepfm": _deepfm, "wide_deep": _wide_deep}
-
-
-def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
-    if len(set(widths)) != 1:
-        dims = sorted({width - extra_columns(config.dense.net) for width in widths})
-        rule = f"must be the same for all tables, since dense.net is {config.dense.net}"
-        raise ConfigError("tables.*.dim", rule, dims)
-    return widths[0]
-
-
-def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    build = load_function("dense.net", config.dense.net, ("config", "input_spec", "widths"))
-    net = build(config, input_spec, widths)
-    if not isinstance(net, DenseNet):
-        reason = f"must return a hybrid.dense.nets.DenseNet, not a {type(net).__name__}"
-        raise ConfigError("dense.net", reason, config.dense.net)
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
-    given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
-    check_own_net(net.to(dtype), config.dense.net, given, dtype)
-    return net
-
-
-@contextmanager
-def _seeded(seed: int, purpose: str) -> Iterator[None]:
-    """In here, torch's CPU generator is a function of ``seed`` and ``purpose``; outside it is untouched."""
-    digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
-        yield

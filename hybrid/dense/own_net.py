@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from hybrid.dense.compiled import undisturbed
 from hybrid.dense.layers import name_layer
+from hybrid.dense.nets import DenseNet
 from hybrid.errors import ConfigError
 from hybrid.own_code.traces import words_of
-
-if TYPE_CHECKING:
-    from hybrid.dense.nets import DenseNet
 
 # A trainer's share of the last batch may be empty.
 _NUMBERS_OF_SAMPLES = (2, 0)

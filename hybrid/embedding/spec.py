@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+
+from hybrid.input_spec import InputSpec
 
 
 class Pooling(StrEnum):
@@ -57,3 +60,9 @@ class TableSpec:
     placement: str = "auto"
     workers: tuple[int, ...] = ()
     bytes_per_value: int = 4
+
+
+def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
+    """The table of each sparse feature, in feature order."""
+    table_of = {feature: table for table in tables for feature in table.features}
+    return [table_of[feature.name] for feature in input_spec.sparse_features]

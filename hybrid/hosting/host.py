@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch.futures import Future
 
 from hybrid.checkpoint.files import Files
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import Span, StepClock
 from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.steps.rules import Staleness
 
 
 class Host(nn.Module):
@@ -34,30 +32,6 @@ class Host(nn.Module):
     def version(self) -> int:
         """How many updates it has seen."""
         return self.barrier.version
-
-    def norm(self, step: int) -> Future[float]:
-        """See :meth:`UpdateBarrier.norm`."""
-        return self.barrier.norm(step)
-
-    def decide(self, step: int, scale: float | None) -> None:
-        """See :meth:`UpdateBarrier.decide`."""
-        self.barrier.decide(step, scale)
-
-    def finish(self, trainer: int, step: int) -> None:
-        """See :meth:`UpdateBarrier.finish`."""
-        self.barrier.finish(trainer, step)
-
-    def rejoin(self, trainer: int, step: int) -> None:
-        """See :meth:`UpdateBarrier.rejoin`."""
-        self.barrier.rejoin(trainer, step)
-
-    def fail(self, reason: str) -> None:
-        """See :meth:`UpdateBarrier.fail`."""
-        self.barrier.fail(reason)
-
-    def take_staleness(self) -> Staleness:
-        """See :meth:`UpdateBarrier.take_staleness`."""
-        return self.barrier.take_staleness()
 
     def record(self, steps: range) -> None:
         """See :meth:`StepClock.record`."""
@@ -85,6 +59,10 @@ class Host(nn.Module):
         for name, tensors in held.items():
             files |= write_tensors(folder, name, tensors)
         return files
+
+    def load(self, folder: Path, step: int) -> None:
+        """Take from a checkpoint what it holds, and go on as after ``step`` steps."""
+        raise NotImplementedError
 
     def _files(self, is_copied: bool) -> Mapping[str, Mapping[str, Tensor]]:
         """What is written into which file of a checkpoint."""

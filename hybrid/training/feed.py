@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import Lookup
+from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.training.model import MicroBatch
@@ -45,20 +47,6 @@ class _Step(NamedTuple):
     lookups: list[Lookup]
 
 
-class PendingWord(Protocol):
-    """An answer on its way."""
-
-    def wait(self) -> object: ...
-
-
-class Hosting(Protocol):
-    """Whoever must be told that a trainer has ended, and goes on: a stub of a worker's tables."""
-
-    def send_finish(self, trainer: int, step: int) -> PendingWord: ...
-
-    def send_rejoin(self, trainer: int, step: int) -> PendingWord: ...
-
-
 class Feed:
     """Iterates over the steps of one trainer.
 
@@ -73,7 +61,7 @@ class Feed:
     def __init__(
         self,
         embeddings: Embeddings,
-        hosts: Sequence[Hosting],
+        hosts: Sequence[wire.RemoteHost[Any]],
         trainer: int,
         mode: UpdateMode,
         parts: int,
@@ -101,7 +89,9 @@ class Feed:
         """
         if self._has_ended:
             self._has_ended = False
-            _await_all([host.send_rejoin(self._trainer, self._step) for host in self._hosts])
+            wire.gather(
+                [host.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for host in self._hosts]
+            )
 
     def settle(self) -> None:
         """Return once the workers have the gradients of all steps that were taken.
@@ -147,14 +137,16 @@ class Feed:
     def _step_of(self, batch: Batch, step: int, after: Sequence[Lookup] = ()) -> _Step:
         if batch.ended and not self._has_ended:
             self._has_ended = True
-            _await_all([host.send_finish(self._trainer, step) for host in self._hosts])
+            wire.gather(
+                [host.call_barrier(UpdateBarrier.finish, self._trainer, step) for host in self._hosts]
+            )
         lookups: list[Lookup] = []
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
             ticket = Ticket(self._trainer, step, step, part)
             start: Callable[[], Lookup] = partial(self._embeddings.lookup, samples.sparse_features, ticket)
             if batch.ended:
-                start = self._embeddings.nothing
+                start = partial(self._embeddings.nothing, ticket)
             elif self._looks_ahead:
                 lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
                 start = partial(_given, lookups[part])
@@ -166,11 +158,6 @@ class Feed:
         ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         with self._clock.phase("lookup"):
             return self._embeddings.lookup(samples.sparse_features, ticket, after)
-
-
-def _await_all(words: Sequence[PendingWord]) -> None:
-    for word in words:
-        word.wait()
 
 
 def _given(lookup: Lookup) -> Lookup:

@@ -16,30 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hybrid import wire
 from hybrid.errors import NonFiniteError
+from hybrid.hosting.barrier import UpdateBarrier
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
 _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or train.non_finite = "skip"'
-
-
-class PendingValue(Protocol):
-    """A host's answer on its way."""
-
-    def wait(self) -> float: ...
-
-
-class DecidedHost(Protocol):
-    """What holds its updates until a decision comes: a stub of a worker's tables or net."""
-
-    def ask_norm(self, step: int) -> PendingValue: ...
-
-    def send_decision(self, step: int, scale: float | None) -> PendingValue: ...
 
 
 class Guard:
@@ -57,7 +45,7 @@ class Guard:
         self,
         clip_norm: float | None,
         skip: bool,
-        hosts: Sequence[DecidedHost],
+        hosts: Sequence[wire.RemoteHost[Any]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -66,7 +54,7 @@ class Guard:
         self._hosts = hosts
         self._group = group
         self._device = device
-        self._sent: list[PendingValue] = []
+        self._sent: list[wire.Pending[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
         """NonFiniteError where the run is to stop at a loss that is not finite.
@@ -96,14 +84,14 @@ class Guard:
                 what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
                 raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
-        norms = [host.ask_norm(step) for host in self._hosts]
+        norms = [host.norm(step) for host in self._hosts]
         mine = squared_norm if math.isfinite(loss) else math.nan
         total = self._sum(mine) + sum(norm.wait() for norm in norms)
         scale = self._scale(step, total)
         if self._group.rank() == 0:
             for sent in self._sent:
                 sent.wait()  # long answered: the norms came after them
-            self._sent = [host.send_decision(step, scale) for host in self._hosts]
+            self._sent = [host.call_barrier(UpdateBarrier.decide, step, scale) for host in self._hosts]
         return scale
 
     def _sum(self, value: float) -> float:

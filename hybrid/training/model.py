@@ -9,14 +9,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybrid.answer import Awaited
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.config import RunConfig
 from hybrid.dense import replay
 from hybrid.dense.layers import name_layer
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.replay import Given
-from hybrid.embedding.trainer.lookup import PendingLookup
 from hybrid.steps.ticket import Ticket
 
 
@@ -31,7 +30,7 @@ class MicroBatch(NamedTuple):
 
     batch: Batch
     ticket: Ticket
-    start: Callable[[], PendingLookup]
+    start: Callable[[], Awaited[Tensor]]
 
 
 class RemoteStage(Protocol):
@@ -82,12 +81,6 @@ class HybridModel(nn.Module):
         self._dtype = dtype
         self._autocast = autocast
         self._given: Given | None = None  # in the last forward pass
-
-    @classmethod
-    def of(cls, config: RunConfig, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
-        """The model of a run, in the precision that its configuration says."""
-        autocast = None if config.dense.autocast == "none" else getattr(torch, config.dense.autocast)
-        return cls(net, remote_net, getattr(torch, config.train.dtype), autocast)
 
     def forward(self, micro: MicroBatch, clock: StepClock) -> Tensor:
         """``logits_B`` of a micro-batch.

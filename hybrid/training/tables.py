@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid.config import RunConfig, TableSection
-from hybrid.dense.nets import extra_columns
+from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import Placement, plan
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError

@@ -1,10 +1,11 @@
 """What a payload may name: data types, by their exact names, and what a role may be asked to construct.
 
-A pickle can name anything that can be imported, and have it called or changed. Here it can name what is
-listed below, all of which only holds data, and call it. What enumerations, dataclasses, named tuples and
-paths hold travels beside their names (:func:`by_value`), and not in the form that a version of Python gives.
-Classes to construct, and functions of the user's own, travel as their names, and are looked up where they are
-used: the project's in the list below, the user's by their modules (``hybrid/own_code/names.py``).
+A pickle can name anything that can be imported, and have it called or changed. Here it can name plain data,
+and those of the project's classes that only hold data (``hybrid/wire/payloads.py``), and call them. What
+enumerations, dataclasses, named tuples and paths hold travels beside their names (:func:`by_value`), and
+not in the form that a version of Python gives. Classes to construct, and functions of the user's own,
+travel as their names, and are looked up where they arrive: the project's in a list, too, the user's by
+their modules (``hybrid/own_code/names.py``).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import dataclasses
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from pathlib import PurePath
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,46 +28,62 @@ from hybrid.own_code.names import load_own, name_of
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.signature import UNSIGNED
 
-DATA = frozenset(
-    f"{module}:{name}"
+PLAIN = {
+    f"{module}:{name}": getattr(importlib.import_module(module), name)
     for module, names in {
         "builtins": "range slice frozenset complex bytearray",
         "pathlib": "Path",
         "torch": "Size device bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64",
-        "hybrid.batch": "Batch SparseFeatures",
-        "hybrid.clock": "Span",
-        "hybrid.config.sections": (
-            "RunConfig RunSection ClusterSection DataSection EmbeddingSection TableSection DenseSection "
-            "TrainSection CheckpointSection ScheduleSection ProfileSection"
-        ),
-        "hybrid.embedding.bags": "Bags",
-        "hybrid.embedding.placement": "Placement Shard",
-        "hybrid.embedding.spec": "OptimizerSpec Pooling TableSpec",
-        "hybrid.input_spec": "FeatureSpec InputSpec",
-        "hybrid.metrics": "Predictions",
-        "hybrid.own_code.names": "OwnFunction OwnValue",
-        "hybrid.steps.rules": "Staleness UpdateMode UpdateRules",
-        "hybrid.steps.schedule": "Schedule",
-        "hybrid.steps.ticket": "Purpose Ticket",
-        "hybrid.topology": "Role RoleKind Topology",
-        "hybrid.wire.calls": "Vitals construct_module",
-        "hybrid.wire.failure": "Failure",
-        "hybrid.wire.stubs": "ModuleRef RemoteNet RemoteTables",
-        "workers.session.job": "Job Report",
     }.items()
     for name in names.split()
-)
-HOSTED = frozenset(
-    {
-        "hybrid.embedding.worker.shards:TableShards",
-        "workers.session.session:RemoteMlp",
-        "workers.session.trainer:Trainer",
-    }
-)
+}
 
 # How a pickle makes a value: by calling something with these arguments.
 Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
 Reducer: TypeAlias = Callable[[Any], Reduced]
+
+
+class ClassName(NamedTuple):
+    """A class to construct where this travels to: among those to construct there, or of the user's own."""
+
+    name: str
+
+
+class Allowed:
+    """What the payloads of a process may name.
+
+    Args:
+        data: classes that only hold data, and functions that may be named.
+        created: the project's own classes of which objects may be made here, and functions that make one.
+
+    Attributes:
+        data: what may be named, by name.
+        marks: what pickles name in place of what is not pickled as it is, and what they call there.
+    """
+
+    def __init__(self, data: Iterable[Callable[..., Any]], created: Iterable[Callable[..., Any]]) -> None:
+        self.data = PLAIN | {name_of(each): each for each in data}
+        self._created = {name_of(each): each for each in created}
+        self.marks = {
+            made.__name__: _Callable(self._made),
+            class_named.__name__: _Callable(lambda name: partial(self._to_create, name)),
+            reference_to.__name__: _Callable(rpc.PyRRef._deserialize),
+        }
+
+    def listed(self, name: str) -> Any:
+        """What is called ``name``; RefusedPayload where it is not on the list."""
+        if name not in self.data:
+            raise RefusedPayload(f"{name} may not travel; hybrid/trust/allowed.py says what may")
+        return self.data[name]
+
+    def _made(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """What the listed class ``name`` makes of what it is to hold."""
+        return self.listed(name)(*args, **keywords)
+
+    def _to_create(self, name: str) -> Callable[..., Any]:
+        """What is to be constructed by this name; ConfigError where there is no such class."""
+        found: Callable[..., Any] = self._created.get(name) or load_own(name)
+        return found
 
 
 class Unpickler(pickle.Unpickler):
@@ -74,11 +91,13 @@ class Unpickler(pickle.Unpickler):
 
     Args:
         pickled, tensors: of a payload whose signature is good; of the tensors it holds for their bytes alone.
+        allowed: what it may name.
     """
 
-    def __init__(self, pickled: bytes, tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor], allowed: Allowed) -> None:
         super().__init__(io.BytesIO(pickled))
         self._tensors = tensors
+        self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
         """What ``module`` calls ``name``, if it is on the list, to be called only.
@@ -89,9 +108,9 @@ class Unpickler(pickle.Unpickler):
         if module == __name__:
             if name == tensor_beside.__name__:
                 return _Callable(self._tensor)
-            if name in _MARKS:
-                return _MARKS[name]
-        found = _listed(f"{module}:{name}")
+            if name in self._allowed.marks:
+                return self._allowed.marks[name]
+        found = self._allowed.listed(f"{module}:{name}")
         return _Callable(found) if callable(found) else found
 
     def _tensor(self, index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -120,6 +139,8 @@ class _Callable:
 def by_value(kind: type[Any]) -> Reducer | None:
     """How a pickle makes values of a class, of its name and what they hold; None for other classes."""
     name = name_of(kind)
+    if kind is ClassName:
+        return lambda value: (class_named, (value.name,))
     if issubclass(kind, Enum):
         return lambda value: (made, (name, (value.value,), {}))
     if issubclass(kind, PurePath):  # Python 3.13 has the class elsewhere
@@ -135,8 +156,13 @@ def by_value(kind: type[Any]) -> Reducer | None:
 
 
 def made(name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """What the listed class ``name`` makes of what it is to hold."""
-    return _listed(name)(*args, **keywords)
+    """What a pickle names where a value of the listed class ``name`` was."""
+    raise NotImplementedError(f"{name} of no message")
+
+
+def class_named(name: str) -> Callable[[], Callable[..., Any]]:
+    """What a pickle names where a :class:`ClassName` was; there will be what gives the class, or an error."""
+    raise NotImplementedError(f"{name} of no message")
 
 
 def tensor_beside(index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -149,32 +175,7 @@ def reference_to(fork: tuple[Any, ...]) -> rpc.RRef[Any]:
     raise NotImplementedError(f"reference {fork} of no message")
 
 
-_MARKS = {made.__name__: _Callable(made), reference_to.__name__: _Callable(rpc.PyRRef._deserialize)}
-
-
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
     """How a pickle calls the type of a tensor's values."""
     return str(dtype)
-
-
-def hosted(name: str) -> type[Any]:
-    """The class to construct that is called ``name``: the project's that are listed, and the user's own.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
-    found: type[Any] = _found(name) if name in HOSTED else load_own(name)
-    return found
-
-
-def _listed(name: str) -> Any:
-    if name not in DATA:
-        raise RefusedPayload(f"{name} may not travel; hybrid/trust/allowed.py lists what may")
-    return _found(name)
-
-
-@cache
-def _found(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)

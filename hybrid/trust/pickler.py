@@ -24,6 +24,7 @@ from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code.names import name_of
 from hybrid.trust.allowed import (
+    Allowed,
     Reduced,
     Reducer,
     Unpickler,
@@ -128,14 +129,20 @@ class SignedPickler(internal._InternalRPCPickler):
 
     Args:
         calls: the functions that may be called.
+        allowed: what payloads may name.
         refusals: counts what is refused; nothing of that is loaded, and the caller, if any, gets an error.
     """
 
     def __init__(
-        self, signatures: Signatures, calls: Iterable[Callable[..., Any]], refusals: Refusals
+        self,
+        signatures: Signatures,
+        calls: Iterable[Callable[..., Any]],
+        allowed: Allowed,
+        refusals: Refusals,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._signatures = signatures
+        self._allowed = allowed
         self._refusals = refusals
         functions: tuple[Callable[..., Any], ...] = (*calls, _CREATE_MODULE, *_GATHER)
         self._calls = {name_of(function): function for function in functions}
@@ -176,7 +183,7 @@ class SignedPickler(internal._InternalRPCPickler):
         to: bytes | None = None
         try:
             kind, to, pickled = self._signatures.open(binary_data, tensor_table)
-            return self._load(kind, to, Unpickler(pickled, tensor_table).load())
+            return self._load(kind, to, Unpickler(pickled, tensor_table, self._allowed).load())
         except ClusterError:  # the alarm's, which rings in whatever the main thread is at
             raise
         except Exception as error:  # a pickle may have anything raised, for want of memory too

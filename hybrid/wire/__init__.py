@@ -20,16 +20,15 @@ a process joins and leaves with ``start`` and ``stop`` (``group``).
 from hybrid.wire.calls import Vitals
 from hybrid.wire.failure import Failure, LostError, RefusedError, RemoteError
 from hybrid.wire.group import start, stop
+from hybrid.wire.pending import Pending, gather
 from hybrid.wire.stubs import (
     ModuleRef,
-    Pending,
     Remote,
     RemoteHost,
     RemoteNet,
     RemoteTables,
     create,
     create_module,
-    gather,
     ping,
 )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import psutil
@@ -22,12 +23,14 @@ from hybrid.hosting.host import Host
 from hybrid.memory import available_memory_bytes
 from hybrid.own_code.names import resolved
 from hybrid.steps.ticket import Ticket
-from hybrid.trust.allowed import hosted
 from hybrid.wire.failure import Failure, failure_of
 
-# What others have constructed here, as long as they keep it.
-modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
-_module_numbers = itertools.count()
+# What others have created here, by number, as long as they keep it.
+_created: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+# Gives what to make an object by, or raises that there is no such class.
+Find: TypeAlias = Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def lookup(
     number: int, ticket: tuple[Any, ...], items: list[tuple[int, Any]]
 ) -> torch.futures.Future[list[Tensor]]:
     """See :meth:`TableShards.lookup`."""
-    tables: TableShards = modules[number]
+    tables: TableShards = _created[number]
     return tables.lookup(Ticket(*ticket), items)
 
 
@@ -88,7 +91,7 @@ def exchange(
     items: list[tuple[int, Any]],
 ) -> torch.futures.Future[list[Tensor]]:
     """See :meth:`TableShards.exchange`."""
-    tables: TableShards = modules[number]
+    tables: TableShards = _created[number]
     try:
         answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
     except Exception as error:  # comes back like an error of the answer
@@ -100,21 +103,25 @@ def exchange(
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
     """See :meth:`NetHost.call`."""
-    host: NetHost = modules[number]
+    host: NetHost = _created[number]
     return host.call(Ticket(*ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def norm(number: int, step: int) -> torch.futures.Future[float]:
     """See :meth:`UpdateBarrier.norm`."""
-    host: Host = modules[number]
-    return host.norm(step)
+    host: Host = _created[number]
+    return host.barrier.norm(step)
 
 
-def construct(cls: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
-    """A reference to ``cls(*args)``, which now lives here."""
+def _made(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return find()(*map(resolved, args), **{name: resolved(each) for name, each in keywords.items()})
+
+
+def create(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> rpc.RRef[Any] | Failure:
+    """A reference to an object that is made of ``args``, and now lives here."""
     try:
-        return rpc.RRef(hosted(cls)(*map(resolved, args)))
+        return rpc.RRef(_made(find, args, keywords))
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
@@ -127,10 +134,10 @@ class _Unbuilt(nn.Module):
         self.failure = failure
 
 
-def construct_module(cls: str, args: tuple[Any, ...]) -> nn.Module:
+def create_module(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> nn.Module:
     """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
     try:
-        module: nn.Module = hosted(cls)(*map(resolved, args))
+        module: nn.Module = _made(find, args, keywords)
         return module
     except Exception as error:  # comes back as a value
         return _Unbuilt(failure_of(error))
@@ -141,19 +148,32 @@ def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
     module = rref.local_value()
     if isinstance(module, _Unbuilt):
         return module.failure
-    number = next(_module_numbers)
-    modules[number] = module
+    number = next(_numbers)
+    _created[number] = module
     return number
 
 
-def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
+def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """What a public method of an object that lives here returns."""
     try:
-        if method.startswith("_"):
-            raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-        return getattr(rref.local_value(), method)(*map(resolved, args))
+        return _invoke(rref.local_value(), method, args, keywords)
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
 
-CALLS = (greet, vitals, lookup, exchange, call_net, norm, construct, await_module, invoke)
+def invoke_barrier(number: int, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """What a public method of the update barrier of a host that lives here returns."""
+    try:
+        return _invoke(_created[number].barrier, method, args, keywords)
+    except Exception as error:  # comes back as a value
+        return failure_of(error)
+
+
+def _invoke(owned: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    if method.startswith("_"):
+        raise ClusterError(f"{method} cannot be called by RPC: it is not public")
+    by_name = {name: resolved(each) for name, each in keywords.items()}
+    return getattr(owned, method)(*map(resolved, args), **by_name)
+
+
+CALLS = (greet, vitals, lookup, exchange, call_net, norm, create, await_module, invoke, invoke_barrier)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from hybrid.topology import Role, Topology, rpc_transport
+from hybrid.trust.allowed import Allowed
 from hybrid.trust.pickler import SignedPickler, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Signatures
 from hybrid.trust.sockets import closed_after
 from hybrid.wire.calls import CALLS
+from hybrid.wire.payloads import DATA
 from hybrid.wire.stubs import greet
 
 _scheme_numbers = itertools.count()
@@ -33,6 +37,8 @@ def start(
     interface: str,
     transport: str,
     timeout_seconds: float,
+    data: Iterable[type[Any]] = (),
+    created: Iterable[Callable[..., Any]] = (),
 ) -> None:
     """Join the RPC group of a cluster; returns when every role has joined.
 
@@ -43,6 +49,9 @@ def start(
         interface: network interface that this process listens on.
         transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
         timeout_seconds: of every call, unless it names its own.
+        data: classes whose values may travel, besides those of this package; they only hold data.
+        created: classes of the project's of which others may create objects here, and functions that make
+            one; what the user's own modules define, they may anyway.
     """
     os.environ["TP_SOCKET_IFNAME"] = interface
     rank, world_size = topology.rank(role), topology.world_size
@@ -57,7 +66,9 @@ def start(
         _transports=["uv"] if is_tcp else ["shm", "uv"],
     )
     name = str(role.rpc_name)  # not an enum: torch pickles it
-    install(SignedPickler(Signatures(secret, run_id, name), CALLS, Refusals()))
+    install(
+        SignedPickler(Signatures(secret, run_id, name), CALLS, Allowed((*DATA, *data), created), Refusals())
+    )
     with warnings.catch_warnings(), plain_collectives(), closed_after(names, rank, world_size):
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

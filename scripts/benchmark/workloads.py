@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig
-from hybrid.dense.nets import DenseNet, build_dense_net
+from hybrid.dense.configured import build_dense_net
+from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import TableSpec
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.training.tables import table_specs

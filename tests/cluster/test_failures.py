@@ -13,13 +13,14 @@ from hybrid.config import RunConfig
 from hybrid.wire import RemoteError, gather
 from workers.joining.bootstrap import Cluster
 from workers.roles.diagnosis import diagnose
+from workers.session.trainer import Trainer
 
 
 def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:
     """Let trainer 0 go on while trainer 1 does not; the error that the master would show."""
     with opened(cluster, config, cache) as session:
         try:
-            gather([session.trainers[0].call("train", 0, 0, 2, 0)])
+            gather([session.trainers[0].call(Trainer.train, 0, 0, 2, 0)])
         except RemoteError as error:
             return str(diagnose(cluster, error, "at step 0"))
     return "no error"

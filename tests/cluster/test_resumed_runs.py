@@ -36,6 +36,7 @@ from workers.screen.progress import Progress
 from workers.screen.terminal import TerminalView
 from workers.session.dataset import DatasetSession
 from workers.session.job import Report
+from workers.session.trainer import Trainer
 from workers.stopping import ASK_SIGNAL
 from workers.task import TrainTask
 
@@ -308,8 +309,8 @@ def nets_loaded(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path)
     """What trainers would write of their nets, as they took them from a checkpoint."""
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
-        gather([trainer.call("begin_save", DENSE_FILE) for trainer in session.trainers])
-        return gather([trainer.call("write", scratch) for trainer in session.trainers])
+        gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+        return gather([trainer.call(Trainer.write, scratch) for trainer in session.trainers])
 
 
 @pytest.mark.parametrize("ddp", ["none", "inside"])

@@ -50,14 +50,14 @@ class Place:
 
 def places(cluster: Cluster) -> dict[Role, wire.Remote[Place]]:
     """One on every role, the master too."""
-    creating = [wire.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
+    creating = [wire.create(role, SECONDS, Place) for role in cluster.topology.roles]
     return dict(zip(cluster.topology.roles, gather(creating), strict=True))
 
 
 def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
     """By RPC name, the process that answers a call, and the process that the role is."""
     pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
-    answered = gather([place.call("name_and_pid") for place in places(cluster).values()])
+    answered = gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
     return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
 
 
@@ -70,11 +70,9 @@ def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -
 
 def word_and_answer(cluster: Cluster) -> bool:
     """One call waits on the owner for what a second one does."""
-    place: wire.Remote[Place] = wire.create(
-        cluster.topology.workers[0], Place, timeout_seconds=SECONDS
-    ).wait()
-    waiting = place.call("await_word")
-    place.call("give_word").wait()
+    place: wire.Remote[Place] = wire.create(cluster.topology.workers[0], SECONDS, Place).wait()
+    waiting = place.call(Place.await_word)
+    place.call(Place.give_word).wait()
     answer: bool = waiting.wait()
     return answer
 
@@ -94,7 +92,7 @@ def live(
     """Be a role from start to end, and tell which process group is left; the master, who was in one."""
     if role == MASTER:
         with join(role, config, secret, listener) as cluster:
-            members = [place.call("membership") for place in places(cluster).values()]
+            members = [place.call(Place.membership) for place in places(cluster).values()]
             told.put(("during", gather(members)))
             announce_stop(cluster)
     else:

@@ -11,6 +11,7 @@ from support.stock_rpc import stock_rpc
 from hybrid import wire
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.secret import Secret
+from workers.session.session import CREATED, DATA
 
 
 @pytest.fixture
@@ -34,6 +35,8 @@ def loopback() -> Iterator[None]:
         interface="lo",
         transport="uv",
         timeout_seconds=5.0,
+        data=DATA,
+        created=CREATED,
     )
     yield
     wire.stop(10.0)

@@ -38,7 +38,7 @@ def remote(request: pytest.FixtureRequest) -> Iterator[wire.RemoteNet]:
     rules = UpdateRules(2, request.param, timeout_seconds=5.0)
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, rules))
     yield net
-    net.call("close").wait()
+    net.call(TwoLayers.close).wait()
 
 
 def hidden(seed: int) -> Tensor:

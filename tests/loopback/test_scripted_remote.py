@@ -153,7 +153,7 @@ def net() -> Iterator[wire.RemoteNet]:
     rules = UpdateRules(2, timeout_seconds=5.0)
     remote = wire.RemoteNet(MASTER, wire.create_module(MASTER, ScriptedHost, rules))
     yield remote
-    remote.call("close").wait()
+    remote.call(ScriptedHost.close).wait()
 
 
 def test_a_hosted_script_trains_as_a_plain_net(net: wire.RemoteNet) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,6 +69,7 @@ def opened(mode: str, **sections: dict[str, Any]) -> Iterator[Session]:
 def let_the_last_gradients_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     receive: Callable[..., None] = TableShards.receive
 
+    @functools.wraps(receive)  # calls name a method by its own name
     def receive_late(tables: TableShards, ticket: Ticket, *args: Any, **options: Any) -> None:
         if ticket.step == STEPS - 1:
             time.sleep(ON_THEIR_WAY_SECONDS)

@@ -40,7 +40,7 @@ def test_one_trainer_moves_the_same_rows_the_same_way(purpose: Purpose) -> None:
     table = TableSpec("t", ROWS, DIM, Pooling.SUM, ("t",), OptimizerSpec("sgd", RATE), 0.5)
     placement = plan([table], 1)
     ours = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, placement, 0, UpdateRules(1)))
-    ours.call("initialise", 5).wait()
+    ours.call(TableShards.initialise, 5).wait()
     rows_RD = ours.local_value().shard_tensors(placement.shards[0])["weight"]
     spec = InputSpec((), (FeatureSpec("t", ROWS),))
     embeddings = Embeddings([table], spec, placement, {0: ours})
@@ -62,7 +62,7 @@ def test_one_trainer_moves_the_same_rows_the_same_way(purpose: Purpose) -> None:
     every_row = SparseFeatures(torch.arange(ROWS), None, None, 1)
     # Answered once the last update is applied.
     embeddings.lookup(every_row, Ticket(0, STEPS, STEPS, purpose=Purpose.PREDICT)).wait()
-    ours.call("close").wait()
+    ours.call(TableShards.close).wait()
     stock_RD = stock.get_module_rref().local_value().weight
     torch.testing.assert_close(rows_RD, stock_RD.detach())
     assert not torch.equal(rows_RD, before_RD)

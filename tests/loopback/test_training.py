@@ -26,6 +26,8 @@ from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import NonFiniteError
+from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.hosting.host import Host
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.own_code.traces import words_of
 from hybrid.steps.rules import UpdateMode, UpdateRules
@@ -82,7 +84,7 @@ class Job:
         self._placement = plan(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
         self.tables = wire.RemoteTables(MASTER, module)
-        self.tables.call("initialise", 5).wait()
+        self.tables.call(TableShards.initialise, 5).wait()
         spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
         self.embeddings = Embeddings(TABLES, spec, self._placement, {0: self.tables})
         self.remote_net: wire.RemoteNet | None = None
@@ -141,7 +143,7 @@ def running(
         yield job, plain
     finally:
         for host in job.hosts:
-            host.call("close").wait()
+            host.call(Host.close).wait()
 
 
 class Plain:
@@ -245,7 +247,7 @@ def test_pipelined_it_equals_updates_delayed_by_one_step_bit_for_bit(multi_hot: 
         losses = losses_of(job.train(made))
         assert losses == plain.train(made, delay=1)
         assert_same_bits(job, plain)
-        staleness = job.tables.call("take_staleness").wait()
+        staleness = job.tables.call_barrier(UpdateBarrier.take_staleness).wait()
         assert (staleness.count, staleness.total) == (STEPS, STEPS - 1)
     with running(UpdateRules(1), multi_hot=multi_hot, remote=remote) as (_, plain):
         assert losses != plain.train(made)

@@ -7,7 +7,8 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, cast
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ConfigError
+from hybrid.hosting.host import Host
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
@@ -55,18 +57,18 @@ class Service:
 
 @pytest.fixture
 def service() -> wire.Remote[Service]:
-    made: wire.Remote[Service] = wire.create(MASTER, Service, timeout_seconds=5.0).wait()
+    made: wire.Remote[Service] = wire.create(MASTER, 5.0, Service).wait()
     return made
 
 
 @pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
 def test_a_call_returns_its_value(service: wire.Remote[Service]) -> None:
-    assert service.call("double", 21).wait() == 42
+    assert service.call(Service.double, 21).wait() == 42
 
 
 def test_an_error_of_the_users_keeps_its_words(service: wire.Remote[Service]) -> None:
     with pytest.raises(wire.RemoteError, match=r"^dense\.net = 'mlp': is not to my taste$") as caught:
-        service.call("refuse").wait()
+        service.call(Service.refuse).wait()
     assert caught.value.role == MASTER
 
 
@@ -75,14 +77,14 @@ def test_any_other_error_names_role_place_and_type(
 ) -> None:
     said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
     with pytest.raises(wire.RemoteError, match=said) as caught:
-        service.call("break_down").wait()
+        service.call(Service.break_down).wait()
     assert caught.value.failure.is_logged
     assert "break_down" in capfd.readouterr().err
 
 
 def test_a_constructor_may_fail() -> None:
     with pytest.raises(wire.RemoteError, match="TypeError"):
-        wire.create(MASTER, Service, "unwanted", timeout_seconds=5.0).wait()
+        wire.create(MASTER, 5.0, cast(Any, Service), "unwanted").wait()
 
 
 class Choosy(nn.Module):
@@ -118,7 +120,7 @@ def test_a_role_that_does_not_answer_is_lost(service: wire.Remote[Service]) -> N
     release.clear()
     try:
         with pytest.raises(wire.LostError, match=r"^master does not answer"):
-            service.call("hang", timeout_seconds=0.2).wait()
+            service.within(0.2).call(Service.hang).wait()
     finally:
         release.set()
 
@@ -131,7 +133,7 @@ def test_vitals() -> None:
 
 def test_answers_are_let_go(service: wire.Remote[Service]) -> None:
     """A call that held itself through its future's callback would keep every answer for ever."""
-    call = service.call("double", 1)
+    call = service.call(Service.double, 1)
     call.wait()
     dead = weakref.ref(call)
     del call
@@ -191,7 +193,7 @@ class Caller:
         self._tables.send_gradients(ticket, [torch.full((1, 2), torch.nan)]).wait()
 
     def norm(self, step: int) -> None:
-        self._tables.ask_norm(step).wait()
+        self._tables.norm(step).wait()
 
     def train_net(self, step: int) -> None:
         with dist_autograd.context() as context_id:
@@ -199,9 +201,10 @@ class Caller:
             dist_autograd.backward(context_id, [output.sum()])
 
     def net_norm(self, step: int) -> None:
-        self._net.ask_norm(step).wait()
+        self._net.norm(step).wait()
 
 
+Method: TypeAlias = Callable[[Caller, int], None]
 ONE_ROW = (0, Bags(torch.tensor([1])))
 
 
@@ -217,23 +220,28 @@ def caller() -> Iterator[wire.Remote[Caller]]:
     rules = UpdateRules(1, decided=True, check_finite=True, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
-    tables.call("initialise", 1).wait()
+    tables.call(TableShards.initialise, 1).wait()
     for step in range(2):
         tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
-    yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
+    yield wire.create(MASTER, 5.0, Caller, tables, net).wait()
     for host in (tables, net):
-        host.call("close").wait()
+        host.call(Host.close).wait()
 
 
 @pytest.mark.parametrize(
     ("cause", "waiting", "later", "what"),
     [
-        ("send", ["lookup", "norm"], ["lookup", "norm", "send"], "table t, row 1,"),
-        ("train_net", ["net_norm"], ["train_net", "net_norm"], "the remote net's weight"),
+        (
+            Caller.send,
+            [Caller.lookup, Caller.norm],
+            [Caller.lookup, Caller.norm, Caller.send],
+            "table t, row 1,",
+        ),
+        (Caller.train_net, [Caller.net_norm], [Caller.train_net, Caller.net_norm], "the remote net's weight"),
     ],
 )
 def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after_it(
-    caller: wire.Remote[Caller], cause: str, waiting: list[str], later: list[str], what: str
+    caller: wire.Remote[Caller], cause: Method, waiting: list[Method], later: list[Method], what: str
 ) -> None:
     """Whether they were waiting for the next step already, or ask when this one has failed."""
     calls = [caller.call(method, 1) for method in waiting]
@@ -245,16 +253,16 @@ def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after
         assert str(caught.value) == f"step 0: the gradient of {what} is not finite"
 
 
-@pytest.mark.parametrize("method", ["lookup", "norm", "train_net"])
+@pytest.mark.parametrize("method", [Caller.lookup, Caller.norm, Caller.train_net])
 def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
-    caller: wire.Remote[Caller], method: str
+    caller: wire.Remote[Caller], method: Method
 ) -> None:
     """Those between two roles that others may reach; here they wait for gradients that do not come."""
     seconds = rpc.get_rpc_timeout()
     rpc._set_rpc_timeout(0.2)
     try:
         with pytest.raises(wire.RemoteError, match=r"^master on \S+: master does not answer \(RPCErr.*\)$"):
-            caller.call(method, 1, timeout_seconds=seconds).wait()
+            caller.within(seconds).call(method, 1).wait()
     finally:
         rpc._set_rpc_timeout(seconds)
 
@@ -291,13 +299,13 @@ def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.25), 1.0)
     rules = UpdateRules(1, UpdateMode.PIPELINED, check_finite=True, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
-    tables.call("initialise", 1).wait()
-    yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
-    tables.call("close").wait()
+    tables.call(TableShards.initialise, 1).wait()
+    yield wire.create(MASTER, 5.0, AheadTrainer, tables).wait()
+    tables.call(TableShards.close).wait()
 
 
 def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remote[AheadTrainer]) -> None:
-    values = ahead.call("train", 6).wait()
+    values = ahead.call(AheadTrainer.train, 6).wait()
     assert [values[0] - value for value in values] == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 
 
@@ -310,10 +318,10 @@ def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remot
     ids=["sent twice", "not finite"],
 )
 def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_them(
-    ahead: wire.Remote[AheadTrainer], settings: tuple[object, ...], message: str
+    ahead: wire.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(wire.RemoteError) as caught:
-        ahead.call("train", *settings).wait()
+        ahead.call(AheadTrainer.train, *settings).wait()
     assert str(caught.value) == message
     assert caught.value.failure.is_users
 
@@ -323,7 +331,7 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     module = wire.create_module(MASTER, Choosy, "dlrm")
     gone = weakref.ref(module.rref.local_value())
     number = module.number
-    assert calls.modules[number] is gone()
+    assert calls._created[number] is gone()
     del module
     gc.collect()
     # The reference dies at the owner when it hears of it; a call there and back comes after that.
@@ -331,14 +339,14 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     while gone() is not None and time.monotonic() < deadline:
         wire.ping(MASTER, 5.0).wait()
     assert gone() is None
-    assert number not in calls.modules
+    assert number not in calls._created
 
 
 def test_each_module_has_a_number_of_its_own() -> None:
     modules = [wire.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
     assert len({module.number for module in modules}) == 3
     for module in modules:
-        assert calls.modules[module.number] is module.rref.local_value()
+        assert calls._created[module.number] is module.rref.local_value()
 
 
 class AsyncCaller:
@@ -355,7 +363,7 @@ class AsyncCaller:
 
     def send_nan_and_drain(self) -> None:
         self._tables.send_gradients(self.ticket(0, 0), [torch.full((1, 2), torch.nan)]).wait()
-        self._tables.call("take_spans").wait()
+        self._tables.call(TableShards.take_spans).wait()
 
     def exchange(self) -> None:
         ticket, following = self.ticket(1, 0), self.ticket(1, 2)
@@ -369,13 +377,13 @@ def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
     rules = UpdateRules(2, UpdateMode.ASYNC, check_finite=True, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
-    tables.call("initialise", 1).wait()
-    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5.0).wait()
+    tables.call(TableShards.initialise, 1).wait()
+    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, 5.0, AsyncCaller, tables).wait()
     try:
-        for method in ("send_nan_and_drain", "exchange"):
+        for method in (AsyncCaller.send_nan_and_drain, AsyncCaller.exchange):
             with pytest.raises(
                 wire.RemoteError, match=r"^step 0: the gradient of table t, row 1, is not finite$"
             ):
                 caller.call(method).wait()
     finally:
-        tables.call("close").wait()
+        tables.call(TableShards.close).wait()

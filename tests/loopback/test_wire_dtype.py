@@ -44,7 +44,7 @@ class Job:
         rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), plan(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
         self.tables = wire.RemoteTables(MASTER, module)
-        self.tables.call("initialise", 5).wait()
+        self.tables.call(TableShards.initialise, 5).wait()
         self.embeddings = Embeddings(TABLES, SPEC, placement, {0: self.tables})
         self._feed = Feed(self.embeddings, [self.tables], 0, mode, 1, StepClock())
 
@@ -66,7 +66,7 @@ class Job:
             vectors.append(pooled_BE.detach())
             losses.append(loss.item())
         self._feed.settle()
-        self.tables.call("take_spans").wait()  # drains
+        self.tables.call(TableShards.take_spans).wait()  # drains
         return vectors, losses
 
 
@@ -78,7 +78,7 @@ def running(
     try:
         yield job
     finally:
-        job.tables.call("close").wait()
+        job.tables.call(TableShards.close).wait()
 
 
 def make_batches(num_steps: int) -> list[Batch]:

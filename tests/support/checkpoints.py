@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from hybrid import wire
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import DENSE_FILE, Files, shard_file
 from hybrid.checkpoint.manifest import Manifest
@@ -45,7 +46,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Call:
+class Call(wire.Pending[Files]):
     """A role's call that writes its files; it answers when the future does."""
 
     def __init__(self, written: Future[Files]) -> None:

@@ -21,6 +21,7 @@ from workers.jobs.snapshot import Snapshot, snapshot
 from workers.joining.bootstrap import Cluster
 from workers.screen.terminal import TerminalView
 from workers.session.dataset import DatasetSession
+from workers.session.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_s
         after = snapshot(session)
         nets = []
         for index, trainer in enumerate(session.trainers):
-            trainer.call("begin_save", DENSE_FILE).wait()
-            trainer.call("write", scratch / str(index)).wait()
+            trainer.call(Trainer.begin_save, DENSE_FILE).wait()
+            trainer.call(Trainer.write, scratch / str(index)).wait()
             nets.append(unpack_dense(load_file(scratch / str(index) / DENSE_FILE))[0])
     losses = [sum(parts) for parts in zip(*(r.losses for r in reports), strict=True)]
     return Trained(losses, before, after, nets)

@@ -13,7 +13,8 @@ from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TableSection
-from hybrid.dense.nets import DenseNet, build_dense_net, build_remote_net
+from hybrid.dense.configured import build_dense_net, build_remote_net
+from hybrid.dense.nets import DenseNet
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.reference.training import Reference
 from hybrid.steps.rules import Staleness

@@ -13,10 +13,10 @@ from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.nets import build_dense_net, build_remote_net
 from hybrid.metrics import Metrics, Predictions
 from hybrid.reference.training import Reference
 from hybrid.topology import Topology
+from hybrid.training.build import Blueprint
 from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
@@ -87,11 +87,9 @@ class Comparison:
 
     def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
         spec = PreparedDataset.open(data_folder, "train").input_spec
-        table_of = {feature: table for table in session.tables for feature in table.features}
-        widths = [table_of[feature.name].dim for feature in spec.sparse_features]
         config = self._config
-        net = build_dense_net(config, spec, widths)
-        remote_net = build_remote_net(config, spec, widths) if config.dense.remote_mlp else None
+        blueprint = Blueprint(config, spec, session.tables)
+        net, remote_net = blueprint.dense_net(), blueprint.remote_net()
         start = snapshot(session)
         rows = {table.name: start[Part(f"table {table.name}")] for table in session.tables}
         return Reference(config, spec, session.tables, rows, net, remote_net, session.total_steps)

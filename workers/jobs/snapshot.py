@@ -18,6 +18,7 @@ from hybrid.errors import HybridError
 from hybrid.reference.training import Reference
 from hybrid.wire import gather
 from workers.session.session import Session
+from workers.session.trainer import Trainer
 
 # Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient's own
 # size takes rate / eps of it where a gradient should be zero: 5e6 times for the default tables.
@@ -78,8 +79,10 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         found = _tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
-            gather([trainer.call("begin_save", DENSE_FILE) for trainer in session.trainers])
-            gather([t.call("write", folder) for t, folder in zip(session.trainers, folders, strict=True)])
+            gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+            gather(
+                [t.call(Trainer.write, folder) for t, folder in zip(session.trainers, folders, strict=True)]
+            )
             for index, folder in enumerate(folders):
                 packed = Checkpoint(folder, stored.manifest).tensors(DENSE_FILE)
                 found |= _net(f"trainer {index}", packed, names)

@@ -45,6 +45,7 @@ from workers.joining.heartbeat import Pulse
 from workers.joining.rendezvous import STOP, TWICE, VERDICT, Rendezvous
 from workers.joining.rhythm import Rhythm
 from workers.joining.store import Store
+from workers.session.session import CREATED, DATA
 
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0
@@ -221,6 +222,8 @@ def _start_torch(cluster: Cluster, config: RunConfig, secret: Secret) -> None:
         interface=section.interface,
         transport=section.transport,
         timeout_seconds=section.rpc_timeout_seconds,
+        data=DATA,
+        created=CREATED,
     )
 
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
@@ -25,7 +24,7 @@ from hybrid.data.loader import BatchLoader
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset
-from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import plan
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.stored import StoredTables
@@ -34,6 +33,7 @@ from hybrid.metrics import Predictions, probabilities
 from hybrid.own_code.signature import load_run_config
 from hybrid.private_files import open_file
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.build import Blueprint
 from hybrid.training.model import HybridModel
 from hybrid.training.step import predict_step
 from hybrid.training.tables import table_specs
@@ -89,16 +89,14 @@ def _assemble(
     # Everything lies on the one worker that this process is.
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
     placement = plan(tables, num_workers=1)
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
-    embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, dtype)})
-    net = build_dense_net(config, spec, embeddings.widths).to(dtype)
+    blueprint = Blueprint(config, spec, tables)
+    embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, blueprint.dtype)})
+    net = blueprint.dense_net()
     load_state(net, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
-    remote_net = None
-    if config.dense.remote_mlp:
-        at_hand = build_remote_net(config, spec, embeddings.widths).to(dtype).eval()
-        load_state(at_hand, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
-        remote_net = partial(_call_at_hand, at_hand)
-    return embeddings, HybridModel.of(config, net, remote_net).eval()
+    if (remote_net := blueprint.remote_net()) is None:
+        return embeddings, blueprint.model(net, None).eval()
+    load_state(remote_net, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
+    return embeddings, blueprint.model(net, partial(_call_at_hand, remote_net.eval())).eval()
 
 
 def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.session.job import Report
 from workers.session.session import Session
+from workers.session.trainer import Trainer
 
 _EVAL_STEPS_PER_CALL = 20
 
@@ -61,7 +62,7 @@ class DatasetSession(Session):
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
         """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
         timeout = self._timeout_seconds(num_steps)
-        return self._on_trainers("train", timeout, epoch, first_step, num_steps, steps_before)
+        return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
 
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
@@ -73,7 +74,7 @@ class DatasetSession(Session):
         for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
             count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
             timeout = self._timeout_seconds(count)
-            yield self._on_trainers("evaluate", timeout, first, count, steps_before)
+            yield self._on_trainers(timeout, Trainer.evaluate, first, count, steps_before)
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint.

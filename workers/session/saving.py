@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,14 +34,6 @@ class Progress(NamedTuple):
 NO_PROGRESS = Progress({}, {})
 
 
-class Writing(Protocol):
-    """A role's call that writes its files, and answers with them: a :class:`hybrid.wire.Pending`."""
-
-    def done(self, wait_seconds: float = 0.0) -> bool: ...
-
-    def wait(self) -> Files: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Saving:
     """What every role holds of one moment of a run, and how it becomes a checkpoint.
@@ -59,7 +51,7 @@ class Saving:
     manifest: Manifest
     texts: Mapping[str, str]
     reports: Mapping[str, Tensor]
-    start: Callable[[Path], Sequence[Writing]]
+    start: Callable[[Path], Sequence[wire.Pending[Files]]]
     is_copied: bool
 
     def write(self) -> Manifest:

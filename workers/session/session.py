@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from hybrid import wire
 from hybrid.batch import Batch
-from hybrid.checkpoint.files import CONFIG_FILE, dense_file
+from hybrid.checkpoint.files import CONFIG_FILE, Files, dense_file
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import Span
@@ -21,18 +21,17 @@ from hybrid.config.file import load_config
 from hybrid.config.rules import recorded_steps
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
-from hybrid.dense.compiled import compiled
-from hybrid.dense.nets import build_remote_net, interaction_width
-from hybrid.dense.optimizer import make_optimizer
-from hybrid.dense.remote import NetHost
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, ConfigError
+from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.hosting.host import Host
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics
 from hybrid.own_code.signature import signed_toml
 from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
+from hybrid.training.build import host_remote_net
 from hybrid.training.tables import plan_tables
 from hybrid.wire import gather
 from workers.profile import Profile
@@ -41,26 +40,27 @@ from workers.session.job import Job, Report
 from workers.session.saving import NO_PROGRESS, Progress, Saving
 from workers.session.trainer import Trainer
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# What travels between the roles of a session, and what the master creates on them.
+DATA = (Job, Report)
+CREATED = (TableShards, host_remote_net, Trainer)
+
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 
 
-class RemoteMlp(NetHost):
-    """The remote dense net of a run, built, and compiled if it is to be, where it lives."""
+class Part(Protocol):
+    """What every role has of a job: a trainer's, tables, or a remote net."""
 
-    def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int], rules: UpdateRules) -> None:
-        dense, dtype = config.dense, getattr(torch, config.train.dtype)
-        net = build_remote_net(config, spec, widths).to(dtype)
-        form = None
-        if dense.compile != "none":
-            width = interaction_width(config, spec, widths)
-            generator = torch.Generator().manual_seed(0)
-            hidden_BH = torch.rand(2, width, dtype=dtype, generator=generator).requires_grad_()
-            form = compiled(net, dense.compile, [hidden_BH])
-        optimizer = make_optimizer(
-            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
-        )
-        super().__init__(net, optimizer, rules, form)
+    def record(self, steps: range) -> None: ...
+
+    def take_spans(self) -> list[Span]: ...
+
+    def write(self, folder: Path) -> Files: ...
+
+    def close(self) -> None: ...
 
 
 class Session:
@@ -104,8 +104,13 @@ class Session:
         check_memory(self.placement, holders)
         self._holders = holders
         self._hosts = {role.index: self._create_tables(role) for role in holders}
-        self._on_workers("initialise", config.run.seed)
-        self._remote_net = self._create_remote_net(input_spec)
+        gather(
+            [
+                h.within(BULK_TIMEOUT_SECONDS).call(TableShards.initialise, config.run.seed)
+                for h in self._hosts.values()
+            ]
+        )
+        self._remote_net = self._create_remote_net()
         job = Job(
             config,
             input_spec,
@@ -117,10 +122,7 @@ class Session:
             data_folder,
         )
         self.trainers: list[wire.Remote[Trainer]] = gather(
-            [
-                wire.create(role, Trainer, role.index, job, timeout_seconds=BULK_TIMEOUT_SECONDS)
-                for role in topology.trainers
-            ]
+            [wire.create(role, BULK_TIMEOUT_SECONDS, Trainer, role.index, job) for role in topology.trainers]
         )
         self._start_recording()
 
@@ -130,11 +132,14 @@ class Session:
         Args:
             make_batches: a function of a module that every trainer can import.
         """
-        return self._on_trainers("train_on", BULK_TIMEOUT_SECONDS, make_batches, steps_before)
+        return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
 
     def take_staleness(self) -> Staleness:
         """The staleness of all updates of tables since the last call."""
-        return sum(gather([host.call("take_staleness") for host in self._hosts.values()]), Staleness())
+        return sum(
+            gather([host.call_barrier(UpdateBarrier.take_staleness) for host in self._hosts.values()]),
+            Staleness(),
+        )
 
     def take_profile(self) -> Profile:
         """What every role did in the recorded steps that are done; the next call has what comes after.
@@ -147,7 +152,7 @@ class Session:
         self._settle()
         parts = self._everything_called
         spans: dict[Role, list[Span]] = defaultdict(list)
-        for part, taken in zip(parts, gather([part.call("take_spans") for part in parts]), strict=True):
+        for part, taken in zip(parts, gather([part.call(Part.take_spans) for part in parts]), strict=True):
             spans[part.role] += taken
         profile = Profile(spans)
         if not profile.steps:
@@ -158,7 +163,7 @@ class Session:
 
     def _start_recording(self) -> None:
         if self.recorded:
-            gather([part.call("record", self.recorded) for part in self._everything_called])
+            gather([part.call(Part.record, self.recorded) for part in self._everything_called])
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
@@ -194,23 +199,23 @@ class Session:
         values = {} if metrics is None else metrics.as_dict()
         is_copied = in_background and has_memory_for_copies(self.placement, self._holders)
         self._hold(is_copied)
-        writers: list[wire.Remote[Any]] = [*self._everything_hosted]
+        writers: list[wire.Remote[Part]] = [*self._everything_hosted]
         writers += [trainer for trainer, name in zip(self.trainers, self._dense_files, strict=True) if name]
         return Saving(
             folder,
             Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
             self._texts(),
             progress.reports,
-            lambda partial: [w.call("write", partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers],
+            lambda partial: [w.within(BULK_TIMEOUT_SECONDS).call(Part.write, partial) for w in writers],
             is_copied,
         )
 
     def _hold(self, is_copied: bool) -> None:
         self._settle()
-        bulk = {"timeout_seconds": BULK_TIMEOUT_SECONDS}
-        calls = [host.call("begin_save", is_copied, **bulk) for host in self._everything_hosted]
+        bulk = BULK_TIMEOUT_SECONDS
+        calls = [host.within(bulk).call(Host.begin_save, is_copied) for host in self._everything_hosted]
         for trainer, name in zip(self.trainers, self._dense_files, strict=True):
-            calls.append(trainer.call("begin_save", name, **bulk))
+            calls.append(trainer.within(bulk).call(Trainer.begin_save, name))
         gather(calls)
 
     @property
@@ -222,7 +227,7 @@ class Session:
 
     def _settle(self) -> None:
         """Return once the gradients of all steps are with the workers; updates may be under way."""
-        gather([trainer.call("settle") for trainer in self.trainers])
+        gather([trainer.call(Trainer.settle) for trainer in self.trainers])
 
     def _texts(self) -> dict[str, str]:
         """What a checkpoint holds besides tensors, by file."""
@@ -235,12 +240,13 @@ class Session:
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""
-        bulk = {"timeout_seconds": BULK_TIMEOUT_SECONDS}
+        bulk = BULK_TIMEOUT_SECONDS
         step = stored.manifest.step
         self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
-        calls = [host.call("load", stored.folder, step, **bulk) for host in self._everything_hosted]
+        calls = [host.within(bulk).call(Host.load, stored.folder, step) for host in self._everything_hosted]
         for index, trainer in enumerate(self.trainers):
-            calls.append(trainer.call("load", stored.folder, self._dense_file_of(index, stored), **bulk))
+            name = self._dense_file_of(index, stored)
+            calls.append(trainer.within(bulk).call(Trainer.load, stored.folder, name))
         gather(calls)
         self._start_recording()
 
@@ -252,32 +258,33 @@ class Session:
         return own if is_own else dense_file(0)
 
     @property
-    def _everything_hosted(self) -> list[wire.Remote[Any]]:
+    def _everything_hosted(self) -> list[wire.RemoteHost[Host]]:
         """All that workers update: their tables, and the remote net where there is one."""
         return [*self._hosts.values(), *([self._remote_net] if self._remote_net else [])]
 
     @property
-    def _everything_called(self) -> list[wire.Remote[Any]]:
+    def _everything_called(self) -> list[wire.Remote[Part]]:
         return [*self.trainers, *self._everything_hosted]
 
     def close(self) -> None:
         """End what runs in the background of the other roles."""
-        gather([part.call("close") for part in self._everything_called])
+        gather([part.call(Part.close) for part in self._everything_called])
 
-    def _on_workers(self, method: str, *args: Any) -> None:
-        """Call a method of all tables, on all workers at once; it may take long."""
-        gather([h.call(method, *args, timeout_seconds=BULK_TIMEOUT_SECONDS) for h in self._hosts.values()])
-
-    def _on_trainers(self, method: str, timeout_seconds: float, *args: Any) -> list[Any]:
-        calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
+    def _on_trainers(
+        self,
+        timeout_seconds: float,
+        method: Callable[Concatenate[Trainer, Parameters], Result],
+        *args: Parameters.args,
+        **keywords: Parameters.kwargs,
+    ) -> list[Result]:
+        calls = [t.within(timeout_seconds).call(method, *args, **keywords) for t in self.trainers]
         try:
-            answers: list[Any] = gather(calls, lambda: self.meanwhile())
+            return gather(calls, lambda: self.meanwhile())
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
             for host in self._everything_hosted:
-                host.call("fail", f"the run has failed: {error}")
+                host.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
             raise
-        return answers
 
     def _create_tables(self, role: Role) -> wire.RemoteTables:
         wire_dtype = None if self._config.embedding.wire_dtype == "rows" else torch.bfloat16
@@ -286,11 +293,11 @@ class Session:
         )
         return wire.RemoteTables(role, module)
 
-    def _create_remote_net(self, spec: InputSpec) -> wire.RemoteNet | None:
+    def _create_remote_net(self) -> wire.RemoteNet | None:
         if not self._config.dense.remote_mlp:
             return None
         role = Role(RoleKind.WORKER, self._config.dense.remote_worker)
-        table_of = {f: t for t in self.tables for f in t.features}
-        widths = [table_of[f.name].dim for f in spec.sparse_features]
-        module = wire.create_module(role, RemoteMlp, self._config, spec, widths, self._rules)
+        module = wire.create_module(
+            role, host_remote_net, self._config, self._input_spec, self.tables, self._rules
+        )
         return wire.RemoteNet(role, module)

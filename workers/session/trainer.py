@@ -20,19 +20,18 @@ from hybrid.clock import Span, StepClock
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.device import choose_devices
-from hybrid.dense.nets import build_dense_net
-from hybrid.dense.optimizer import DenseOptimizer, make_optimizer
+from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.build import Blueprint
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
 from hybrid.training.feed import Feed, StepInput
 from hybrid.training.forms import arrange
 from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
-from hybrid.training.model import HybridModel
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
 from hybrid.wire import RemoteHost
@@ -56,14 +55,10 @@ class Trainer:
         self._device = devices[0]
         self._clock = StepClock()
         self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts, self._clock)
-        widths = self._embeddings.widths
-        net = build_dense_net(config, job.input_spec, widths).to(self._device)
-        model = HybridModel.of(config, net, job.remote_net)
-        self._arrangement = arrange(model, config, job.input_spec, widths, devices)
-        optimizer = make_optimizer(
-            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options
-        )
-        self._optimizer = DenseOptimizer(optimizer, job.rules.schedule)
+        blueprint = Blueprint(config, job.input_spec, job.tables)
+        model = blueprint.model(blueprint.dense_net().to(self._device), job.remote_net)
+        self._arrangement = arrange(model, config, job.input_spec, blueprint.widths, devices)
+        self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
         self._model = DdpModel(

@@ -19,8 +19,8 @@ from hybrid.batch import SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.spec import Pooling, TableSpec
-from hybrid.embedding.trainer.lookup import Lookup, Nothing, Outbox, Part, TableHost
+from hybrid.embedding.spec import Pooling, TableSpec, tables_of
+from hybrid.embedding.trainer.lookup import Lookup, Outbox, Part, TableHost
 from hybrid.embedding.trainer.routes import BatchIds, Items, Route, make_routes
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
@@ -46,8 +46,7 @@ class Embeddings:
         clock: StepClock | None = None,
     ) -> None:
         self._features = input_spec.sparse_features
-        table_of = {feature: table for table in tables for feature in table.features}
-        self._tables = [table_of[f.name] for f in self._features]
+        self._tables = tables_of(input_spec, tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._hosts = hosts
@@ -87,9 +86,9 @@ class Embeddings:
             lookup.start_with_gradients_of(after)
         return lookup
 
-    def nothing(self) -> Lookup:
+    def nothing(self, ticket: Ticket) -> Lookup:
         """What :meth:`lookup` would give for no samples, without asking anybody."""
-        return Nothing(sum(self.widths))
+        return Lookup(ticket, {}, (), sum(self.widths), {}, self._outbox, self._clock)
 
     def settle(self) -> None:
         """Return once all gradients that were sent by messages of their own have arrived."""

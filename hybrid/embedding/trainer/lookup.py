@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hybrid.answer import Watched
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
@@ -27,40 +28,16 @@ from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
 
 
-class PendingTensors(Protocol):
-    """A worker's answer on its way: one of torch's futures."""
-
-    def wait(self) -> list[Tensor]: ...
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None: ...
-
-
-class PendingLookup(Protocol):
-    """Vectors on their way."""
-
-    def wait(self) -> Tensor:
-        """``pooled_BE``, the features' vectors side by side, once every worker has answered."""
-        ...
-
-
-class Sending(Protocol):
-    """A message on its way that has no answer but that it has arrived, or an exception."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
 class TableHost(Protocol):
     """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
 
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors: ...
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Watched[list[Tensor]]: ...
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Sending: ...
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Watched[object]: ...
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> PendingTensors:
+    ) -> Watched[list[Tensor]]:
         """Send gradients and look up, in one message."""
         ...
 
@@ -81,9 +58,9 @@ class Outbox:
     """The gradients on their way to all workers, by messages of their own."""
 
     def __init__(self) -> None:
-        self._sent: list[Sending] = []
+        self._sent: list[Watched[object]] = []
 
-    def add(self, sending: Sending) -> None:
+    def add(self, sending: Watched[object]) -> None:
         """Keep an eye on ``sending``; raise what earlier ones that have arrived have come to."""
         arrived = [each for each in self._sent if each.done()]
         self._sent = [each for each in self._sent if each not in arrived]
@@ -130,7 +107,7 @@ class Lookup:
         self._outbox = outbox
         self._clock = clock
         self._next: Lookup | None = None
-        self._answers: dict[int, PendingTensors] = {}
+        self._answers: dict[int, Watched[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(asked) for worker, asked in items.items()}
 
@@ -166,6 +143,8 @@ class Lookup:
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """``pooled_BE`` of the tensors of all answers, worker after worker."""
+        if not self._parts:
+            return torch.empty(0, self._width)
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
         results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
@@ -205,7 +184,9 @@ class Lookup:
             exchange = partial(host.exchange, ticket, grads, following._ticket, items)
             following._ask(worker, exchange, grads)
 
-    def _ask(self, worker: int, send: Callable[[], PendingTensors], grads: Sequence[Tensor] = ()) -> None:
+    def _ask(
+        self, worker: int, send: Callable[[], Watched[list[Tensor]]], grads: Sequence[Tensor] = ()
+    ) -> None:
         with self._clock.span("serialise") as span:
             _count(span, grads, self._items[worker])
             self._answers[worker] = answer = send()
@@ -218,16 +199,6 @@ def _count(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item]
     if span is not None:
         tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
         span.num_bytes = sum(tensor.nbytes for tensor in (*grads, *tensors))
-
-
-class Nothing(Lookup):
-    """The vectors of no samples, for which nobody is asked."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(Ticket(0, 0, 0), {}, (), width, {}, Outbox(), StepClock())
-
-    def wait(self) -> Tensor:
-        return torch.empty(0, self._width)
 
 
 def _of_part(grad_BE: Tensor, part: Part) -> Tensor:

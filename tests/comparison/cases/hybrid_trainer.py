@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from hybrid.embedding.placement import plan
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
+from hybrid.hosting.host import Host
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.training.arrangement import Arrangement
@@ -141,11 +142,11 @@ def hosted(cluster: Cluster, num_trainers: int) -> Iterator[tuple[wire.RemoteTab
     rules = UpdateRules(num_trainers, timeout_seconds=SECONDS)
     tables = wire.RemoteTables(role, wire.create_module(role, Tables, PLACEMENT, 0, rules))
     net = wire.RemoteNet(role, wire.create_module(role, Net, rules))
-    tables.call("initialise", 0).wait()
+    tables.call(TableShards.initialise, 0).wait()
     try:
         yield tables, net
     finally:
-        gather([host.call("close") for host in (tables, net)])
+        gather([host.call(Host.close) for host in (tables, net)])
 
 
 def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
@@ -154,14 +155,18 @@ def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -
     steps = max(len(share) for share in shares)
     with hosted(cluster, len(roles)) as (tables, net):
         trainers: list[wire.Remote[Trainer]] = gather(
-            [wire.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
+            [wire.create(r, SECONDS, Trainer, r.index, mode, tables, net) for r in roles]
         )
         gradients = []
         for first in range(0, rounds * steps, steps):
             paired = zip(trainers, shares, strict=True)
-            calls: list[Any] = [trainer.call("train", share, first) for trainer, share in paired]
+            calls: list[Any] = [trainer.call(Trainer.train, share, first) for trainer, share in paired]
             gradients.append(gather(calls))
-        return Trained(gradients, tables.call("rows").wait(), net.call("weight").wait())
+        return Trained(
+            gradients,
+            cast(wire.Remote[Tables], tables).call(Tables.rows).wait(),
+            cast(wire.Remote[Net], net).call(Net.weight).wait(),
+        )
 
 
 class _Echo:
@@ -171,8 +176,6 @@ class _Echo:
 
 def echo(cluster: Cluster, batch: Batch) -> Batch:
     """A batch, to a trainer and back."""
-    remote: wire.Remote[_Echo] = wire.create(
-        cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
-    ).wait()
-    answered: Batch = remote.call("say", batch).wait()
+    remote: wire.Remote[_Echo] = wire.create(cluster.topology.trainers[0], SECONDS, _Echo).wait()
+    answered: Batch = remote.call(_Echo.say, batch).wait()
     return answered

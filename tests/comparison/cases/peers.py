@@ -22,7 +22,7 @@ from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.trainer.lookup import Nothing
+from hybrid.embedding.trainer.lookup import Lookup, Outbox
 from hybrid.steps.ticket import Ticket
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
@@ -52,10 +52,10 @@ class _Peer:
 
 def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
-    creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
+    creating = [wire.create(r, SECONDS, _Peer, r.index) for r in cluster.topology.trainers]
     peers: list[wire.Remote[_Peer]] = gather(creating)
     with stock_rpc(cluster.topology):
-        return gather([peer.call("run", job, timeout_seconds=SECONDS) for peer in peers])
+        return gather([peer.within(SECONDS).call(_Peer.run, job) for peer in peers])
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:
@@ -104,7 +104,9 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 
 
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
-    micro = MicroBatch(batch, Ticket(0, 0, 0), partial(Nothing, 0))
+    micro = MicroBatch(
+        batch, Ticket(0, 0, 0), partial(Lookup, Ticket(0, 0, 0), {}, (), 0, {}, Outbox(), StepClock())
+    )
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
         ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)

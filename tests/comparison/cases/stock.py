@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from comparison.cases.hybrid_trainer import Tables
 from support.stock_rpc import stock_rpc
@@ -16,6 +18,7 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding.placement import plan
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.worker.shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
@@ -58,9 +61,9 @@ def stock(cluster: Cluster, optimizer: str) -> float:
     rref = wire.create_module(role, StockTable).rref
     with stock_rpc(cluster.topology):
         for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
-            made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
-            made.wait().call("step", gradient).wait()
-    moved: float = wire.Remote[StockTable](role, rref).call("row").wait()
+            made = wire.create(trainer, SECONDS, StockTrainer, rref, optimizer)
+            made.wait().call(StockTrainer.step, gradient).wait()
+    moved: float = wire.Remote[StockTable](role, rref).call(StockTable.row).wait()
     return moved
 
 
@@ -85,14 +88,14 @@ def ours(cluster: Cluster, optimizer: str) -> float:
     table = TableSpec("t", 1, 1, Pooling.SUM, ("t",), OptimizerSpec(optimizer, RATE), 0.0)
     rules = UpdateRules(len(GRADIENTS), timeout_seconds=SECONDS)
     host = wire.RemoteTables(role, wire.create_module(role, Tables, plan([table], 1), 0, rules))
-    host.call("initialise", 0).wait()
-    before: Tensor = host.call("rows").wait()
+    host.call(TableShards.initialise, 0).wait()
+    before: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
     makers = [
-        wire.create(trainer, HybridTrainer, trainer.index, table, host, timeout_seconds=SECONDS)
+        wire.create(trainer, SECONDS, HybridTrainer, trainer.index, table, host)
         for trainer in cluster.topology.trainers[: len(GRADIENTS)]
     ]
     trainers: list[wire.Remote[HybridTrainer]] = gather(makers)
-    gather([t.call("step", gradient) for t, gradient in zip(trainers, GRADIENTS, strict=True)])
-    after: Tensor = host.call("rows").wait()
-    host.call("close").wait()
+    gather([t.call(HybridTrainer.step, gradient) for t, gradient in zip(trainers, GRADIENTS, strict=True)])
+    after: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
+    host.call(TableShards.close).wait()
     return (after - before).item()

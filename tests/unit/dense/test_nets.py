@@ -16,16 +16,13 @@ from torch._dynamo.utils import counters
 
 from hybrid.config import NETS, DenseSection, RunConfig, RunSection
 from hybrid.dense.compiled import compiled
+from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns, interaction_width
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
     DotInteraction,
     FactorizationMachine,
     WideAndDeepInputs,
-    build_dense_net,
-    build_remote_net,
-    extra_columns,
-    interaction_width,
 )
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec

@@ -96,7 +96,7 @@ def test_the_gradients_of_all_trainers_are_one_step_bit_for_bit(num_trainers: in
         host.barrier.drain()
         assert host.version == 4
         assert_same_bits(host, plain)
-        staleness = host.take_staleness()
+        staleness = host.barrier.take_staleness()
         assert (staleness.count, staleness.total) == (4 * num_trainers, 0)
 
 
@@ -204,7 +204,7 @@ def test_calls_at_the_same_time_do_not_mix(mode: UpdateMode, is_scripted: bool) 
         for output in outputs:
             output.square().sum().backward()
         host.barrier.drain()
-        assert host.take_staleness().count == 2  # each gradient found its way
+        assert host.barrier.take_staleness().count == 2  # each gradient found its way
         plain.step([hidden(0, t) for t in range(2)])
         if mode is UpdateMode.SYNC:
             assert_same_bits(host, plain)
@@ -281,7 +281,7 @@ def test_out_of_step_a_pass_keeps_the_weights_it_began_with() -> None:
         (expected,) = plain.step([hidden(0)])
         assert hidden_BH.grad is not None
         assert torch.equal(hidden_BH.grad, expected)
-        staleness = host.take_staleness()
+        staleness = host.barrier.take_staleness()
         assert (staleness.count, staleness.total, staleness.largest) == (2, 1, 1)
 
 
@@ -377,8 +377,8 @@ def test_a_step_is_scaled_or_dropped_as_decided(scale: float | None) -> None:
         plain.step([hidden(0), hidden(0, 1)])
         gradients = [p.grad for p in plain.net.parameters() if p.grad is not None]
         total_norm = torch.nn.utils.get_total_norm(gradients)
-        assert host.norm(0).wait() == pytest.approx(float(total_norm.square()))
-        host.decide(0, scale)
+        assert host.barrier.norm(0).wait() == pytest.approx(float(total_norm.square()))
+        host.barrier.decide(0, scale)
         host.barrier.drain()
         assert host.version == 1
         for ours, start, gradient in zip(host.net.parameters(), before, gradients, strict=True):

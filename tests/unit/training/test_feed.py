@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.trainer.lookup import Lookup, Nothing
+from hybrid.embedding.trainer.lookup import Lookup, Outbox
+from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.training.evened import evened
@@ -33,14 +35,24 @@ def batch(number: int, size: int = 2, *, ended: bool = False) -> Batch:
 END = Batch.empty(1, 1)._replace(ended=True)
 
 
-class Word:
+class Word(wire.Pending[None]):
     """Something told to a worker, which has heard it once somebody has waited for that."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
+        self._is_heard = False
+
+    def done(self, wait_seconds: float = 0.0) -> bool:
+        return True
 
     def wait(self) -> None:
-        self._events.append("heard")
+        if not self._is_heard:
+            self._events.append("heard")
+        self._is_heard = True
+
+
+def nothing(width: int = 0) -> Lookup:
+    return Lookup(Ticket(0, 0, 0), {}, (), width, {}, Outbox(), StepClock())
 
 
 class Log:
@@ -53,7 +65,7 @@ class Log:
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         self.tickets.append(ticket)
-        lookup = Nothing(ticket.step)  # as wide as the step's number
+        lookup = nothing(ticket.step)  # as wide as the step's number
         self.lookups[ticket.step, ticket.part] = lookup
         with_gradients = next((f" with {s}" for (s, _), each in self.lookups.items() if each is after), "")
         self.events.append(f"look up {ticket.step}{with_gradients}")
@@ -62,18 +74,14 @@ class Log:
     def settle(self) -> None:
         self.events.append("all sent has arrived")
 
-    def nothing(self) -> Lookup:
+    def nothing(self, ticket: Ticket) -> Lookup:
         self.events.append("look up nothing")
-        return Nothing(0)
+        return nothing()
 
-    def send_finish(self, trainer: int, step: int) -> Word:
+    def call_barrier(self, method: Callable[..., None], trainer: int, step: int) -> wire.Pending[None]:
         assert trainer == TRAINER
-        self.events.append(f"ends at {step}")
-        return Word(self.events)
-
-    def send_rejoin(self, trainer: int, step: int) -> Word:
-        assert trainer == TRAINER
-        self.events.append(f"is back at {step}")
+        says = {UpdateBarrier.finish: "ends at", UpdateBarrier.rejoin: "is back at"}
+        self.events.append(f"{says[method]} {step}")
         return Word(self.events)
 
     def reading(self, *batches: Batch) -> Iterator[Batch]:
@@ -82,7 +90,9 @@ class Log:
             yield each
 
     def feed(self, mode: UpdateMode, parts: int = 1) -> Feed:
-        return Feed(cast(Embeddings, self), [self], TRAINER, mode, parts, StepClock())
+        return Feed(
+            cast(Embeddings, self), [cast(wire.RemoteHost[Any], self)], TRAINER, mode, parts, StepClock()
+        )
 
     def compute(self, steps: Iterator[StepInput]) -> StepInput:
         """One step as train_step takes it: each micro-batch starts its lookup, or has had it started."""
@@ -217,7 +227,7 @@ def test_settling_waits_for_the_lookups_that_left_with_gradients(
     monkeypatch: pytest.MonkeyPatch, log: Log, mode: UpdateMode
 ) -> None:
     settled: list[Lookup] = []
-    monkeypatch.setattr(Nothing, "settle", lambda lookup: settled.append(lookup))
+    monkeypatch.setattr(Lookup, "settle", lambda lookup: settled.append(lookup))
     feed = log.feed(mode, parts=2)
     feed.begin(log.reading(*map(batch, range(4))), 0)
     log.compute(feed)
@@ -302,7 +312,9 @@ def test_the_time_for_data_and_lookups_is_counted(monkeypatch: pytest.MonkeyPatc
         return phase(name)
 
     monkeypatch.setattr(clock, "phase", noted)
-    feed = Feed(cast(Embeddings, log), [log], TRAINER, UpdateMode.PIPELINED, 1, clock)
+    feed = Feed(
+        cast(Embeddings, log), [cast(wire.RemoteHost[Any], log)], TRAINER, UpdateMode.PIPELINED, 1, clock
+    )
     feed.begin(log.reading(batch(0), batch(1)), 0)
     log.compute(feed)
     assert phases == ["data", "lookup", "data", "lookup", "data"]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybrid.errors import NonFiniteError
+from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.training.guard import Guard
 
 CPU = torch.device("cpu")
@@ -41,11 +42,12 @@ class Host:
         self.decisions: list[tuple[int, float | None]] = []
         self.sent: list[Answer] = []
 
-    def ask_norm(self, step: int) -> Answer:
+    def norm(self, step: int) -> Answer:
         self.asked.append(step)
         return Answer(self.squared_norm)
 
-    def send_decision(self, step: int, scale: float | None) -> Answer:
+    def call_barrier(self, method: object, step: int, scale: float | None) -> Answer:
+        assert method is UpdateBarrier.decide
         self.decisions.append((step, scale))
         self.sent.append(Answer())
         return self.sent[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import pickletools
 from enum import Enum
@@ -20,23 +19,17 @@ from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.trust import allowed, pickler
-from hybrid.trust.allowed import DATA, Unpickler
+from hybrid.trust.allowed import Allowed, ClassName, Unpickler
 from hybrid.trust.refusals import RefusedPayload
-from hybrid.wire import calls
+from hybrid.wire import calls, payloads
+from workers.session.session import CREATED, DATA
 
-
-def listed() -> list[Any]:
-    """All that may travel."""
-    return [
-        getattr(importlib.import_module(m), n) for m, _, n in (name.partition(":") for name in sorted(DATA))
-    ]
-
-
-ENUMS = [each for each in listed() if isinstance(each, type) and issubclass(each, Enum)]
+ALLOWED = Allowed((*payloads.DATA, *DATA), CREATED)
+ENUMS = [each for each in ALLOWED.data.values() if isinstance(each, type) and issubclass(each, Enum)]
 
 
 def travelled(value: Any) -> Any:
-    return Unpickler(*pickler._dump(value)).load()
+    return Unpickler(*pickler._dump(value), ALLOWED).load()
 
 
 def names_in(pickled: bytes) -> set[str]:
@@ -57,7 +50,7 @@ def test_an_enumeration_travels_by_value(
 
 def test_every_enumeration_that_may_travel_is_seen() -> None:
     assert {"RoleKind", "Pooling", "UpdateMode", "Purpose"} <= {kind.__name__ for kind in ENUMS}
-    assert "builtins:getattr" not in DATA
+    assert "builtins:getattr" not in ALLOWED.data
 
 
 @pytest.mark.parametrize(
@@ -103,41 +96,42 @@ def build(name: str, state: object) -> bytes:
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted(DATA - {f"torch:{each}" for each in dir(torch)}),
+        *sorted(ALLOWED.data.keys() - {f"torch:{each}" for each in dir(torch)}),
         "hybrid.trust.allowed:tensor_beside",
         "hybrid.trust.allowed:reference_to",
         "hybrid.trust.allowed:made",
+        "hybrid.trust.allowed:class_named",
     ],
 )
 def test_what_a_pickle_names_it_cannot_change(name: str, state: object) -> None:
     """With BUILD, of Python's pickles: of a class it would set attributes, of a function its ``__dict__``."""
     with pytest.raises(RefusedPayload, match="would change what it names"):
-        Unpickler(build(name, state)).load()
-    for each in (*listed(), Unpickler, Unpickler._tensor, allowed.made, allowed.reference_to):
+        Unpickler(build(name, state), (), ALLOWED).load()
+    for each in (*ALLOWED.data.values(), Unpickler, Unpickler._tensor, allowed.made, allowed.reference_to):
         assert not hasattr(each, "planted")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "Size", "device"])
 def test_types_of_torch_cannot_be_changed_either(dtype: str) -> None:
     with pytest.raises((RefusedPayload, AttributeError, TypeError)):
-        Unpickler(build(f"torch:{dtype}", (None, {"planted": 1}))).load()
+        Unpickler(build(f"torch:{dtype}", (None, {"planted": 1})), (), ALLOWED).load()
     assert not hasattr(getattr(torch, dtype), "planted")
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins:getattr", "os:system", "hybrid.trust.allowed:_listed", "torch:load"]
+    "name", ["builtins:getattr", "os:system", "hybrid.trust.allowed:Allowed", "torch:load"]
 )
 def test_what_is_not_listed_is_not_made_either(name: str) -> None:
     with pytest.raises(RefusedPayload, match=f"^{name} may not travel"):
-        Unpickler(pickler._dump(0)[0]).find_class(*name.split(":"))
+        Unpickler(pickler._dump(0)[0], (), ALLOWED).find_class(*name.split(":"))
     with pytest.raises(RefusedPayload, match=f"^{name} may not travel"):
-        allowed.made(name, (), {})
+        ALLOWED.marks["made"](name, (), {})
 
 
 def test_a_function_that_may_travel_can_still_be_called() -> None:
-    there = travelled(calls.construct_module)
+    there = travelled(calls.create_module)
     with pytest.raises(AttributeError):
         there.planted = 1
-    assert isinstance(there("no_such_module:Net", ()), calls._Unbuilt)
+    assert isinstance(there(travelled(ClassName("no_such_module:Net")), (), {}), calls._Unbuilt)
     assert issubclass(TableShards, torch.nn.Module)
     assert issubclass(NetHost, torch.nn.Module)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -282,6 +283,9 @@ class Message:
         if self.error:
             raise self.error
 
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        raise NotImplementedError("nothing is recorded here")
+
 
 class FakeHost:
     """Answers every lookup with zeros, and lets messages of gradients hang in the air."""
@@ -382,7 +386,7 @@ class TestMessages:
     def test_nothing_is_looked_up_without_asking_anybody(
         self, host: FakeHost, embeddings: Embeddings
     ) -> None:
-        assert embeddings.nothing().wait().shape == (0, 3)
+        assert embeddings.nothing(prefetched(0)).wait().shape == (0, 3)
         assert host.tickets == []
 
     @pytest.mark.parametrize("purpose", TRAINING)

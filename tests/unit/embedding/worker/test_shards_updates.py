@@ -162,7 +162,7 @@ class TestPrefetch:
                     host.lookup(following, items).wait()
                 host.receive(ticket, [torch.ones(1, 2)])
             host.barrier.drain()
-            staleness = host.take_staleness()
+            staleness = host.barrier.take_staleness()
             assert (staleness.count, staleness.total, staleness.largest) == (3, 2, 1)
 
 
@@ -195,9 +195,9 @@ class TestDecided:
             loss = 2 * sum(p.square().sum() for p in pooled)
             assert isinstance(loss, Tensor)
             (gradient,) = torch.autograd.grad(loss, before)
-            assert host.norm(0).wait() == pytest.approx(float(gradient.square().sum()))
+            assert host.barrier.norm(0).wait() == pytest.approx(float(gradient.square().sum()))
             assert torch.equal(rows, before)
-            host.decide(0, scale)
+            host.barrier.decide(0, scale)
             host.barrier.drain()
             torch.testing.assert_close(before.detach() - rows, (scale or 0.0) * gradient)
             assert host.version == 1
@@ -206,15 +206,15 @@ class TestDecided:
         with hosting(UpdateRules(1, decided=True)) as host:
             large = torch.full((2, 2), 1e30)  # the square of which is none in their own precision
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large], 0)
-            assert host.norm(0).wait() == pytest.approx(4e60)
-            host.decide(0, None)
+            assert host.barrier.norm(0).wait() == pytest.approx(4e60)
+            host.barrier.decide(0, None)
 
     def test_a_gradient_that_is_not_finite_is_named_in_the_place_of_the_norm(self) -> None:
         with hosting(UpdateRules(1, decided=True, check_finite=True)) as host:
             bad = torch.tensor([[1.0, torch.nan]])
             host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad], 0)
             with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of table t, row 5, is not"):
-                host.norm(0).wait()
+                host.barrier.norm(0).wait()
 
     def test_the_norm_covers_all_groups(self) -> None:
         """Tables of other widths lie in tensors of their own."""
@@ -225,8 +225,8 @@ class TestDecided:
             assert len(host.groups) == 2
             items = [(group, Bags(torch.tensor([1, 1]))) for group in range(2)]
             host.contribute(train(0), items, [torch.ones(2, 3), torch.ones(2, 5)], 0)
-            assert host.norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
-            host.decide(0, None)
+            assert host.barrier.norm(0).wait() == pytest.approx(4 * 3 + 4 * 5)
+            host.barrier.decide(0, None)
             host.barrier.drain()
         finally:
             host.close()
@@ -271,7 +271,7 @@ class TestBlocks:
                 pooled = host.lookup(train(step), items).wait()
                 torch.autograd.backward(pooled, [torch.randn(p.shape, generator=generator) for p in pooled])
                 if scale is not None:
-                    host.decide(step, scale)
+                    host.barrier.decide(step, scale)
                 host.barrier.drain()
             assert host.version == len(BLOCKED_ITEMS) + 1
             return {"weight": group.weight_RD, **group.optimizer.state}

@@ -1,0 +1,78 @@
+"""The one way from a configuration to a model, for whoever needs it: trainers, the worker that hosts a remote
+net, predictions in one process, the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybrid.config import RunConfig
+from hybrid.dense.compiled import compiled
+from hybrid.dense.configured import build_dense_net, build_remote_net
+from hybrid.dense.nets import DenseNet
+from hybrid.dense.optimizer import make_optimizer
+from hybrid.dense.remote import NetHost
+from hybrid.embedding.spec import TableSpec, tables_of
+from hybrid.input_spec import InputSpec
+from hybrid.steps.rules import UpdateRules
+from hybrid.training.model import HybridModel, RemoteStage
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """What the dense nets of a run are built by; every role builds the same ones."""
+
+    config: RunConfig
+    input_spec: InputSpec
+    tables: Sequence[TableSpec]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of rows, dense nets and optimizer state."""
+        dtype: torch.dtype = getattr(torch, self.config.train.dtype)
+        return dtype
+
+    @property
+    def widths(self) -> list[int]:
+        """Width of each feature's vector, in feature order."""
+        return [table.dim for table in tables_of(self.input_spec, self.tables)]
+
+    def dense_net(self) -> DenseNet:
+        """The net of a trainer; see :func:`build_dense_net`."""
+        return build_dense_net(self.config, self.input_spec, self.widths).to(self.dtype)
+
+    def remote_net(self) -> nn.Sequential | None:
+        """The net of a worker; None where there is none."""
+        if not self.config.dense.remote_mlp:
+            return None
+        return build_remote_net(self.config, self.input_spec, self.widths).to(self.dtype)
+
+    def model(self, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
+        """The model of ``net``, in the precision that the configuration says."""
+        name = self.config.dense.autocast
+        return HybridModel(net, remote_net, self.dtype, None if name == "none" else getattr(torch, name))
+
+    def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of a dense net."""
+        dense = self.config.dense
+        return make_optimizer(net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options)
+
+
+def host_remote_net(
+    config: RunConfig, input_spec: InputSpec, tables: Sequence[TableSpec], rules: UpdateRules
+) -> NetHost:
+    """The remote dense net of a run, compiled if it is to be; called on the worker that it is to live on."""
+    blueprint = Blueprint(config, input_spec, tables)
+    net = blueprint.remote_net()
+    assert net is not None, "dense.remote_mlp asks for one"
+    form = None
+    if config.dense.compile != "none":
+        first = net[0]
+        assert isinstance(first, nn.Linear)
+        generator = torch.Generator().manual_seed(0)
+        hidden_BH = torch.rand(2, first.in_features, dtype=blueprint.dtype, generator=generator)
+        form = compiled(net, config.dense.compile, [hidden_BH.requires_grad_()])
+    return NetHost(net, blueprint.optimizer(net), rules, form)
