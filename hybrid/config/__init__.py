@@ -1,6 +1,6 @@
 """The configuration of a run: which keys there are, how it is read, and what must hold of it. No torch.
 
-``sections`` has every key with its default, rule and meaning (``key``); begin there. ``file`` reads TOML and
+Begin with ``sections``: every key with its default, rule and meaning (``key``). ``file`` reads TOML and
 ``--set`` into a ``RunConfig``, which ``rules`` look over as a whole, and ``page`` describes all keys.
 The command line reads configurations; everything else is given a ``RunConfig``, or one section of it.
 """

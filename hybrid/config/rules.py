@@ -11,11 +11,12 @@ from hybrid.config.sections import (
     DenseSection,
     ProfileSection,
     RunConfig,
+    ScheduleSection,
     TrainSection,
 )
 from hybrid.errors import ConfigError
-from hybrid.steps.schedule import check_schedule
 
+SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
 
 
@@ -139,3 +140,19 @@ def _check_tables(config: RunConfig) -> None:
                 rule = f"must not hold a column that tables.{reader[feature]} reads already"
                 raise ConfigError(f"tables.{name}.features", rule, feature)
             reader[feature] = name
+
+
+def check_schedule(section: ScheduleSection, end: int | None) -> None:
+    """ConfigError where the keys of a schedule do not fit together.
+
+    Args:
+        end: the steps of the whole schedule; None while they are not known.
+    """
+    if not section.warmup_steps:
+        return
+    if section.kind == "one_cycle":
+        rule = "must be 0 with schedule.kind = one_cycle, which rises by itself over schedule.peak_fraction"
+        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
+    if end is not None and section.kind in SCHEDULES_THAT_END and section.warmup_steps >= end:
+        rule = f"must be less than the steps of the whole schedule, {end}"
+        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)

@@ -10,25 +10,8 @@ import math
 from dataclasses import dataclass
 
 from hybrid.config import ScheduleSection
+from hybrid.config.rules import SCHEDULES_THAT_END, check_schedule
 from hybrid.errors import ConfigError
-
-_KINDS_THAT_END = ("cosine", "polynomial", "one_cycle")
-
-
-def check_schedule(section: ScheduleSection, end: int | None) -> None:
-    """ConfigError where the keys of a schedule do not fit together.
-
-    Args:
-        end: the steps of the whole schedule; None while they are not known.
-    """
-    if not section.warmup_steps:
-        return
-    if section.kind == "one_cycle":
-        rule = "must be 0 with schedule.kind = one_cycle, which rises by itself over schedule.peak_fraction"
-        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
-    if end is not None and section.kind in _KINDS_THAT_END and section.warmup_steps >= end:
-        rule = f"must be less than the steps of the whole schedule, {end}"
-        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +49,7 @@ class Schedule:
         """
         end = section.steps or run_steps
         check_schedule(section, end)
-        if section.kind in _KINDS_THAT_END and run_steps > end:
+        if section.kind in SCHEDULES_THAT_END and run_steps > end:
             rule = f"must be at least the steps of the run, {run_steps}, or 0 to take these"
             raise ConfigError("schedule.steps", rule, section.steps)
         return cls(section, end)

@@ -13,8 +13,9 @@ A call runs a method of an object on the process that owns it; what it returns o
 value (:class:`Failure`), because RPC keeps the type of three kinds of exception only. Lookups are the
 exception: they take part in distributed autograd, so their answer must be bare tensors.
 
-Calls and answers are signed, and only the functions of ``calls.CALLS`` can be called (``hybrid/trust``);
-a process joins and leaves with ``start`` and ``stop`` (``group``).
+Begin with ``stubs``, which the master and trainers call. Calls and answers are signed, and only the
+functions of ``calls.CALLS`` can be called (``hybrid/trust``), with ``payloads`` that only hold data; a role
+joins and leaves with ``start`` and ``stop`` (``group``).
 """
 
 from hybrid.wire.calls import Vitals

@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
 from hybrid.config import SCHEDULES, ScheduleSection
+from hybrid.config.rules import check_schedule
 from hybrid.errors import ConfigError
-from hybrid.steps.schedule import Schedule, check_schedule
+from hybrid.steps.schedule import Schedule
 
 Make: TypeAlias = Callable[[Optimizer, int], lr_scheduler.LRScheduler]
 STEPS = 60
