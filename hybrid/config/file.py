@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +22,6 @@ from hybrid.config.sections import (
 )
 from hybrid.errors import ConfigError
 
-_NOT_PART_OF_THE_RESULT = (
-    "run.folder",
-    "run.name",
-    "cluster.master_port",
-    "cluster.interface",
-    "cluster.secret_file",
-    "cluster.heartbeat_timeout_seconds",
-    "cluster.max_restarts",
-    "checkpoint.every_steps",
-    "checkpoint.every_minutes",
-    "checkpoint.keep_last",
-    "checkpoint.keep_best",
-    "profile.steps",
-    "profile.first_step",
-)
 # A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 _ANY_TABLE = ("tables.NAME", TABLE_KEYS)
@@ -210,12 +195,15 @@ def toml_value(value: Any) -> str:
 
 
 def decisive_values(config: RunConfig) -> dict[str, Any]:
-    """Every key that a run's result depends on, by dotted name, with its value as JSON holds it.
+    """Every key that a run's result depends on, by dotted name, with its value as JSON holds it."""
+    return _values(config, lambda key: not key.is_local)
 
-    Folder, name, port and network interface are left out: they may differ from host to host. So is what
-    is recorded: trainers and workers learn that from the master.
-    """
-    values = {f"{section}.{name}": key.read(value) for section, name, key, value in _items(config)}
-    for dotted in _NOT_PART_OF_THE_RESULT:
-        del values[dotted]
-    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in values.items()}
+
+def fixed_values(config: RunConfig) -> dict[str, Any]:
+    """The same of every key that a run keeps when it goes on."""
+    return _values(config, lambda key: key.is_fixed)
+
+
+def _values(config: RunConfig, is_wanted: Callable[[Key], bool]) -> dict[str, Any]:
+    items = ((f"{section}.{name}", key.read(v)) for section, name, key, v in _items(config) if is_wanted(key))
+    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in items}

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import tomllib
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hybrid.errors import ConfigError
@@ -22,15 +23,30 @@ def option(
     maximum: float | None = None,
     above: float | None = None,
     choices: tuple[str, ...] = (),
+    is_fixed: bool = False,
+    is_local: bool = False,
+    prepares: bool = True,
 ) -> Any:
-    """The field of a section that is a key."""
+    """The field of a section that is a key; see :class:`Key`."""
     rule = {"minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
-    return field(default=default, metadata={"meaning": meaning, **rule})
+    use = {"is_fixed": is_fixed, "is_local": is_local, "prepares": prepares}
+    return field(default=default, metadata={"meaning": meaning, **rule, **use})
+
+
+fixed = partial(option, is_fixed=True)
+local = partial(option, is_local=True)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a section: its type and the rule its value must keep."""
+    """One key of a section: its type, the rule its value must keep, and what depends on it.
+
+    Attributes:
+        is_fixed: whether a run that goes on must have it as before, since its tensors depend on it, or where
+            in the data its step is.
+        is_local: whether the roles of a cluster may differ in it, since no result depends on it.
+        prepares: whether prepared data depend on it; only of the section [data].
+    """
 
     name: str
     kind: Any
@@ -41,6 +57,9 @@ class Key:
     maximum: float | None
     above: float | None
     choices: tuple[str, ...]
+    is_fixed: bool
+    is_local: bool
+    prepares: bool
 
     @classmethod
     def of(cls, of: dataclasses.Field[Any], hint: Any) -> Key:

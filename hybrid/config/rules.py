@@ -1,8 +1,13 @@
-"""The rules that tie several keys of a configuration together. Free of torch."""
+"""The rules that tie several keys of a configuration together, each once. Free of torch.
+
+:func:`check_rules` asks all of them. The other public ones are asked again by who is given values that did
+not come out of a file, or knows more of them than a file says.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.config.sections import (
     NETS,
@@ -12,12 +17,18 @@ from hybrid.config.sections import (
     ProfileSection,
     RunConfig,
     ScheduleSection,
+    TableSection,
     TrainSection,
 )
 from hybrid.errors import ConfigError
 
 SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
+# By key: what may name a device there, and that in words.
+_DEVICES = {
+    "dense.device": (r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", "must be auto, cpu, cuda or cuda:N"),
+    "dense.devices": (r"cpu|cuda:(0|[1-9][0-9]*)", "must hold cpu and cuda:N"),
+}
 
 
 def check_rules(config: RunConfig) -> None:
@@ -26,7 +37,9 @@ def check_rules(config: RunConfig) -> None:
     _check_dense(config)
     _check_parallel(config)
     _check_train(config.train)
-    _check_tables(config)
+    for name, table in config.tables.items():
+        check_workers(name, table.workers, config.cluster.workers)
+    table_of_column(config.tables)
     check_schedule(config.schedule, config.schedule.steps or None)
     if config.train.max_steps:
         recorded_steps(config.profile, 0, config.train.max_steps)
@@ -54,15 +67,30 @@ def _check_data(data: DataSection) -> None:
             raise ConfigError("data.label", "must name the label column", data.label)
         if not data.sparse:
             raise ConfigError("data.sparse", "must name at least one categorical column")
-        for name in ("dense", "sparse"):
-            columns = getattr(data, name)
-            if data.label in columns:
-                raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
-            if len(set(columns)) < len(columns):
-                raise ConfigError(f"data.{name}", "must name each column once", columns)
+        check_columns(data)
+    check_fields(data)
+
+
+def check_columns(data: DataSection) -> None:
+    """ConfigError where a column is named twice, or is the label too."""
+    for name in ("dense", "sparse"):
+        columns = getattr(data, name)
+        if data.label in columns:
+            raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
+        if len(set(columns)) < len(columns):
+            raise ConfigError(f"data.{name}", "must name each column once", columns)
+
+
+def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
+    """ConfigError where the delimiter is none, or a label means 1 and 0.
+
+    Args:
+        value_of: what a label in the configuration stands for.
+    """
     if len(data.delimiter) != 1:
         raise ConfigError("data.delimiter", "must be one character", data.delimiter)
-    if shared := set(data.positive_labels) & set(data.negative_labels):
+    positive = {value_of(label) for label in data.positive_labels}
+    if shared := [label for label in data.negative_labels if value_of(label) in positive]:
         rule = "must not share values with data.positive_labels"
         raise ConfigError("data.negative_labels", rule, min(shared))
 
@@ -71,8 +99,7 @@ def _check_dense(config: RunConfig) -> None:
     dense = config.dense
     if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
         raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", dense.device):
-        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
+    check_device("dense.device", dense.device)
     for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
         units = getattr(dense, name)
         if min(units, default=1) < 1:
@@ -80,6 +107,13 @@ def _check_dense(config: RunConfig) -> None:
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def check_device(key: str, device: str) -> None:
+    """ConfigError where ``device``, a value of ``key``, is none."""
+    form, rule = _DEVICES[key]
+    if not re.fullmatch(form, device):
+        raise ConfigError(key, rule, device)
 
 
 def _check_parallel(config: RunConfig) -> None:
@@ -98,8 +132,7 @@ def _check_devices(dense: DenseSection) -> None:
         rule = 'must name the devices of a trainer\'s replicas, such as ["cuda:0", "cuda:1"]'
         raise ConfigError("dense.devices", rule, dense.devices)
     for device in dense.devices:
-        if not re.fullmatch(r"cpu|cuda:\d+", device):
-            raise ConfigError("dense.devices", "must hold cpu and cuda:N", device)
+        check_device("dense.devices", device)
     if dense.device != "auto":
         raise ConfigError("dense.device", "leave it out: dense.devices names them all", dense.device)
 
@@ -128,18 +161,24 @@ def _check_train(train: TrainSection) -> None:
             raise ConfigError("train.non_finite", rule, train.non_finite)
 
 
-def _check_tables(config: RunConfig) -> None:
-    reader: dict[str, str] = {}
-    for name, table in config.tables.items():
-        for index in table.workers:
-            if not 0 <= index < config.cluster.workers:
-                rule = f"must hold worker indices from 0 to {config.cluster.workers - 1}"
-                raise ConfigError(f"tables.{name}.workers", rule, index)
-        for feature in table.features or (name,):
-            if feature in reader:
-                rule = f"must not hold a column that tables.{reader[feature]} reads already"
-                raise ConfigError(f"tables.{name}.features", rule, feature)
-            reader[feature] = name
+def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
+    """ConfigError where a table may be placed on a worker that there is not."""
+    for index in workers:
+        if not 0 <= index < num_workers:
+            rule = f"must hold worker indices from 0 to {num_workers - 1}"
+            raise ConfigError(f"tables.{table}.workers", rule, index)
+
+
+def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
+    """The table of each column that a section [tables.NAME] lists; ConfigError where two list one."""
+    owner: dict[str, str] = {}
+    for name, table in tables.items():
+        for column in table.features or (name,):
+            if column in owner:
+                rule = f"must not hold a column that tables.{owner[column]} reads already"
+                raise ConfigError(f"tables.{name}.features", rule, column)
+            owner[column] = name
+    return owner
 
 
 def check_schedule(section: ScheduleSection, end: int | None) -> None:

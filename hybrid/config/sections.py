@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from hybrid.config.key import Key, keys_of, option
+from hybrid.config.key import Key, fixed, keys_of, local, option
 from hybrid.topology import Topology
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
@@ -30,9 +30,9 @@ DTYPES = ("float32", "float64")
 class RunSection:
     """Where results go."""
 
-    name: str = option("run", "name of the run; its folder is runs/NAME-DATE-TIME")
-    folder: str = option("", "run folder; empty for a new one under runs/")
-    seed: int = option(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
+    name: str = local("run", "name of the run; its folder is runs/NAME-DATE-TIME")
+    folder: str = local("", "run folder; empty for a new one under runs/")
+    seed: int = fixed(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,8 @@ class ClusterSection:
     trainers: int = option(2, "number of trainers", minimum=1)
     workers: int = option(2, "number of workers", minimum=1)
     master_address: str = option("127.0.0.1", "address on which the master listens")
-    master_port: int = option(
-        0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535
-    )
-    interface: str = option("lo", "network interface of all traffic, such as lo or eth0")
+    master_port: int = local(0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535)
+    interface: str = local("lo", "network interface of all traffic, such as lo or eth0")
     namespace: str = option(
         "auto",
         "auto gives the roles of launch a network of their own, which nobody else can reach, where they need "
@@ -66,13 +64,13 @@ class ClusterSection:
         60.0, "how long a worker waits for the gradients of all trainers", above=0
     )
     stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
-    heartbeat_timeout_seconds: float = option(
+    heartbeat_timeout_seconds: float = local(
         10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
     )
-    max_restarts: int = option(
+    max_restarts: int = local(
         3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0
     )
-    secret_file: str = option(
+    secret_file: str = local(
         "",
         "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
         "variable HYBRID_SECRET, and launch then makes its own where there is none",
@@ -87,10 +85,10 @@ class ClusterSection:
 class DataSection:
     """The samples: files, columns, and how values become numbers."""
 
-    format: str = option("synthetic", "kind of the input", choices=FORMATS)
+    format: str = fixed("synthetic", "kind of the input", choices=FORMATS)
     path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
     test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
-    test_fraction: float = option(
+    test_fraction: float = fixed(
         0.1,
         "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
         minimum=0.0,
@@ -98,26 +96,26 @@ class DataSection:
     )
     columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
     delimiter: str = option(",", "separator of CSV columns")
-    label: str = option("label", "name of the label column")
-    positive_labels: tuple[str, ...] = option(("1",), "label values that mean 1")
-    negative_labels: tuple[str, ...] = option(("0",), "label values that mean 0")
-    dense: tuple[str, ...] = option((), "names of the numeric columns")
-    sparse: tuple[str, ...] = option((), "names of the categorical columns")
-    multi_hot_separator: str = option(
+    label: str = fixed("label", "name of the label column")
+    positive_labels: tuple[str, ...] = fixed(("1",), "label values that mean 1")
+    negative_labels: tuple[str, ...] = fixed(("0",), "label values that mean 0")
+    dense: tuple[str, ...] = fixed((), "names of the numeric columns")
+    sparse: tuple[str, ...] = fixed((), "names of the categorical columns")
+    multi_hot_separator: str = fixed(
         "", "splits a categorical field into several ids; empty means one id a field"
     )
-    missing: tuple[str, ...] = option(("", "?"), "field values that mean missing")
-    numeric_transform: str = option(
+    missing: tuple[str, ...] = fixed(("", "?"), "field values that mean missing")
+    numeric_transform: str = fixed(
         "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=("none", "log")
     )
-    standardise: bool = option(True, "scale numeric columns to mean 0 and deviation 1 over the training rows")
-    vocabulary: str = option(
+    standardise: bool = fixed(True, "scale numeric columns to mean 0 and deviation 1 over the training rows")
+    vocabulary: str = fixed(
         "build", "build numbers the values seen; hash uses the hashing trick", choices=("build", "hash")
     )
-    vocabulary_min_count: int = option(
+    vocabulary_min_count: int = fixed(
         1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
     )
-    hash_rows: int = option(
+    hash_rows: int = fixed(
         100_000, "rows of each table (vocabulary = hash); ids are 32-bit", minimum=2, maximum=2_000_000_000
     )
     bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
@@ -125,24 +123,29 @@ class DataSection:
         0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
     )
     cache_folder: str = option(
-        "", "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)"
+        "",
+        "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)",
+        prepares=False,
     )
     checksum: str = option(
-        "sampled", "how a changed input file is known, besides size and time", choices=("sampled", "whole")
+        "sampled",
+        "how a changed input file is known, besides size and time",
+        choices=("sampled", "whole"),
+        prepares=False,
     )
-    shuffle: bool = option(True, "shuffle the training rows anew each epoch")
-    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1)
-    synthetic_rows: int = option(600_000, "training rows of the synthetic click log", minimum=1)
-    synthetic_test_rows: int = option(50_000, "test rows of the synthetic click log", minimum=1)
+    shuffle: bool = fixed(True, "shuffle the training rows anew each epoch", prepares=False)
+    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1, prepares=False)
+    synthetic_rows: int = fixed(600_000, "training rows of the synthetic click log", minimum=1)
+    synthetic_test_rows: int = fixed(50_000, "test rows of the synthetic click log", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSection:
     """Defaults of all tables; a section [tables.NAME] overrides them for one."""
 
-    dim: int = option(16, "width of a row", minimum=1)
-    pooling: str = option("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
-    optimizer: str = option("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
+    dim: int = fixed(16, "width of a row", minimum=1)
+    pooling: str = fixed("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
+    optimizer: str = fixed("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float = option(0.05, "learning rate of the rows", above=0)
     eps: float = option(
         1e-8,
@@ -174,30 +177,30 @@ class EmbeddingSection:
 class TableSection:
     """Overrides for one table; a key left out takes the value of [embedding]."""
 
-    dim: int | None = option(None, "width of a row", minimum=1)
-    pooling: str | None = option(None, "pooling of a bag", choices=("sum", "mean", "max"))
-    optimizer: str | None = option(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
+    dim: int | None = fixed(None, "width of a row", minimum=1)
+    pooling: str | None = fixed(None, "pooling of a bag", choices=("sum", "mean", "max"))
+    optimizer: str | None = fixed(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float | None = option(None, "learning rate of the rows", above=0)
     placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
     workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
-    features: tuple[str, ...] = option((), "columns that share this table; empty for the one of its name")
+    features: tuple[str, ...] = fixed((), "columns that share this table; empty for the one of its name")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseSection:
     """The dense net that each trainer holds, and how it is trained."""
 
-    net: str = option(
+    net: str = fixed(
         "dlrm", "dlrm, dcn_v2, deepfm, wide_deep, or your own as module:function (see the README)"
     )
-    bottom_mlp: tuple[int, ...] = option((64, 32), "hidden units of the net over numeric features (dlrm)")
-    top_mlp: tuple[int, ...] = option((128, 64), "hidden units of the net over everything")
-    cross_layers: int = option(2, "cross layers (dcn_v2)", minimum=1)
-    remote_mlp: tuple[int, ...] = option(
+    bottom_mlp: tuple[int, ...] = fixed((64, 32), "hidden units of the net over numeric features (dlrm)")
+    top_mlp: tuple[int, ...] = fixed((128, 64), "hidden units of the net over everything")
+    cross_layers: int = fixed(2, "cross layers (dcn_v2)", minimum=1)
+    remote_mlp: tuple[int, ...] = fixed(
         (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
     )
     remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
-    optimizer: str = option("Adam", "name of a torch.optim class")
+    optimizer: str = fixed("Adam", "name of a torch.optim class")
     optimizer_options: tuple[str, ...] = option(
         (), 'its other arguments, such as ["momentum = 0.9", "weight_decay = 1e-4"]'
     )
@@ -254,7 +257,7 @@ class TrainSection:
 
     epochs: int = option(1, "passes over the training rows", minimum=1)
     max_steps: int = option(0, "stop after this many steps; 0 for no limit", minimum=0)
-    batch_size: int = option(1024, "samples of a step over all trainers together", minimum=1)
+    batch_size: int = fixed(1024, "samples of a step over all trainers together", minimum=1)
     micro_batches: int = option(
         1, "parts in which a trainer computes its share of a step, one after another", minimum=1
     )
@@ -279,10 +282,10 @@ class TrainSection:
 class CheckpointSection:
     """When checkpoints are written, besides at the end of a run, and which are kept."""
 
-    every_steps: int = option(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
-    every_minutes: float = option(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
-    keep_last: int = option(2, "how many of the newest checkpoints are kept", minimum=1)
-    keep_best: str = option(
+    every_steps: int = local(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
+    every_minutes: float = local(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
+    keep_last: int = local(2, "how many of the newest checkpoints are kept", minimum=1)
+    keep_best: str = local(
         "auc",
         "metric of the evaluations by which the best checkpoint is kept as well",
         choices=("auc", "log_loss", "none"),
@@ -319,8 +322,8 @@ class ScheduleSection:
 class ProfileSection:
     """What every role does in some steps, in detail: a trace and a table in the run folder."""
 
-    steps: int = option(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
-    first_step: int = option(
+    steps: int = local(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
+    first_step: int = local(
         10, "steps that the run takes before the first recorded one, such as those that warm up", minimum=0
     )
 

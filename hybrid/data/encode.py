@@ -163,18 +163,18 @@ class FeatureEncoder:
         Raises:
             DataError: there are no rows.
         """
-        layout = Layout.of(data)
-        moments = _Moments(len(layout.dense))
-        counters = [_ValueCounter() for _ in layout.sparse]
+        data = Layout.of(data).data  # where its format names the columns, with these
+        moments = _Moments(len(data.dense))
+        counters = [_ValueCounter() for _ in data.sparse]
         for block in blocks:
             moments.add(_transform(block.dense_BF, data.numeric_transform))
             for counter, column in zip(counters, block.sparse, strict=True):
                 counter.add(column, data.vocabulary == "build")
         if not moments.num_rows:
             raise DataError("no row is left to train on; check data.path and data.test_fraction")
-        scales = moments.scales() if data.standardise else [(0.0, 1.0)] * len(layout.dense)
-        dense = tuple(DenseEncoding(n, *s) for n, s in zip(layout.dense, scales, strict=True))
-        sparse = tuple(c.encoding(n, data) for n, c in zip(layout.sparse, counters, strict=True))
+        scales = moments.scales() if data.standardise else [(0.0, 1.0)] * len(data.dense)
+        dense = tuple(DenseEncoding(n, *s) for n, s in zip(data.dense, scales, strict=True))
+        sparse = tuple(c.encoding(n, data) for n, c in zip(data.sparse, counters, strict=True))
         return cls(data.numeric_transform, dense, sparse)
 
     @classmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybrid.config import DataSection
+from hybrid.config.rules import check_columns, check_fields
 from hybrid.data.bad_rows import shown
 from hybrid.data.canonical import canonical_text
 from hybrid.errors import ConfigError, DataError
@@ -21,60 +22,47 @@ CRITEO_LABEL = "label"
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a file and how its fields are written; see the data section for each.
+    """The columns of a file and how its fields are written.
 
     Attributes:
-        columns: names by position; empty where the file names its own columns.
+        data: the section that says so, with names for the columns of a format that has them.
         with_labels: whether the label column is read (it may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
     """
 
-    columns: tuple[str, ...]
-    delimiter: str
-    quotes: bool
-    label: str
+    data: DataSection
     with_labels: bool
-    positive_labels: tuple[str, ...]
-    negative_labels: tuple[str, ...]
-    dense: tuple[str, ...]
-    sparse: tuple[str, ...]
-    separator: str
-    missing: tuple[str, ...]
+    quotes: bool
 
     @classmethod
     def of(cls, data: DataSection, *, with_labels: bool = True) -> Layout:
         """The layout that ``data`` describes; ConfigError where it contradicts itself."""
-        layout = cls(
-            columns=data.columns,
-            delimiter=data.delimiter,
-            quotes=True,
-            label=data.label,
-            with_labels=with_labels,
-            positive_labels=data.positive_labels,
-            negative_labels=data.negative_labels,
-            dense=data.dense,
-            sparse=data.sparse,
-            separator=data.multi_hot_separator,
-            missing=data.missing,
-        )
-        if data.format == "criteo":
-            layout = dataclasses.replace(
-                layout,
+        is_criteo = data.format == "criteo"
+        if is_criteo:
+            data = dataclasses.replace(
+                data,
                 columns=(CRITEO_LABEL, *CRITEO_DENSE, *CRITEO_SPARSE),
                 delimiter="\t",
-                quotes=False,
                 label=CRITEO_LABEL,
                 dense=data.dense or CRITEO_DENSE,
                 sparse=data.sparse or CRITEO_SPARSE,
-                separator="",
+                multi_hot_separator="",
             )
-        layout._check()
-        return layout
+        check_fields(data, lambda label: canonical_text(label)[0])
+        if with_labels and not data.positive_labels:
+            raise ConfigError("data.positive_labels", "must name at least one label value")
+        if not data.dense and not data.sparse:
+            raise ConfigError("data.sparse", "must name at least one column (or data.dense must)")
+        name, count = Counter(data.columns).most_common(1)[0] if data.columns else ("", 0)
+        if count > 1:
+            raise ConfigError("data.columns", "names a column twice", name)
+        check_columns(data)
+        return cls(data, with_labels, quotes=not is_criteo)
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Names of the columns that are read."""
-        return (*self.dense, *self.sparse, *([self.label] if self.with_labels else []))
+        return (*self.data.dense, *self.data.sparse, *self._label)
 
     def require(self, names: Sequence[str], path: Path) -> None:
         """Check that ``path``, whose columns are ``names``, has every wanted one, once.
@@ -83,8 +71,7 @@ class Layout:
             ConfigError: it lacks one.
             DataError: it has one twice.
         """
-        label = (self.label,) if self.with_labels else ()
-        for key, wanted in (("dense", self.dense), ("sparse", self.sparse), ("label", label)):
+        for key, wanted in (("dense", self.data.dense), ("sparse", self.data.sparse), ("label", self._label)):
             for name in wanted:
                 if name not in names:
                     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
@@ -95,29 +82,6 @@ class Layout:
                     rule = f"rename one, since data.{key} names it"
                     raise DataError(f"{path}: columns {places} have the same name, {name!r}; {rule}")
 
-    def without_label(self) -> Layout:
-        """The same for a file that lacks the label column."""
-        return dataclasses.replace(self, columns=tuple(c for c in self.columns if c != self.label))
-
-    def _check(self) -> None:
-        if len(self.delimiter) != 1:
-            raise ConfigError(
-                "data.delimiter", "must be one character, such as a comma or a tab", self.delimiter
-            )
-        both = [n for n in self.negative_labels if _texts((n,)) & _texts(self.positive_labels)]
-        if both:
-            raise ConfigError("data.negative_labels", "a value is in data.positive_labels too", min(both))
-        if self.with_labels and not self.positive_labels:
-            raise ConfigError("data.positive_labels", "must name at least one label value")
-        if not self.dense and not self.sparse:
-            raise ConfigError("data.sparse", "must name at least one column (or data.dense must)")
-        for key, names in (("columns", self.columns), ("dense", self.dense), ("sparse", self.sparse)):
-            name, count = Counter(names).most_common(1)[0] if names else ("", 0)
-            if count > 1:
-                raise ConfigError(f"data.{key}", "names a column twice", name)
-            if key != "columns" and self.label in names:
-                raise ConfigError(f"data.{key}", "must not name the label", self.label)
-
-
-def _texts(values: Sequence[str]) -> set[str]:
-    return {canonical_text(value)[0] for value in values}
+    @property
+    def _label(self) -> tuple[str, ...]:
+        return (self.data.label,) if self.with_labels else ()

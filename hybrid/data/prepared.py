@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import DataSection, RunConfig
+from hybrid.config.sections import SECTION_KEYS
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building
@@ -30,11 +31,6 @@ from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
 
 TRAIN, TEST = "train", "test"
-
-_SYNTHETIC_KEYS = ("format", "synthetic_rows", "synthetic_test_rows")
-_NOT_OF_THE_DATA = (
-    *("cache_folder", "checksum", "shuffle", "prefetch_batches", "synthetic_rows", "synthetic_test_rows"),
-)
 
 
 def prepare(
@@ -144,11 +140,13 @@ def _format_of(data: DataSection, files: Sequence[Path]) -> str:
 
 def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
     """A name for all that the prepared content depends on."""
-    section = dataclasses.asdict(config.data)
-    if config.data.format == "synthetic":
-        keys = {key: section[key] for key in _SYNTHETIC_KEYS}
-    else:
-        keys = {key: value for key, value in section.items() if key not in _NOT_OF_THE_DATA}
+    is_synthetic = config.data.format == "synthetic"
+    keys = {
+        name: value
+        for name, value in dataclasses.asdict(config.data).items()
+        if name == "format"
+        or (name.startswith("synthetic_") == is_synthetic and SECTION_KEYS["data"][name].prepares)
+    }
     stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files]
     seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
     text = json.dumps([manifest.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)

@@ -122,18 +122,19 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
             bad.append(BadRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
         good[mask] = False
 
-    labels_B = None
+    data, labels_B = layout.data, None
     if layout.with_labels:
-        positive, negative = layout.positive_labels, layout.negative_labels
-        labels_B, unknown = columns.labels(table.columns[layout.label], positive, negative)
-        reject(unknown, Reason.LABEL, layout.label, " or ".join(map(repr, (*positive, *negative))))
-    dense_BF = np.empty((len(good), len(layout.dense)))
-    for f, name in enumerate(layout.dense):
-        dense_BF[:, f], wrong = columns.numbers(table.columns[name], layout.missing)
+        positive, negative = data.positive_labels, data.negative_labels
+        labels_B, unknown = columns.labels(table.columns[data.label], positive, negative)
+        reject(unknown, Reason.LABEL, data.label, " or ".join(map(repr, (*positive, *negative))))
+    dense_BF = np.empty((len(good), len(data.dense)))
+    for f, name in enumerate(data.dense):
+        dense_BF[:, f], wrong = columns.numbers(table.columns[name], data.missing)
         reject(wrong, Reason.NUMBER, name, "a finite number")
     sparse = []
-    for name in layout.sparse:
-        coded, inexact_B, too_long_B = columns.values(table.columns[name], layout.missing, layout.separator)
+    for name in data.sparse:
+        column, separator = table.columns[name], data.multi_hot_separator
+        coded, inexact_B, too_long_B = columns.values(column, data.missing, separator)
         reject(inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
         reject(too_long_B, Reason.LONG, name, f"at most {columns.MAX_VALUE_BYTES:,} bytes")
         sparse.append(coded)

@@ -106,7 +106,7 @@ class _Parser:
 
     def parse(self, lines: Lines) -> TableBlock:
         """The wanted columns of the rows of ``lines``."""
-        lines.drop_blank(self._width, self._layout.delimiter)
+        lines.drop_blank(self._width, self._layout.data.delimiter)
         row_of_line = np.cumsum(lines.keep) - 1
         num_rows = int(lines.keep.sum())
         broken = [] if lines.is_plain() else lines.drop_broken(self._fault, self._is_record)
@@ -135,7 +135,7 @@ class _Parser:
         if block.startswith(BYTE_ORDER_MARK):  # not that of the file, and pyarrow would drop it
             block = BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
-            delimiter=self._layout.delimiter,
+            delimiter=self._layout.data.delimiter,
             quote_char='"' if self._layout.quotes else False,
             ignore_empty_lines=False,
             invalid_row_handler=skip,
@@ -164,7 +164,7 @@ class _Parser:
             return False
 
     def _split_strictly(self, lines: bytes) -> Iterator[list[str]]:
-        return csv.reader([lines.decode()], delimiter=self._layout.delimiter, strict=True)
+        return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
 
 
 def _num_rows(columns: dict[str, Any]) -> int:
@@ -179,7 +179,7 @@ def _column_names(path: Path, layout: Layout) -> tuple[Sequence[str], int]:
     head = start.decode("utf-8-sig", errors="replace")
     lines = enumerate(head.split("\n")[:PEEK_LINES], start=1)
     peeked = [(number, _split(line.strip("\r"), layout)) for number, line in lines if line.strip()]
-    if not layout.columns:
+    if not layout.data.columns:
         if not peeked:
             raise DataError(f"{path}: the file is empty, expected a header line; check data.path")
         number, fields = peeked[0]
@@ -190,15 +190,15 @@ def _column_names(path: Path, layout: Layout) -> tuple[Sequence[str], int]:
         return [field.strip() for field in fields], number
     if not layout.with_labels:
         widths = [len(fields) for _, fields in peeked]
-        if widths.count(len(layout.columns) - 1) > widths.count(len(layout.columns)):
-            layout = layout.without_label()
-    return layout.columns, 0
+        if widths.count(len(layout.data.columns) - 1) > widths.count(len(layout.data.columns)):
+            return [name for name in layout.data.columns if name != layout.data.label], 0
+    return layout.data.columns, 0
 
 
 def _split(line: str, layout: Layout) -> list[str]:
     if not layout.quotes:
-        return line.split(layout.delimiter)
+        return line.split(layout.data.delimiter)
     try:
-        return next(csv.reader([line], delimiter=layout.delimiter), [])
+        return next(csv.reader([line], delimiter=layout.data.delimiter), [])
     except csv.Error:  # a field beyond the csv module's limit: no header and no row
         return [line]

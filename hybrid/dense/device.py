@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from hybrid.config import DenseSection
+from hybrid.config.rules import check_device
 from hybrid.errors import ConfigError
 
 
@@ -33,16 +34,11 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
 
 
 def _find(key: str, setting: str) -> torch.device:
-    rule = "must be auto, cpu, cuda or cuda:N"
-    try:
-        device = torch.device(setting)
-    except RuntimeError:
-        raise ConfigError(key, rule, setting) from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(key, rule, setting)
-    if device.type == "cuda" and (device.index or 0) >= _num_gpus():
-        raise ConfigError(key, f"this machine has {_num_gpus()} GPU(s)", setting)
-    return device
+    check_device(key, setting)
+    num_gpus = _num_gpus()
+    if setting != "cpu" and setting not in [f"cuda:{index}" for index in range(num_gpus)]:
+        raise ConfigError(key, f"this machine has {num_gpus} GPU(s)", setting)
+    return torch.device(setting)
 
 
 def _num_gpus() -> int:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from hybrid.config.rules import check_workers
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
-from hybrid.errors import ConfigError
 
 BYTES_PER_ID = 4  # tables of more than 2^31 rows a worker aside
 # Splitting a small table saves no memory worth having and costs one more message segment a step.
@@ -131,7 +131,8 @@ def plan(
     shards: list[Shard] = []
     for table in sorted(tables, key=lambda t: (-sum(shares[t.name]), t.name)):
         num_bytes, num_moved = shares[table.name]
-        allowed = _allowed_workers(table, num_workers)
+        check_workers(table.name, table.workers, num_workers)
+        allowed = list(dict.fromkeys(table.workers or range(num_workers)))
         if _is_split(table, total_bytes / num_workers) and len(allowed) > 1:
             targets = allowed[: table.num_rows]  # no shard is empty
         else:
@@ -142,15 +143,6 @@ def plan(
             moved[worker] += num_moved / len(targets)
     order = {t.name: i for i, t in enumerate(tables)}
     return Placement(tuple(sorted(shards, key=lambda s: (order[s.table.name], s.index))), num_workers)
-
-
-def _allowed_workers(table: TableSpec, num_workers: int) -> list[int]:
-    beyond = [w for w in table.workers if not 0 <= w < num_workers]
-    if beyond:
-        raise ConfigError(
-            f"tables.{table.name}.workers", f"must be below cluster.workers = {num_workers}", beyond
-        )
-    return list(dict.fromkeys(table.workers or range(num_workers)))
 
 
 def _is_split(table: TableSpec, fair_share_bytes: float) -> bool:

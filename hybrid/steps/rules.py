@@ -25,8 +25,8 @@ class UpdateRules:
         num_trainers: how many trainers make a synchronous step.
         mode: sync, pipelined or async.
         parts: contributions of each trainer to a step, one a micro-batch.
-        decided: whether a step waits for the trainers' decision how it is applied (hybrid/training/guard.py).
-        check_finite: whether a gradient that is not finite is an error.
+        clip_norm: the largest norm of all gradients of a step together; None for any.
+        check_finite: whether a loss or gradient that is not finite is an error; else its step is skipped.
         timeout_seconds: how long a step may wait for its last trainer, or for the decision.
         schedule: how learning rates change from step to step.
     """
@@ -34,8 +34,8 @@ class UpdateRules:
     num_trainers: int
     mode: UpdateMode = UpdateMode.SYNC
     parts: int = 1
-    decided: bool = False
-    check_finite: bool = False
+    clip_norm: float | None = None
+    check_finite: bool = True
     timeout_seconds: float = 60.0
     schedule: Schedule = field(default_factory=Schedule)
 
@@ -47,11 +47,16 @@ class UpdateRules:
             num_trainers=config.cluster.trainers,
             mode=UpdateMode(train.update),
             parts=train.micro_batches,
-            decided=train.clip_norm is not None or train.non_finite == "skip",
+            clip_norm=train.clip_norm,
             check_finite=train.non_finite == "stop",
             timeout_seconds=config.cluster.step_timeout_seconds,
             schedule=schedule,
         )
+
+    @property
+    def decided(self) -> bool:
+        """Whether a step waits for the trainers' decision how it is applied (hybrid/training/guard.py)."""
+        return self.clip_norm is not None or not self.check_finite
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hybrid import wire
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.steps.rules import UpdateRules
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
@@ -34,8 +35,7 @@ class Guard:
     """One trainer's part in the decisions of a run.
 
     Args:
-        clip_norm: the largest norm of all gradients together; None for any.
-        skip: whether a step with a loss or gradient that is not finite is skipped; else it is an error.
+        rules: of the run; those of the hosts.
         hosts: everything on workers that waits for decisions.
         group: of all trainers.
         device: on which ``group`` reduces.
@@ -43,14 +43,12 @@ class Guard:
 
     def __init__(
         self,
-        clip_norm: float | None,
-        skip: bool,
+        rules: UpdateRules,
         hosts: Sequence[wire.RemoteHost[Any]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
-        self._clip_norm = clip_norm
-        self._skip = skip
+        self._rules = rules
         self._hosts = hosts
         self._group = group
         self._device = device
@@ -62,7 +60,7 @@ class Guard:
         Args:
             find: gives what is the first that is not finite, as a part of a sentence, or nothing.
         """
-        if not self._skip and not math.isfinite(loss):
+        if self._rules.check_finite and not math.isfinite(loss):
             first = f": {found}" if (found := find()) else ""
             raise NonFiniteError(
                 f"step {step}: the loss of trainer {self._group.rank()} is {loss}{first}; {_REMEDY}"
@@ -78,7 +76,7 @@ class Guard:
             squared_norm: this trainer's part of that of all dense gradients.
             find: gives a parameter whose gradient is not finite, if there is one.
         """
-        if self._clip_norm is None and not self._skip:
+        if not self._rules.decided:
             if not math.isfinite(squared_norm):
                 name = find()
                 what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
@@ -102,9 +100,9 @@ class Guard:
 
     def _scale(self, step: int, squared_norm: float) -> float | None:
         if not math.isfinite(squared_norm):
-            if self._skip:
-                return None
-            raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(squared_norm)}")
-        if self._clip_norm is None:
+            if self._rules.check_finite:
+                raise NonFiniteError(f"step {step}: the norm of the gradients is {math.sqrt(squared_norm)}")
+            return None
+        if self._rules.clip_norm is None:
             return 1.0
-        return min(1.0, self._clip_norm / (math.sqrt(squared_norm) + _CLIP_EPS))
+        return min(1.0, self._rules.clip_norm / (math.sqrt(squared_norm) + _CLIP_EPS))

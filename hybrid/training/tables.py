@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybrid.config import RunConfig, TableSection
+from hybrid.config.rules import table_of_column
 from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import Placement, plan
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
@@ -23,20 +24,14 @@ def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0
             after a feature that it leaves out.
     """
     features = {f.name: f for f in input_spec.sparse_features}
-    owner: dict[str, str] = {}
+    owner = table_of_column(config.tables)
     for name, section in config.tables.items():
         if section.features and name in features and name not in section.features:
-            raise ConfigError(
-                f"tables.{name}.features", f"must list column {name!r}, or the table be renamed"
-            )
+            rule = f"must list column {name!r}, or the table be renamed"
+            raise ConfigError(f"tables.{name}.features", rule)
         for feature in section.features or (name,):
             if feature not in features:
                 raise ConfigError(f"tables.{name}", f"there is no sparse column {feature!r}")
-            if feature in owner:
-                raise ConfigError(
-                    f"tables.{name}", f"column {feature!r} has a table already: {owner[feature]}"
-                )
-            owner[feature] = name
     readers: dict[str, list[FeatureSpec]] = {}
     for feature_spec in input_spec.sparse_features:
         readers.setdefault(owner.get(feature_spec.name, feature_spec.name), []).append(feature_spec)

@@ -78,9 +78,7 @@ def make_layer() -> nn.Linear:
 class Job:
     """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
 
-    def __init__(
-        self, rules: UpdateRules, multi_hot: bool, dtype: torch.dtype, clip_norm: float | None, remote: bool
-    ) -> None:
+    def __init__(self, rules: UpdateRules, multi_hot: bool, dtype: torch.dtype, remote: bool) -> None:
         self._placement = plan(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
         self.tables = wire.RemoteTables(MASTER, module)
@@ -99,8 +97,7 @@ class Job:
         self.model = HybridModel(self.net, self.remote_net, dtype)
         self._model = DdpModel(self.model, DdpMode.OUTSIDE, Arrangement(group))
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
-        skip = rules.decided and clip_norm is None
-        self._guard = Guard(clip_norm, skip, self.hosts, group, torch.device("cpu"))
+        self._guard = Guard(rules, self.hosts, group, torch.device("cpu"))
         self._feed = Feed(self.embeddings, [self.tables], 0, rules.mode, rules.parts, self.clock)
 
     def train(self, batches: Sequence[Batch]) -> list[StepResult]:
@@ -133,12 +130,11 @@ def running(
     *,
     multi_hot: bool = False,
     dtype: torch.dtype = torch.float32,
-    clip_norm: float | None = None,
     remote: bool = False,
 ) -> Iterator[tuple[Job, Plain]]:
     """A job, and the same in plain torch."""
-    job = Job(rules, multi_hot, dtype, clip_norm, remote)
-    plain = Plain(job.rows(), dtype, clip_norm, make_layer() if remote else nn.Identity())
+    job = Job(rules, multi_hot, dtype, remote)
+    plain = Plain(job.rows(), dtype, rules.clip_norm, make_layer() if remote else nn.Identity())
     try:
         yield job, plain
     finally:
@@ -272,9 +268,9 @@ def test_micro_batches_add_up_to_the_whole_batch(mode: UpdateMode, multi_hot: bo
 @pytest.mark.parametrize("parts", [1, 2])
 def test_clipping_is_that_of_all_gradients_together(mode: UpdateMode, parts: int) -> None:
     made = make_batches(multi_hot=True)[: 2 * FEW]
-    rules = UpdateRules(1, mode, parts, decided=True)
+    rules = UpdateRules(1, mode, parts, clip_norm=0.5)
     delay = 1 if mode is UpdateMode.PIPELINED else 0
-    with running(rules, multi_hot=True, dtype=torch.float64, remote=True, clip_norm=0.5) as (job, plain):
+    with running(rules, multi_hot=True, dtype=torch.float64, remote=True) as (job, plain):
         results = job.train(made)
         assert losses_of(results) == pytest.approx(plain.train(made, delay), rel=1e-12)
         assert_close(job, plain)
@@ -296,7 +292,7 @@ def with_a_bad_batch() -> list[Batch]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_skipped_step_leaves_no_trace(parts: int) -> None:
     made = with_a_bad_batch()
-    rules = UpdateRules(1, parts=parts, decided=True)
+    rules = UpdateRules(1, parts=parts, check_finite=False)
     with running(rules, remote=True, dtype=torch.float64) as (job, plain):
         results = job.train(made)
         assert [step for step, result in enumerate(results) if result.is_skipped] == [BAD_STEP]

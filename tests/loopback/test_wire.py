@@ -217,7 +217,7 @@ class SmallNet(NetHost):
 @pytest.fixture
 def caller() -> Iterator[wire.Remote[Caller]]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
-    rules = UpdateRules(1, decided=True, check_finite=True, timeout_seconds=5.0)
+    rules = UpdateRules(1, clip_norm=1.0, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
     tables.call(TableShards.initialise, 1).wait()
@@ -297,7 +297,7 @@ class AheadTrainer:
 @pytest.fixture
 def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.25), 1.0)
-    rules = UpdateRules(1, UpdateMode.PIPELINED, check_finite=True, timeout_seconds=5.0)
+    rules = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
     tables.call(TableShards.initialise, 1).wait()
     yield wire.create(MASTER, 5.0, AheadTrainer, tables).wait()
@@ -375,7 +375,7 @@ ONE_ROW = (0, Bags(torch.tensor([1])))
 
 def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
-    rules = UpdateRules(2, UpdateMode.ASYNC, check_finite=True, timeout_seconds=5.0)
+    rules = UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
     tables.call(TableShards.initialise, 1).wait()
     caller: wire.Remote[AsyncCaller] = wire.create(MASTER, 5.0, AsyncCaller, tables).wait()

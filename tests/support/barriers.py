@@ -51,7 +51,7 @@ def barrier(
         return Merged(contributions, apply)
 
     before = set(threading.enumerate())
-    rules = UpdateRules(num_trainers, mode, parts, decided, timeout_seconds=timeout_seconds)
+    rules = UpdateRules(num_trainers, mode, parts, check_finite=not decided, timeout_seconds=timeout_seconds)
     each = Barrier(rules, merge)
     try:
         yield each

@@ -48,7 +48,7 @@ class Trainer:
 
     def __init__(self, index: int, job: Job) -> None:
         config = job.config
-        train, dense = config.train, config.dense
+        dense = config.dense
         self._index = index
         self._job = job
         self._devices = devices = choose_devices(dense, index)
@@ -65,8 +65,7 @@ class Trainer:
             model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
         )
         decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
-        skip = train.non_finite == "skip"
-        self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
+        self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
         hosts = list(job.hosts.values())
         self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None

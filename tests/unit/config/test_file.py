@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import (
+    CheckpointSection,
     ClusterSection,
     DataSection,
     DenseSection,
+    ProfileSection,
     RunConfig,
     RunSection,
     ScheduleSection,
@@ -342,7 +344,18 @@ def test_toml_of_integers_in_float_keys_is_read_back_equal(tmp_path: Path) -> No
 
 def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
     base = decisive_values(RunConfig())
-    same = RunConfig(run=RunSection(name="other", folder="runs/x"), cluster=ClusterSection(master_port=12345))
+    same = RunConfig(
+        run=RunSection(name="other", folder="runs/x"),
+        cluster=ClusterSection(
+            master_port=12345,
+            interface="eth0",
+            secret_file="x",
+            heartbeat_timeout_seconds=1.0,
+            max_restarts=0,
+        ),
+        checkpoint=CheckpointSection(every_steps=1, every_minutes=0.0, keep_last=1, keep_best="none"),
+        profile=ProfileSection(steps=1, first_step=0),
+    )
     assert decisive_values(same) == base
     others = [
         RunConfig(run=RunSection(seed=2)),

@@ -140,13 +140,24 @@ def test_prepared_data_is_reused_until_something_changes(tmp_path: Path, table: 
     first = prepare(config, cache)
     stamp = (first / manifest.FILE_NAME).stat().st_mtime_ns
     said: list[str] = []
-    assert prepare(config_of(table, shuffle=False, prefetch_batches=9), cache, said.append) == first
+    same = config_of(table, shuffle=False, prefetch_batches=9, cache_folder="there", synthetic_rows=9)
+    assert prepare(same, cache, said.append) == first
     assert (first / manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]
     others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
     assert len({first, *(prepare(other, cache) for other in others)}) == 3
     os.utime(table, ns=(1, 1))
     assert prepare(config, cache) != first
+
+
+def test_the_synthetic_log_depends_on_its_own_keys_alone(tmp_path: Path) -> None:
+    first, same, *others = (
+        prepare(
+            RunConfig(data=DataSection(label=label, synthetic_rows=rows, synthetic_test_rows=20)), tmp_path
+        )
+        for label, rows in [("label", 50), ("clicked", 50), ("label", 51)]
+    )
+    assert [same, *others].count(first) == 1
 
 
 def test_runs_that_prepare_at_the_same_time_agree(tmp_path: Path, table: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.steps.rules import UpdateRules
 from hybrid.training.guard import Guard
 
 CPU = torch.device("cpu")
@@ -71,7 +72,8 @@ class Trainers:
         tensor += self._others
 
     def guard(self, clip_norm: float | None, skip: bool, *hosts: Host) -> Guard:
-        return Guard(clip_norm, skip, hosts, self, CPU)  # type: ignore[arg-type]
+        rules = UpdateRules(1, clip_norm=clip_norm, check_finite=not skip)
+        return Guard(rules, hosts, self, CPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 3.0, 1e6])

@@ -74,7 +74,7 @@ def test_a_shared_table_may_have_the_name_of_one_of_its_columns() -> None:
         ({"t": TableSection(features=("user", "brand"))}, r"^tables\.t: there is no sparse column 'brand'$"),
         (
             {"t": TableSection(features=("user",)), "user": TableSection(dim=4)},
-            r"^tables\.user: column 'user' has a table already: t$",
+            r"^tables\.user\.features = 'user': must not hold a column that tables\.t reads already$",
         ),
         # Without this rule column item would join user and friend unasked.
         ({"item": TableSection(features=("user", "friend"))}, r"^tables\.item\.features: must list .*'item'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from contextlib import ExitStack
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_scheduled_rate_is_that_of_the_step() -> None:
 class TestDecided:
     @pytest.mark.parametrize("scale", [1.0, 0.25, None])
     def test_an_update_is_scaled_or_dropped_as_decided(self, scale: float | None) -> None:
-        with hosting(UpdateRules(2, decided=True)) as host:
+        with hosting(UpdateRules(2, check_finite=False)) as host:
             rows = host.groups[0].weight_RD
             before = rows.clone().requires_grad_()
             for trainer in range(2):
@@ -203,14 +204,14 @@ class TestDecided:
             assert host.version == 1
 
     def test_the_norm_of_large_gradients_is_a_number(self) -> None:
-        with hosting(UpdateRules(1, decided=True)) as host:
+        with hosting(UpdateRules(1, check_finite=False)) as host:
             large = torch.full((2, 2), 1e30)  # the square of which is none in their own precision
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [large], 0)
             assert host.barrier.norm(0).wait() == pytest.approx(4e60)
             host.barrier.decide(0, None)
 
     def test_a_gradient_that_is_not_finite_is_named_in_the_place_of_the_norm(self) -> None:
-        with hosting(UpdateRules(1, decided=True, check_finite=True)) as host:
+        with hosting(UpdateRules(1, clip_norm=1.0)) as host:
             bad = torch.tensor([[1.0, torch.nan]])
             host.contribute(train(0), [(0, Bags(torch.tensor([5])))], [bad], 0)
             with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of table t, row 5, is not"):
@@ -219,7 +220,7 @@ class TestDecided:
     def test_the_norm_covers_all_groups(self) -> None:
         """Tables of other widths lie in tensors of their own."""
         tables = [*specs(), dataclasses.replace(specs(dim=5)[0], name="w", features=("w",))]
-        host = TableShards(plan(tables, 1), 0, dataclasses.replace(RULES, decided=True))
+        host = TableShards(plan(tables, 1), 0, dataclasses.replace(RULES, check_finite=False))
         try:
             host.initialise(7)
             assert len(host.groups) == 2
@@ -261,7 +262,7 @@ class TestBlocks:
 
     @staticmethod
     def rows_and_state(optimizer: str, scale: float | None, expected_blocks: int | None) -> dict[str, Tensor]:
-        with hosting(UpdateRules(1, decided=scale is not None), optimizer, ROWS) as host:
+        with hosting(UpdateRules(1, check_finite=scale is None), optimizer, ROWS) as host:
             (group,) = host.groups
             blocks = list(group.blocks(ROWS))
             assert len(blocks) == expected_blocks or (expected_blocks is None and len(blocks) > 1)
@@ -291,7 +292,7 @@ class TestBlocks:
     ) -> None:
         monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", 1)
         for row in range(6):
-            with hosting(UpdateRules(1, check_finite=True)) as host:
+            with hosting(UpdateRules(1)) as host:
                 grad_BD = torch.ones(6, 2)
                 grad_BD[row, 1] = torch.inf
                 host.contribute(train(0), [(0, Bags(torch.arange(6)))], [grad_BD], 0)
@@ -306,8 +307,7 @@ class TestFiniteness:
     def test_a_gradient_that_is_not_finite_names_table_and_row(
         self, stack: ExitStack, placement: str, name: str, row: int, bad: float
     ) -> None:
-        rules = dataclasses.replace(RULES, check_finite=True)
-        each = cluster(stack, specs(placement), 3, rules=rules)
+        each = cluster(stack, specs(placement), 3)
         number = list(NUM_ROWS).index(name)
         ids = SparseFeatures(torch.tensor([1, 1, 1]).index_fill(0, torch.tensor(number), row), None, None, 3)
         pooled_BE = each.embeddings.lookup(ids, train(0)).wait()
@@ -320,18 +320,20 @@ class TestFiniteness:
             each.hosts[holder.worker].barrier.drain()
 
     def test_a_sum_that_overflows_is_no_error(self) -> None:
-        with hosting(UpdateRules(1, check_finite=True)) as host:
+        with hosting(UpdateRules(1)) as host:
             huge = torch.full((2, 2), 3e38)
             host.contribute(train(0), [(0, Bags(torch.tensor([1, 2])))], [huge], 0)
             host.barrier.drain()
             assert host.version == 1
 
-    def test_unless_it_is_asked_for_nothing_is_checked(self) -> None:
-        with hosting(UpdateRules(1)) as host:
+    def test_where_the_trainers_are_to_skip_it_it_is_no_error(self) -> None:
+        with hosting(UpdateRules(1, check_finite=False)) as host:
             bad = torch.full((1, 2), torch.nan)
             host.contribute(train(0), [(0, Bags(torch.tensor([1])))], [bad], 0)
+            assert math.isnan(host.barrier.norm(0).wait())
+            host.barrier.decide(0, None)
             host.barrier.drain()
-            assert host.groups[0].weight_RD[1].isnan().all()
+            assert host.groups[0].weight_RD.isfinite().all()
 
 
 @pytest.mark.parametrize("offsets", [None, [0, 1, 2]])
