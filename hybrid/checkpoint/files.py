@@ -14,7 +14,6 @@ from urllib.parse import quote
 from hybrid.errors import CheckpointError
 
 MANIFEST_FILE = "manifest.json"
-CONFIG_FILE = "config.toml"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"

@@ -22,6 +22,7 @@ from hybrid.config.sections import (
 )
 from hybrid.errors import ConfigError
 
+CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 # A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 _ANY_TABLE = ("tables.NAME", TABLE_KEYS)

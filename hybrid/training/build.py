@@ -14,7 +14,7 @@ from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import make_optimizer
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.spec import TableSpec, tables_of
 from hybrid.input_spec import InputSpec
 from hybrid.steps.rules import UpdateRules
@@ -63,7 +63,7 @@ class Blueprint:
 
 def host_remote_net(
     config: RunConfig, input_spec: InputSpec, tables: Sequence[TableSpec], rules: UpdateRules
-) -> NetHost:
+) -> HostedNet:
     """The remote dense net of a run, compiled if it is to be; called on the worker that it is to live on."""
     blueprint = Blueprint(config, input_spec, tables)
     net = blueprint.remote_net()
@@ -75,4 +75,4 @@ def host_remote_net(
         generator = torch.Generator().manual_seed(0)
         hidden_BH = torch.rand(2, first.in_features, dtype=blueprint.dtype, generator=generator)
         form = compiled(net, config.dense.compile, [hidden_BH.requires_grad_()])
-    return NetHost(net, blueprint.optimizer(net), rules, form)
+    return HostedNet(net, blueprint.optimizer(net), rules, form)

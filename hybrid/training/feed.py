@@ -52,7 +52,7 @@ class Feed:
 
     Args:
         embeddings: where vectors come from.
-        hosts: the workers that expect gradients for their tables.
+        hosted: the workers that expect gradients for their tables.
         trainer: its index.
         mode, parts: see :class:`hybrid.steps.rules.UpdateRules`.
         clock: counts the time spent here, and is told of each step that begins.
@@ -61,14 +61,14 @@ class Feed:
     def __init__(
         self,
         embeddings: Embeddings,
-        hosts: Sequence[wire.RemoteHost[Any]],
+        hosted: Sequence[wire.RemoteHosted[Any]],
         trainer: int,
         mode: UpdateMode,
         parts: int,
         clock: StepClock,
     ) -> None:
         self._embeddings = embeddings
-        self._hosts = hosts
+        self._hosted = hosted
         self._trainer = trainer
         self._looks_ahead = mode is not UpdateMode.SYNC
         self._parts = parts
@@ -90,7 +90,7 @@ class Feed:
         if self._has_ended:
             self._has_ended = False
             wire.gather(
-                [host.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for host in self._hosts]
+                [each.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for each in self._hosted]
             )
 
     def settle(self) -> None:
@@ -138,7 +138,7 @@ class Feed:
         if batch.ended and not self._has_ended:
             self._has_ended = True
             wire.gather(
-                [host.call_barrier(UpdateBarrier.finish, self._trainer, step) for host in self._hosts]
+                [each.call_barrier(UpdateBarrier.finish, self._trainer, step) for each in self._hosted]
             )
         lookups: list[Lookup] = []
         micro_batches = []

@@ -35,8 +35,8 @@ class Guard:
     """One trainer's part in the decisions of a run.
 
     Args:
-        rules: of the run; those of the hosts.
-        hosts: everything on workers that waits for decisions.
+        rules: of the run; those of the hosted.
+        hosted: everything on workers that waits for decisions.
         group: of all trainers.
         device: on which ``group`` reduces.
     """
@@ -44,12 +44,12 @@ class Guard:
     def __init__(
         self,
         rules: UpdateRules,
-        hosts: Sequence[wire.RemoteHost[Any]],
+        hosted: Sequence[wire.RemoteHosted[Any]],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._rules = rules
-        self._hosts = hosts
+        self._hosted = hosted
         self._group = group
         self._device = device
         self._sent: list[wire.Pending[None]] = []
@@ -82,14 +82,14 @@ class Guard:
                 what = f"gradient of the dense net's {name}" if name else "norm of the dense net's gradients"
                 raise NonFiniteError(f"step {step}: the {what} is not finite; {_REMEDY}")
             return 1.0
-        norms = [host.norm(step) for host in self._hosts]
+        norms = [each.norm(step) for each in self._hosted]
         mine = squared_norm if math.isfinite(loss) else math.nan
         total = self._sum(mine) + sum(norm.wait() for norm in norms)
         scale = self._scale(step, total)
         if self._group.rank() == 0:
             for sent in self._sent:
                 sent.wait()  # long answered: the norms came after them
-            self._sent = [host.call_barrier(UpdateBarrier.decide, step, scale) for host in self._hosts]
+            self._sent = [each.call_barrier(UpdateBarrier.decide, step, scale) for each in self._hosted]
         return scale
 
     def _sum(self, value: float) -> float:

@@ -19,7 +19,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import Secret
-from hybrid.wire import group
+from hybrid.wire import membership
 from workers.joining.bootstrap import join
 from workers.joining.listener import listen
 
@@ -44,7 +44,7 @@ def take_part(
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(group, "_connect_to_all", freeze))
+            stack.enter_context(mock.patch.object(membership, "_connect_to_all", freeze))
         try:
             with join(role, config, secret, listener):
                 said.send("joined")

@@ -23,7 +23,7 @@ from hybrid import wire
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to
 from hybrid.trust.secret import Secret
-from hybrid.wire import calls, gather, group
+from hybrid.wire import calls, gather, membership
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
@@ -143,7 +143,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a pickle that runs code, nor a call that was heard, nor one changed, nor nonsense."""
-    monkeypatch.setattr(group, "closed_after", lambda *_: nullcontext())
+    monkeypatch.setattr(membership, "closed_after", lambda *_: nullcontext())
     store = dist.HashStore()
     with started(store):
         pickler = internal._internal_rpc_pickler
@@ -167,7 +167,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, connect_to_all = dist.HashStore(), group._connect_to_all
+    store, connect_to_all = dist.HashStore(), membership._connect_to_all
     with ExitStack() as stack:
         strangers: list[Connection] = []
 
@@ -176,7 +176,7 @@ def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest
             assert answer_of(strangers[0]).startswith("answered"), "the window is no window"
             connect_to_all(topology, timeout_seconds)
 
-        monkeypatch.setattr(group, "_connect_to_all", connect_with_a_stranger)
+        monkeypatch.setattr(membership, "_connect_to_all", connect_with_a_stranger)
         with started(store):
             strangers[0].send("again")
             assert answer_of(strangers[0]).startswith("RuntimeError")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
@@ -26,7 +26,7 @@ def two_layers() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-class TwoLayers(NetHost):
+class TwoLayers(HostedNet):
     def __init__(self, rules: UpdateRules) -> None:
         net = two_layers()
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
@@ -82,7 +82,7 @@ def test_out_of_step_a_pass_keeps_the_weights_it_began_with(remote: wire.RemoteN
     two_layers()(expected).square().sum().backward()
     with dist_autograd.context() as context:
         output = remote(Ticket(0, 0, 0), hidden_BH)
-        host: NetHost = remote.local_value()
+        host: HostedNet = remote.local_value()
         host.call(Ticket(1, 0, 0), hidden(2)).wait().square().sum().backward()
         host.barrier.drain()
         assert host.version == 1

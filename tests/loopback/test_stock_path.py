@@ -11,7 +11,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -38,7 +38,7 @@ class StockTable(nn.EmbeddingBag):
 @pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 def test_one_trainer_moves_the_same_rows_the_same_way(purpose: Purpose) -> None:
     table = TableSpec("t", ROWS, DIM, Pooling.SUM, ("t",), OptimizerSpec("sgd", RATE), 0.5)
-    placement = plan([table], 1)
+    placement = place([table], 1)
     ours = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, placement, 0, UpdateRules(1)))
     ours.call(TableShards.initialise, 5).wait()
     rows_RD = ours.local_value().shard_tensors(placement.shards[0])["weight"]

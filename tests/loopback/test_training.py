@@ -20,14 +20,14 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
-from hybrid.dense.remote import NetHost
-from hybrid.embedding.placement import plan
+from hybrid.dense.remote import HostedNet
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.own_code.traces import words_of
 from hybrid.steps.rules import UpdateMode, UpdateRules
@@ -63,7 +63,7 @@ def dense_net() -> DenseNet:
         return DenseNet(nn.Linear(2, 3), Concatenation(), nn.Linear(HIDDEN, 1))
 
 
-class RemoteLayer(NetHost):
+class RemoteLayer(HostedNet):
     def __init__(self, rules: UpdateRules, dtype: torch.dtype) -> None:
         net = make_layer().to(dtype)
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
@@ -79,7 +79,7 @@ class Job:
     """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
 
     def __init__(self, rules: UpdateRules, multi_hot: bool, dtype: torch.dtype, remote: bool) -> None:
-        self._placement = plan(TABLES, 1)
+        self._placement = place(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, dtype)
         self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call(TableShards.initialise, 5).wait()
@@ -89,7 +89,7 @@ class Job:
         if remote:
             layer = wire.create_module(MASTER, RemoteLayer, rules, dtype)
             self.remote_net = wire.RemoteNet(MASTER, layer)
-        self.hosts: list[wire.RemoteHost[Any]] = [self.tables]
+        self.hosts: list[wire.RemoteHosted[Any]] = [self.tables]
         self.hosts += [self.remote_net] if self.remote_net else []
         self.net, self.clock = dense_net(), StepClock()
         assert dist.group.WORLD is not None
@@ -139,7 +139,7 @@ def running(
         yield job, plain
     finally:
         for host in job.hosts:
-            host.call(Host.close).wait()
+            host.call(Hosted.close).wait()
 
 
 class Plain:

@@ -57,7 +57,7 @@ class Child:
     """A role's process under the launcher.
 
     Attributes:
-        reports: what it says of itself before it fails.
+        outcomes: where it tells how it fails.
         pid: known once it is there.
         has_told: whether it has said how it failed, as one does whose end was its own doing.
         failure: how it failed; None as long as it runs, and where it ended in peace.
@@ -65,7 +65,7 @@ class Child:
 
     role: Role
     log: Path
-    reports: Connection
+    outcomes: Connection
     pid: int | None = None
     has_ended: bool = False
     has_told: bool = False
@@ -83,11 +83,11 @@ class Child:
             told = self._told()
             self.has_told = told is not None
             self.failure = told or self._seen(exit_code)
-        self.reports.close()
+        self.outcomes.close()
 
     def _told(self) -> Outcome | None:
         try:
-            told = self.reports.recv() if self.reports.poll() else None
+            told = self.outcomes.recv() if self.outcomes.poll() else None
         except EOFError:
             told = None
         return told if isinstance(told, Outcome) else None
@@ -121,7 +121,7 @@ class Child:
             return ""
 
 
-def report_pipe() -> tuple[Connection, int]:
-    """The launcher's end of a pipe for a role's reports, and the descriptor of the role's."""
+def outcome_pipe() -> tuple[Connection, int]:
+    """The launcher's end of a pipe for the outcome of a role, and the descriptor of the role's."""
     reader, writer = os.pipe()
     return Connection(reader, writable=False), writer

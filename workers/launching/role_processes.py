@@ -20,7 +20,7 @@ from hybrid.trust.secret import Secret
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import Ended, Started
-from workers.launching.outcome import Cause, Child, Outcome, report_pipe
+from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 from workers.run_folder.paths import log_path, writing
 from workers.screen.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
@@ -70,8 +70,8 @@ class RoleProcesses:
         others = self._config.replace(cluster=cluster)
         for role in cluster.topology.roles:
             config, files = (self._config, [listener.fileno()]) if role == MASTER else (others, [])
-            reports, writer = report_pipe()
-            self._children[str(role)] = Child(role, log_path(self._folder, role), reports)
+            outcomes, writer = outcome_pipe()
+            self._children[str(role)] = Child(role, log_path(self._folder, role), outcomes)
             args = (role, config, self._folder, task, secret)
             try:
                 self._server.start(str(role), _role_main, args, [writer, lock, *files])
@@ -159,18 +159,18 @@ def _role_main(
     folder: Path,
     task: Task,
     secret: Secret,
-    reports: int,
+    outcomes: int,
     lock: int,
     listener: int | None = None,
 ) -> None:
     """What each process runs: its role, with its output in its log and its failure told to the launcher.
 
     Args:
-        reports, lock, listener: file descriptors; the lock is only held.
+        outcomes, lock, listener: file descriptors; the lock is only held.
     """
     if not isinstance(task, TrainTask):  # there is nothing to save; the server ignores what stops a launch
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    told = Connection(reports, readable=False)
+    told = Connection(outcomes, readable=False)
     path, launchers_stderr = log_path(folder, role), os.dup(2)
     try:
         _log_to(path, keep_stdout=role == MASTER)

@@ -14,10 +14,11 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
-from hybrid.checkpoint.files import CONFIG_FILE, DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
+from hybrid.config.file import CONFIG_FILE
 from hybrid.data import manifest
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.loader import BatchLoader
@@ -25,7 +26,7 @@ from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.configured import extra_columns
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.stored import StoredTables
 from hybrid.errors import ConfigError, HybridError
@@ -78,7 +79,7 @@ class TrainedModel:
             for batch in batches:
                 logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, logits_B))
-        return Predictions.join(parts)
+        return Predictions.concatenate(parts)
 
 
 def _assemble(
@@ -88,7 +89,7 @@ def _assemble(
     tables = table_specs(config, spec, extra_columns(config.dense.net))
     # Everything lies on the one worker that this process is.
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
-    placement = plan(tables, num_workers=1)
+    placement = place(tables, num_workers=1)
     blueprint = Blueprint(config, spec, tables)
     embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, blueprint.dtype)})
     net = blueprint.dense_net()

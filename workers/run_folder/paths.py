@@ -13,11 +13,11 @@ from datetime import datetime
 from pathlib import Path
 
 from hybrid.config import RunConfig
+from hybrid.config.file import CONFIG_FILE
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role
 
 RUNS = Path("runs")
-CONFIG_FILE = "config.toml"
 METRICS_FILE = "metrics.jsonl"
 RESULT_FILE = "result.json"  # there only if the run came to its end
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, RESULT_FILE)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.config.file import fixed_values, load_config
+from hybrid.config.file import CONFIG_FILE, fixed_values, load_config
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import load_run_config
-from workers.run_folder.paths import CONFIG_FILE, RESULT_FILE, runs_named
+from workers.run_folder.paths import RESULT_FILE, runs_named
 
 _LEFT_OUT: dict[str, object] = {"features": []}  # what a table without a section has; else nothing
 

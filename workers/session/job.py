@@ -23,7 +23,7 @@ class Job:
         input_spec: what the batches hold.
         tables, placement: the tables, and where their rows are.
         rules: how gradients become updates.
-        hosts: a stub for every worker that holds rows.
+        remote_tables: a stub for every worker that holds rows.
         remote_net: the remote dense net, or None.
         data_folder: the prepared data set; None where batches are given.
     """
@@ -33,7 +33,7 @@ class Job:
     tables: tuple[TableSpec, ...]
     placement: Placement
     rules: UpdateRules
-    hosts: dict[int, RemoteTables]
+    remote_tables: dict[int, RemoteTables]
     remote_net: RemoteNet | None
     data_folder: Path | None
 

@@ -12,19 +12,19 @@ import torch
 
 from hybrid import wire
 from hybrid.batch import Batch
-from hybrid.checkpoint.files import CONFIG_FILE, Files, dense_file
+from hybrid.checkpoint.files import Files, dense_file
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import Span
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config
+from hybrid.config.file import CONFIG_FILE, load_config
 from hybrid.config.rules import recorded_steps
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import Metrics
 from hybrid.own_code.signature import signed_toml
@@ -32,12 +32,12 @@ from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import host_remote_net
-from hybrid.training.tables import plan_tables
+from hybrid.training.tables import place_tables
 from hybrid.wire import gather
 from workers.profile import Profile
 from workers.session.capacity import check_memory, has_memory_for_copies
 from workers.session.job import Job, Report
-from workers.session.saving import NO_PROGRESS, Progress, Saving
+from workers.session.saving import NOTHING_COUNTED, Counted, Saving
 from workers.session.trainer import Trainer
 
 Parameters = ParamSpec("Parameters")
@@ -51,7 +51,7 @@ CREATED = (TableShards, host_remote_net, Trainer)
 BULK_TIMEOUT_SECONDS = 3600.0
 
 
-class Part(Protocol):
+class Called(Protocol):
     """What every role has of a job: a trainer's, tables, or a remote net."""
 
     def record(self, steps: range) -> None: ...
@@ -97,17 +97,17 @@ class Session:
         self._data_folder = data_folder
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
-        self.tables, self.placement = plan_tables(config, input_spec, ids_per_sample)
+        self.tables, self.placement = place_tables(config, input_spec, ids_per_sample)
         self._rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         holders = [w for w in topology.workers if self.placement.of_worker(w.index)]
         check_memory(self.placement, holders)
         self._holders = holders
-        self._hosts = {role.index: self._create_tables(role) for role in holders}
+        self._remote_tables = {role.index: self._create_tables(role) for role in holders}
         gather(
             [
                 h.within(BULK_TIMEOUT_SECONDS).call(TableShards.initialise, config.run.seed)
-                for h in self._hosts.values()
+                for h in self._remote_tables.values()
             ]
         )
         self._remote_net = self._create_remote_net()
@@ -117,7 +117,7 @@ class Session:
             self.tables,
             self.placement,
             self._rules,
-            self._hosts,
+            self._remote_tables,
             self._remote_net,
             data_folder,
         )
@@ -137,7 +137,9 @@ class Session:
     def take_staleness(self) -> Staleness:
         """The staleness of all updates of tables since the last call."""
         return sum(
-            gather([host.call_barrier(UpdateBarrier.take_staleness) for host in self._hosts.values()]),
+            gather(
+                [host.call_barrier(UpdateBarrier.take_staleness) for host in self._remote_tables.values()]
+            ),
             Staleness(),
         )
 
@@ -152,7 +154,7 @@ class Session:
         self._settle()
         parts = self._everything_called
         spans: dict[Role, list[Span]] = defaultdict(list)
-        for part, taken in zip(parts, gather([part.call(Part.take_spans) for part in parts]), strict=True):
+        for part, taken in zip(parts, gather([part.call(Called.take_spans) for part in parts]), strict=True):
             spans[part.role] += taken
         profile = Profile(spans)
         if not profile.steps:
@@ -163,7 +165,7 @@ class Session:
 
     def _start_recording(self) -> None:
         if self.recorded:
-            gather([part.call(Part.record, self.recorded) for part in self._everything_called])
+            gather([part.call(Called.record, self.recorded) for part in self._everything_called])
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
@@ -184,7 +186,7 @@ class Session:
         step: int,
         epoch: int,
         metrics: Metrics | None = None,
-        progress: Progress = NO_PROGRESS,
+        progress: Counted = NOTHING_COUNTED,
         in_background: bool = True,
     ) -> Saving:
         """Begin what :meth:`save` does: let every role hold what it is to write, as of the steps taken.
@@ -199,21 +201,21 @@ class Session:
         values = {} if metrics is None else metrics.as_dict()
         is_copied = in_background and has_memory_for_copies(self.placement, self._holders)
         self._hold(is_copied)
-        writers: list[wire.Remote[Part]] = [*self._everything_hosted]
+        writers: list[wire.Remote[Called]] = [*self._everything_hosted]
         writers += [trainer for trainer, name in zip(self.trainers, self._dense_files, strict=True) if name]
         return Saving(
             folder,
             Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
             self._texts(),
             progress.reports,
-            lambda partial: [w.within(BULK_TIMEOUT_SECONDS).call(Part.write, partial) for w in writers],
+            lambda partial: [w.within(BULK_TIMEOUT_SECONDS).call(Called.write, partial) for w in writers],
             is_copied,
         )
 
     def _hold(self, is_copied: bool) -> None:
         self._settle()
         bulk = BULK_TIMEOUT_SECONDS
-        calls = [host.within(bulk).call(Host.begin_save, is_copied) for host in self._everything_hosted]
+        calls = [host.within(bulk).call(Hosted.begin_save, is_copied) for host in self._everything_hosted]
         for trainer, name in zip(self.trainers, self._dense_files, strict=True):
             calls.append(trainer.within(bulk).call(Trainer.begin_save, name))
         gather(calls)
@@ -243,7 +245,7 @@ class Session:
         bulk = BULK_TIMEOUT_SECONDS
         step = stored.manifest.step
         self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
-        calls = [host.within(bulk).call(Host.load, stored.folder, step) for host in self._everything_hosted]
+        calls = [host.within(bulk).call(Hosted.load, stored.folder, step) for host in self._everything_hosted]
         for index, trainer in enumerate(self.trainers):
             name = self._dense_file_of(index, stored)
             calls.append(trainer.within(bulk).call(Trainer.load, stored.folder, name))
@@ -258,17 +260,17 @@ class Session:
         return own if is_own else dense_file(0)
 
     @property
-    def _everything_hosted(self) -> list[wire.RemoteHost[Host]]:
+    def _everything_hosted(self) -> list[wire.RemoteHosted[Hosted]]:
         """All that workers update: their tables, and the remote net where there is one."""
-        return [*self._hosts.values(), *([self._remote_net] if self._remote_net else [])]
+        return [*self._remote_tables.values(), *([self._remote_net] if self._remote_net else [])]
 
     @property
-    def _everything_called(self) -> list[wire.Remote[Part]]:
+    def _everything_called(self) -> list[wire.Remote[Called]]:
         return [*self.trainers, *self._everything_hosted]
 
     def close(self) -> None:
         """End what runs in the background of the other roles."""
-        gather([part.call(Part.close) for part in self._everything_called])
+        gather([part.call(Called.close) for part in self._everything_called])
 
     def _on_trainers(
         self,

@@ -34,7 +34,7 @@ from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
-from hybrid.wire import RemoteHost
+from hybrid.wire import RemoteHosted
 from workers.session.job import Job, Report
 
 
@@ -54,7 +54,9 @@ class Trainer:
         self._devices = devices = choose_devices(dense, index)
         self._device = devices[0]
         self._clock = StepClock()
-        self._embeddings = Embeddings(job.tables, job.input_spec, job.placement, job.hosts, self._clock)
+        self._embeddings = Embeddings(
+            job.tables, job.input_spec, job.placement, job.remote_tables, self._clock
+        )
         blueprint = Blueprint(config, job.input_spec, job.tables)
         model = blueprint.model(blueprint.dense_net().to(self._device), job.remote_net)
         self._arrangement = arrange(model, config, job.input_spec, blueprint.widths, devices)
@@ -64,10 +66,13 @@ class Trainer:
         self._model = DdpModel(
             model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
         )
-        decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
+        decided: list[RemoteHosted[Any]] = [
+            *job.remote_tables.values(),
+            *([job.remote_net] if job.remote_net else []),
+        ]
         self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
-        hosts = list(job.hosts.values())
-        self._feed = Feed(self._embeddings, hosts, index, job.rules.mode, job.rules.parts, self._clock)
+        tables = list(job.remote_tables.values())
+        self._feed = Feed(self._embeddings, tables, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
@@ -143,7 +148,7 @@ class Trainer:
             for batch in itertools.islice(stream, num_steps):
                 logits_B = predict_step(module, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, logits_B))
-        return Predictions.join(parts)
+        return Predictions.concatenate(parts)
 
     def settle(self) -> None:
         """See :meth:`Feed.settle`."""

@@ -20,7 +20,7 @@ from hybrid.clock import StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import Pooling, TableSpec, tables_of
-from hybrid.embedding.trainer.lookup import Lookup, Outbox, Part, TableHost
+from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, TableSource
 from hybrid.embedding.trainer.routes import BatchIds, Items, Route, make_routes
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
@@ -33,7 +33,7 @@ class Embeddings:
     Args:
         tables, input_spec: the tables, and the features that read them.
         placement: which worker holds which rows.
-        hosts: for every worker that holds a shard, whoever answers for it.
+        sources: for every worker that holds a shard, whoever answers for it.
         clock: records what lookups cost, where it records.
     """
 
@@ -42,14 +42,14 @@ class Embeddings:
         tables: Sequence[TableSpec],
         input_spec: InputSpec,
         placement: Placement,
-        hosts: Mapping[int, TableHost],
+        sources: Mapping[int, TableSource],
         clock: StepClock | None = None,
     ) -> None:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
-        self._hosts = hosts
+        self._sources = sources
         self._outbox = Outbox()
         self._clock = clock or StepClock()
         self._routes: dict[frozenset[int], list[tuple[Route, Tensor | None]]] = {}
@@ -73,13 +73,13 @@ class Embeddings:
             DataError: an id is not a row of its table, a feature that is not multi-hot has other than
                 one id in a sample, or weights meet a pooling other than sum.
         """
-        items: Items = {worker: [] for worker in self._hosts}
+        items: Items = {worker: [] for worker in self._sources}
         with self._clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
             routes = self._routes_for(sparse)
-            parts = [Part(route.start(ids, items), columns_F) for route, columns_F in routes]
-        lookup = Lookup(ticket, items, parts, sum(self.widths), self._hosts, self._outbox, self._clock)
+            parts = [Columns(route.start(ids, items), columns_F) for route, columns_F in routes]
+        lookup = Lookup(ticket, items, parts, sum(self.widths), self._sources, self._outbox, self._clock)
         if after is None:
             lookup.start()
         else:

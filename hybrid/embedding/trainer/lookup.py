@@ -23,12 +23,12 @@ from hybrid.answer import Watched
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.routes import Items, Join
+from hybrid.embedding.trainer.routes import Assembler, Items
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
 
 
-class TableHost(Protocol):
+class TableSource(Protocol):
     """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Watched[list[Tensor]]: ...
@@ -42,15 +42,15 @@ class TableHost(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class Columns(NamedTuple):
     """The vectors of some features.
 
     Attributes:
-        join: has the vectors, and takes their gradients.
+        assembler: has the vectors, and takes their gradients.
         columns_F: where each feature's vector begins among those of all; None if they are all, in order.
     """
 
-    join: Join
+    assembler: Assembler
     columns_F: Tensor | None
 
 
@@ -92,9 +92,9 @@ class Lookup:
         self,
         ticket: Ticket,
         items: Items,
-        parts: Sequence[Part],
+        parts: Sequence[Columns],
         width: int,
-        hosts: Mapping[int, TableHost],
+        sources: Mapping[int, TableSource],
         outbox: Outbox,
         clock: StepClock,
     ) -> None:
@@ -103,7 +103,7 @@ class Lookup:
         self._items = items
         self._parts = parts
         self._width = width
-        self._hosts = hosts
+        self._sources = sources
         self._outbox = outbox
         self._clock = clock
         self._next: Lookup | None = None
@@ -113,8 +113,8 @@ class Lookup:
 
     def start(self) -> None:
         """Ask the workers."""
-        for worker, host in self._hosts.items():
-            self._ask(worker, partial(host.lookup, self._ticket, self._items[worker]))
+        for worker, source in self._sources.items():
+            self._ask(worker, partial(source.lookup, self._ticket, self._items[worker]))
 
     def start_with_gradients_of(self, earlier: Lookup) -> None:
         """Ask the workers when the gradients of ``earlier`` leave for them."""
@@ -138,17 +138,17 @@ class Lookup:
         # Autograd records the use of plain values only if an input of it requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
         with self._clock.span("join"):
-            pooled_BE: Tensor = _Join.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
+            pooled_BE: Tensor = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
         return pooled_BE
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def assemble(self, tensors: Sequence[Tensor]) -> Tensor:
         """``pooled_BE`` of the tensors of all answers, worker after worker."""
         if not self._parts:
             return torch.empty(0, self._width)
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
         results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
-        vectors = [part.join.vectors(results) for part in self._parts]
+        vectors = [part.assembler.vectors(results) for part in self._parts]
         if self._parts[0].columns_F is None:
             return vectors[0].flatten(1)
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self._width)
@@ -163,7 +163,7 @@ class Lookup:
             grad_BE = _in_memory_of_its_own(grad_BE)
             grads: dict[int, list[Tensor]] = {w: [grad_BE] * size for w, size in self._sizes.items()}
             for part in self._parts:
-                for (worker, place), grad in part.join.gradients(_of_part(grad_BE, part)):
+                for (worker, place), grad in part.assembler.gradients(_of_part(grad_BE, part)):
                     grads[worker][place] = grad.to(self._wire_dtype)
         if self._ticket.purpose is not Purpose.PREFETCH:
             return [grad for of_worker in grads.values() for grad in of_worker]
@@ -172,16 +172,16 @@ class Lookup:
         return [None] * sum(self._sizes.values())
 
     def _send(self, worker: int, grads: Sequence[Tensor]) -> None:
-        host, ticket = self._hosts[worker], self._ticket._replace(followed=self.is_followed)
+        source, ticket = self._sources[worker], self._ticket._replace(followed=self.is_followed)
         following = self._next
         if following is None:
             with self._clock.span("serialise") as span:
                 _count(span, grads)
-                sending = host.send_gradients(ticket, grads)
+                sending = source.send_gradients(ticket, grads)
             self._outbox.add(sending)
         else:
             items = following._items[worker]
-            exchange = partial(host.exchange, ticket, grads, following._ticket, items)
+            exchange = partial(source.exchange, ticket, grads, following._ticket, items)
             following._ask(worker, exchange, grads)
 
     def _ask(
@@ -201,21 +201,21 @@ def _count(span: OpenSpan | None, grads: Sequence[Tensor], items: Sequence[Item]
         span.num_bytes = sum(tensor.nbytes for tensor in (*grads, *tensors))
 
 
-def _of_part(grad_BE: Tensor, part: Part) -> Tensor:
+def _of_part(grad_BE: Tensor, part: Columns) -> Tensor:
     if part.columns_F is None:
-        return grad_BE.view(part.join.shape_BFD)
-    grad_BFD = grad_BE.new_empty(part.join.shape_BFD)
+        return grad_BE.view(part.assembler.shape_BFD)
+    grad_BFD = grad_BE.new_empty(part.assembler.shape_BFD)
     loops.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
     return grad_BFD
 
 
-class _Join(torch.autograd.Function):
+class _Assemble(torch.autograd.Function):
     """From the answers of the workers to ``pooled_BE``, and back with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> Tensor:
         ctx.lookup = lookup
-        return lookup.join(tensors)
+        return lookup.assemble(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -225,7 +225,7 @@ class _Join(torch.autograd.Function):
 def _in_memory_of_its_own(grad: Tensor) -> Tensor:
     """``grad``, contiguous: RPC would send all that a view is of.
 
-    It ends the process when it meets an empty view that starts beyond its storage.
+    And RPC ends the process that is to send an empty view which starts beyond its storage.
     """
     storage_bytes = grad.untyped_storage().nbytes()
     if grad.is_contiguous() and grad.storage_offset() == 0 and storage_bytes == grad.nbytes:

@@ -1,15 +1,14 @@
 """Where the ids of a batch go, and how the answers become vectors of samples.
 
 A route covers some features. It adds the lookups it needs to the items of each worker, and returns what
-joins the workers' answers to vectors of shape (B, its features, D), and takes their gradients apart. Two
-kinds:
+assembles the answers to vectors of shape (B, its features, D), and takes their gradients apart. Two kinds:
 
 ======== ====================== ============================== =====================================
-route    features               asks a worker for              joins the answers by
+route    features               asks a worker for              assembles answers by
 ======== ====================== ============================== =====================================
 RowRoute exactly one id a       each distinct row once         spreading rows over samples
          sample
-BagRoute multi-hot, tables on   a pooled vector a sample, or   nothing to join, or sum or max over
+BagRoute multi-hot, tables on   a pooled vector a sample, or   nothing, or sum or max over
          the same workers       a partial one where the tables workers
                                 are split
 ======== ====================== ============================== =====================================
@@ -30,7 +29,7 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Bags, Item, ids_dtype
-from hybrid.embedding.placement import Group, Placement, Shard
+from hybrid.embedding.placement import Placement, Shard, ShardGroup
 from hybrid.embedding.spec import Pooling, TableSpec
 from hybrid.errors import DataError
 
@@ -90,7 +89,7 @@ def _check(sparse: SparseFeatures) -> None:
         raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")
 
 
-class Join(Protocol):
+class Assembler(Protocol):
     """What turns the answers for one batch into vectors, and their gradients into gradients of answers.
 
     Attributes:
@@ -114,8 +113,8 @@ class Route(Protocol):
 
     features: tuple[int, ...]
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
-        """Append this route's lookups to ``items``; return what joins their answers."""
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        """Append this route's lookups to ``items``; return what assembles vectors of their answers."""
         ...
 
 
@@ -132,7 +131,10 @@ class RowRoute:
     """
 
     def __init__(
-        self, features: tuple[int, ...], tables: Sequence[TableSpec], groups: Mapping[int, Sequence[Group]]
+        self,
+        features: tuple[int, ...],
+        tables: Sequence[TableSpec],
+        groups: Mapping[int, Sequence[ShardGroup]],
     ) -> None:
         self.features = features
         self._dim = tables[features[0]].dim
@@ -160,7 +162,7 @@ class RowRoute:
             [[address_of.get((tables[k].name, s), 0) for s in widest] for k in features]
         )
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
         addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._dtype)
         loops.addresses(
             ids.single(self.features).numpy(), self._bases_KS, self._counts_K, addresses_BK.numpy()
@@ -176,7 +178,7 @@ class RowRoute:
 
 
 class _Rows(NamedTuple):
-    """Joins by spreading the distinct rows over the ids; the gradients of equal ids add up.
+    """Assembles by spreading the distinct rows over the ids; the gradients of equal ids add up.
 
     Attributes:
         slots: of the parts of the distinct rows, with the size of each.
@@ -210,7 +212,7 @@ class _Place(NamedTuple):
 
     worker: int
     number: int
-    group: Group
+    group: ShardGroup
     shards: Sequence[tuple[Shard, int]]
 
 
@@ -240,7 +242,7 @@ class BagRoute:
             for place in places
         ]
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
         pooling, weights_L = self._pooling, ids.weights_L
         if pooling is Pooling.MEAN and len(self._shards) > 1:
             # Partial means do not add up; partial sums of 1/n shares do.
@@ -283,7 +285,7 @@ class BagRoute:
 
 
 class _Sums:
-    """Joins by adding up the parts of the workers, most often one."""
+    """Assembles by adding up the parts of the workers, most often one."""
 
     def __init__(self, slots: list[Slot], shape_BFD: tuple[int, int, int]) -> None:
         self._slots = slots
@@ -291,8 +293,8 @@ class _Sums:
 
     def vectors(self, results: Results) -> Tensor:
         parts_ND = [results[worker][place] for worker, place in self._slots]
-        joined_ND = parts_ND[0] if len(parts_ND) == 1 else torch.stack(parts_ND).sum(0)
-        return joined_ND.view(self.shape_BFD)
+        sums_ND = parts_ND[0] if len(parts_ND) == 1 else torch.stack(parts_ND).sum(0)
+        return sums_ND.view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
         grad_ND = grad_BFD.flatten(0, 1)
@@ -300,7 +302,7 @@ class _Sums:
 
 
 class _Largest:
-    """Joins by the maximum over workers, passing over those where a bag is empty; zeros where all are.
+    """Assembles by the maximum over workers, passing over those where a bag is empty; zeros where all are.
 
     Args:
         filled_WN: whether each worker's part of each bag holds an id.

@@ -14,7 +14,7 @@ from hybrid.topology import MASTER, Role, RoleKind
 from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.launching.description import describe
 from workers.launching.oom import oom_kills
-from workers.launching.outcome import Cause, Child, Outcome, report_pipe
+from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER, 0)
@@ -22,13 +22,13 @@ WORKER = Role(RoleKind.WORKER, 0)
 
 def ended_child(exit_code: int, told: object = None) -> Child:
     """A child that has ended so, after it had said ``told``."""
-    reports, writer = report_pipe()
+    outcomes, writer = outcome_pipe()
     if told is None:
         os.close(writer)
     else:
         with Connection(writer, readable=False) as sender:
             sender.send(told)
-    child = Child(WORKER, Path("worker.log"), reports, pid=7)
+    child = Child(WORKER, Path("worker.log"), outcomes, pid=7)
     child.end(exit_code)
     return child
 
@@ -77,9 +77,9 @@ def test_of_one_that_could_only_write_it_the_log_tells_the_error(
 ) -> None:
     log = tmp_path / "worker.log"
     log.write_text(earlier)
-    reports, writer = report_pipe()
+    outcomes, writer = outcome_pipe()
     os.close(writer)
-    child = Child(WORKER, log, reports, pid=7)
+    child = Child(WORKER, log, outcomes, pid=7)
     log.write_text(earlier + later)
     child.end(1)
     assert child.failure is not None
@@ -102,9 +102,9 @@ def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_abort_for_want_of_memory_is_told_by_its_log(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
-    reports, writer = report_pipe()
+    outcomes, writer = outcome_pipe()
     os.close(writer)
-    child = Child(WORKER, log, reports, pid=7)
+    child = Child(WORKER, log, outcomes, pid=7)
     log.write_text(
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
     )

@@ -91,7 +91,7 @@ class Log:
 
     def feed(self, mode: UpdateMode, parts: int = 1) -> Feed:
         return Feed(
-            cast(Embeddings, self), [cast(wire.RemoteHost[Any], self)], TRAINER, mode, parts, StepClock()
+            cast(Embeddings, self), [cast(wire.RemoteHosted[Any], self)], TRAINER, mode, parts, StepClock()
         )
 
     def compute(self, steps: Iterator[StepInput]) -> StepInput:
@@ -313,7 +313,7 @@ def test_the_time_for_data_and_lookups_is_counted(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(clock, "phase", noted)
     feed = Feed(
-        cast(Embeddings, log), [cast(wire.RemoteHost[Any], log)], TRAINER, UpdateMode.PIPELINED, 1, clock
+        cast(Embeddings, log), [cast(wire.RemoteHosted[Any], log)], TRAINER, UpdateMode.PIPELINED, 1, clock
     )
     feed.begin(log.reading(batch(0), batch(1)), 0)
     log.compute(feed)

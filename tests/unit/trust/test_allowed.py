@@ -13,7 +13,7 @@ import torch
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig, TableSection
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
@@ -134,4 +134,4 @@ def test_a_function_that_may_travel_can_still_be_called() -> None:
         there.planted = 1
     assert isinstance(there(travelled(ClassName("no_such_module:Net")), (), {}), calls._Unbuilt)
     assert issubclass(TableShards, torch.nn.Module)
-    assert issubclass(NetHost, torch.nn.Module)
+    assert issubclass(HostedNet, torch.nn.Module)

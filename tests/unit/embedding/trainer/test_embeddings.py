@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -38,7 +38,7 @@ class Tables:
         num_workers: int,
     ) -> None:
         self.spec = InputSpec((), tuple(features))
-        self.placement = plan(tables, num_workers)
+        self.placement = place(tables, num_workers)
         self.hosts = {
             worker: TableShards(self.placement, worker, UpdateRules(1), DTYPE)
             for worker in range(num_workers)
@@ -328,7 +328,7 @@ class TestMessages:
     @pytest.fixture
     def embeddings(self, host: FakeHost) -> Embeddings:
         tables = [table("a")]
-        return Embeddings(tables, InputSpec((), (FeatureSpec("a", 11),)), plan(tables, 1), {0: host})
+        return Embeddings(tables, InputSpec((), (FeatureSpec("a", 11),)), place(tables, 1), {0: host})
 
     def train(self, embeddings: Embeddings, step: int) -> None:
         ids = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)
@@ -396,7 +396,7 @@ class TestMessages:
         """RPC ends the process where they do not, as columns of an empty matrix do not."""
         tables = [table("a"), table("b")]
         spec = InputSpec((), (FeatureSpec("a", 11, True), FeatureSpec("b", 11, True)))
-        embeddings = Embeddings(tables, spec, plan(tables, 1), {0: host})
+        embeddings = Embeddings(tables, spec, place(tables, 1), {0: host})
         ticket = Ticket(0, 0, 0, purpose=purpose)
         pooled_BE = embeddings.lookup(SparseFeatures.from_bags([[], []]), ticket).wait()
         torch.cat([torch.zeros(0, 4, requires_grad=True), pooled_BE], dim=1).square().sum().backward()

@@ -17,7 +17,7 @@ from torch.futures import Future
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -61,12 +61,12 @@ class Job:
         )
         self._purpose = purpose
         rules = UpdateRules(1, UpdateMode.PIPELINED if purpose is Purpose.PREFETCH else UpdateMode.SYNC)
-        self.shards = [TableShards(plan(tables, WORKERS), worker, rules) for worker in range(WORKERS)]
+        self.shards = [TableShards(place(tables, WORKERS), worker, rules) for worker in range(WORKERS)]
         for each in self.shards:
             each.initialise(7)
         self.asked: list[int] = []
         hosts = {worker: Counting(each, self.asked) for worker, each in enumerate(self.shards)}
-        self.embeddings = Embeddings(tables, InputSpec((), features), plan(tables, WORKERS), hosts)
+        self.embeddings = Embeddings(tables, InputSpec((), features), place(tables, WORKERS), hosts)
         bags = [[[b % 2] * (1 + many) for b in range(SIZE)] for many in is_multi_hot]
         self.ids = SparseFeatures.from_bags(bags)
 

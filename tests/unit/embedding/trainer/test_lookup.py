@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.routes import BatchIds, make_routes
@@ -80,7 +80,7 @@ class Job:
 
     def __init__(self, order: Sequence[str], tables: Sequence[TableSpec] = TABLES) -> None:
         self.order, self.tables = order, tables
-        self.placement = plan(tables, 2)
+        self.placement = place(tables, 2)
         self.shards = [TableShards(self.placement, worker, UpdateRules(1), DTYPE) for worker in range(2)]
         for each in self.shards:
             each.initialise(7)
@@ -279,7 +279,7 @@ def test_tables_may_have_more_rows_than_32_bits_count(
     small = TableSpec("small", 5, 2, Pooling.SUM, ("small",), spec, 1.0, "table", (1,))
     hosts = {0: Asked(), 1: Asked()}
     features = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in (large, small)))
-    embeddings = Embeddings([large, small], features, plan([large, small], 2), hosts)
+    embeddings = Embeddings([large, small], features, place([large, small], 2), hosts)
     ids = [num_rows - 1, 0, num_rows - 2, 2**31]
     embeddings.lookup(SparseFeatures.from_bags([[[i] for i in ids], [[4], [0], [4], [1]]]), Ticket(0, 0, 0))
     asked = {
@@ -358,7 +358,7 @@ def test_bags_and_weights_are_those_of_the_ids(
 
 def test_a_lookup_whose_gradients_have_not_left_says_so() -> None:
     table = TableSpec("a", 9, 2, Pooling.SUM, ("a",), OptimizerSpec("sgd", 1.0), 1.0)
-    placement = plan([table], 1)
+    placement = place([table], 1)
     host = TableShards(placement, 0, UpdateRules(1))
     try:
         host.initialise(1)
@@ -381,7 +381,7 @@ def test_a_worker_is_asked_only_for_groups_that_hold_a_table_of_the_features() -
         TableSpec(name, 9, 2, Pooling.SUM, (name,), sgd, 1.0, workers=(worker,))
         for worker, name in enumerate(("one", "many"))
     ]
-    placement = plan(tables, 2)
+    placement = place(tables, 2)
     specs = {"one": tables[0], "many": tables[1]}
     sparse = SparseFeatures.from_bags([[[1], [2]], [[3, 4], [5]]])
     items: dict[int, list[Item]] = {0: [], 1: []}

@@ -14,7 +14,7 @@ from hybrid.clock import Span, StepClock
 from hybrid.hosting.barrier import UpdateBarrier
 
 
-class Host(nn.Module):
+class Hosted(nn.Module):
     """Base of what the master creates on a worker as a ``RemoteModule``.
 
     Attributes:

@@ -30,13 +30,14 @@ from typing import Any, Self
 
 import hybrid
 from hybrid.config import RunConfig
+from hybrid.config.file import CONFIG_FILE
 from hybrid.metrics import Metrics
 from hybrid.own_code.signature import signed_toml
 from hybrid.private_files import make_folder, open_file
 from workers.profile import Profile
 from workers.run_folder.appended_file import AppendedFile
 from workers.run_folder.curves import Record, draw_curves
-from workers.run_folder.paths import CONFIG_FILE, METRICS_FILE, RESULT_FILE, refuse_existing, writing
+from workers.run_folder.paths import METRICS_FILE, RESULT_FILE, refuse_existing, writing
 from workers.screen.progress import Progress
 
 
