@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid import __version__
-from hybrid.config import DTYPES
+from hybrid.config.sections import DTYPES
 from hybrid.topology import RoleKind
 
 AUTO = "auto"  # for --resume

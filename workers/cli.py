@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid.config import OWN_FUNCTION, RunConfig
+from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml
 from hybrid.config.page import describe
+from hybrid.config.sections import OWN_FUNCTION
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import VARIABLE, Secret

@@ -34,7 +34,7 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 
     Args:
         module: its inputs, and its only output, are tensors of one row a sample.
-        how: one of :data:`hybrid.config.COMPILERS`.
+        how: one of :data:`hybrid.config.sections.COMPILERS`.
         example: what ``module`` is called with in training, of two samples or more; those inputs that
             get a gradient must require one. Other numbers of samples, none too, are taken as well.
 

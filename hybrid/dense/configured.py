@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from hybrid.config import NETS, RunConfig
+from hybrid.config import RunConfig
+from hybrid.config.sections import NETS
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,

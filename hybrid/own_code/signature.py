@@ -19,8 +19,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid.config import NETS, RunConfig
+from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml
+from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
 from hybrid.private_files import own_folder
 

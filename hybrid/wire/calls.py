@@ -12,8 +12,7 @@ from weakref import WeakValueDictionary
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 
 from hybrid.answer import Answer
 from hybrid.dense.remote import HostedNet

@@ -8,7 +8,7 @@ from support.cluster import Clusters
 from support.matrix import Case, Outcome, check_against_one_process, expected, train_case
 from support.pairwise import pairwise_rows
 
-from hybrid.config import SCHEDULES, TABLE_OPTIMIZERS
+from hybrid.config.sections import SCHEDULES, TABLE_OPTIMIZERS
 
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
 CHOICES = {

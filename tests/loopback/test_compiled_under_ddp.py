@@ -11,8 +11,7 @@ import torch.distributed as dist
 from support.vectors import Vectors
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch

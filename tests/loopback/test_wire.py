@@ -14,8 +14,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures

@@ -8,8 +8,7 @@ from itertools import chain, pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.errors import DataError

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from support.stock_rpc import stock_rpc
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.nn.parallel import DistributedDataParallel
 

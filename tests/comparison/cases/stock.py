@@ -8,8 +8,7 @@ import torch
 from comparison.cases.hybrid_trainer import Tables
 from support.stock_rpc import stock_rpc
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from comparison.cases.peers import Compared, Gradients
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
-from torch.distributed import rpc
+from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.nn import RemoteModule

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hybrid.config import NETS, DenseSection, RunConfig, RunSection
+from hybrid.config import DenseSection, RunConfig, RunSection
+from hybrid.config.sections import NETS
 from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns, interaction_width
 from hybrid.dense.nets import (

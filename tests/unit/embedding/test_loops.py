@@ -10,8 +10,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybrid.embedding import loops
 from hybrid.embedding.loops import Floats, Ints

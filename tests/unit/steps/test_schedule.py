@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
-from hybrid.config import SCHEDULES, ScheduleSection
+from hybrid.config import ScheduleSection
 from hybrid.config.rules import check_schedule
+from hybrid.config.sections import SCHEDULES
 from hybrid.errors import ConfigError
 from hybrid.steps.schedule import Schedule
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid.config import TABLE_OPTIMIZERS
+from hybrid.config.sections import TABLE_OPTIMIZERS
 from hybrid.embedding.placement import state_values_per_row
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.worker.optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer

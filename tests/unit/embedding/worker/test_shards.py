@@ -21,7 +21,7 @@ from support.shards import (
 from torch import Tensor
 
 from hybrid.checkpoint.files import shard_file
-from hybrid.config import TABLE_OPTIMIZERS
+from hybrid.config.sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import CheckpointError, ClusterError

@@ -21,7 +21,8 @@ from support.shards import (
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.config import TABLE_OPTIMIZERS, ScheduleSection
+from hybrid.config import ScheduleSection
+from hybrid.config.sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
 from hybrid.embedding.spec import Pooling
