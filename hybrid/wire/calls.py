@@ -113,14 +113,10 @@ def norm(number: int, step: int) -> torch.futures.Future[float]:
     return host.barrier.norm(step)
 
 
-def _made(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    return find()(*map(resolved, args), **{name: resolved(each) for name, each in keywords.items()})
-
-
-def create(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> rpc.RRef[Any] | Failure:
+def create(find: Find, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
     """A reference to an object that is made of ``args``, and now lives here."""
     try:
-        return rpc.RRef(_made(find, args, keywords))
+        return rpc.RRef(find()(*map(resolved, args)))
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
@@ -133,10 +129,10 @@ class _Unbuilt(nn.Module):
         self.failure = failure
 
 
-def create_module(find: Find, args: tuple[Any, ...], keywords: dict[str, Any]) -> nn.Module:
+def create_module(find: Find, args: tuple[Any, ...]) -> nn.Module:
     """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
     try:
-        module: nn.Module = _made(find, args, keywords)
+        module: nn.Module = find()(*map(resolved, args))
         return module
     except Exception as error:  # comes back as a value
         return _Unbuilt(failure_of(error))
@@ -152,27 +148,26 @@ def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
     return number
 
 
-def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
     """What a public method of an object that lives here returns."""
     try:
-        return _invoke(rref.local_value(), method, args, keywords)
+        return _invoke(rref.local_value(), method, args)
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
 
-def invoke_barrier(number: int, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def invoke_barrier(number: int, method: str, args: tuple[Any, ...]) -> Any:
     """What a public method of the update barrier of a host that lives here returns."""
     try:
-        return _invoke(_created[number].barrier, method, args, keywords)
+        return _invoke(_created[number].barrier, method, args)
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
 
-def _invoke(owned: Any, method: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
     if method.startswith("_"):
         raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-    by_name = {name: resolved(each) for name, each in keywords.items()}
-    return getattr(owned, method)(*map(resolved, args), **by_name)
+    return getattr(owned, method)(*map(resolved, args))
 
 
 CALLS = (greet, vitals, lookup, exchange, call_net, norm, create, await_module, invoke, invoke_barrier)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from hybrid.wire.pending import Pending, PendingTensors
 
 Owned = TypeVar("Owned", covariant=True)
 Kind = TypeVar("Kind", bound=Hosted, covariant=True)
-Parameters = ParamSpec("Parameters")
+Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 
@@ -44,28 +44,17 @@ def _send(
 
 
 class Remote(Generic[Owned]):
-    """A stub of an object that lives on another process.
+    """A stub of an object that lives on another process."""
 
-    Args:
-        timeout_seconds: of each call.
-    """
-
-    def __init__(
-        self, role: Role, rref: rpc.RRef[Any], timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT
-    ) -> None:
+    def __init__(self, role: Role, rref: rpc.RRef[Any]) -> None:
         self.role = role
         self._rref = rref
-        self._timeout_seconds = timeout_seconds
-
-    def within(self, timeout_seconds: float) -> Remote[Owned]:
-        """A stub of the same object, whose calls may take so long."""
-        return Remote(self.role, self._rref, timeout_seconds)
 
     def call(
         self,
-        method: Callable[Concatenate[Owned, Parameters], Result],
-        *args: Parameters.args,
-        **keywords: Parameters.kwargs,
+        method: Callable[[Owned, *Arguments], Result],
+        *args: *Arguments,
+        timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
     ) -> Pending[Result]:
         """Start a method of the object, where it lives.
 
@@ -74,21 +63,12 @@ class Remote(Generic[Owned]):
         Args:
             method: of the object's class, which names it.
         """
-        sent = (self._rref, *_described(method, args, keywords))
-        return Pending(
-            self.role, _send(self.role, calls.invoke, *sent, timeout_seconds=self._timeout_seconds)
-        )
+        sent = (self._rref, method.__name__, tuple(map(described, args)))
+        return Pending(self.role, _send(self.role, calls.invoke, *sent, timeout_seconds=timeout_seconds))
 
     def local_value(self) -> Owned:
         """The object itself, on the process that owns it."""
         return cast(Owned, self._rref.local_value())
-
-
-def _described(
-    method: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    by_name = {name: described(each) for name, each in keywords.items()}
-    return method.__name__, tuple(map(described, args)), by_name
 
 
 class ModuleRef(NamedTuple):
@@ -114,14 +94,10 @@ class RemoteHosted(Remote[Kind]):
         return type(self), (self.role, ModuleRef(self._rref, self._number))
 
     def call_barrier(
-        self,
-        method: Callable[Concatenate[UpdateBarrier[Any], Parameters], Result],
-        *args: Parameters.args,
-        **keywords: Parameters.kwargs,
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
         """Start a method of the object's update barrier; see :meth:`call`."""
-        sent = (self._number, *_described(method, args, keywords))
-        return Pending(self.role, _send(self.role, calls.invoke_barrier, *sent))
+        return Pending(self.role, _send(self.role, calls.invoke_barrier, self._number, method.__name__, args))
 
     def norm(self, step: int) -> Pending[float]:
         """See :meth:`UpdateBarrier.norm`."""
@@ -162,27 +138,20 @@ class RemoteNet(RemoteHosted[HostedNet]):
 
 
 def create(
-    role: Role,
-    timeout_seconds: float,
-    cls: Callable[Parameters, Owned],
-    *args: Parameters.args,
-    **keywords: Parameters.kwargs,
+    role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing an object on ``role``; the answer is a stub of it.
+    """Start constructing ``cls(*args)`` on ``role``; the answer is a stub of it.
 
     Args:
         cls: one that ``role`` may be asked for (see :func:`start`), or of the user's own.
     """
-    future = _send(role, calls.create, *_named(cls, args, keywords), timeout_seconds=timeout_seconds)
-    return Pending(role, future, partial(Remote, role))
+    sent = (ClassName(name_of(cls)), tuple(map(described, args)))
+    return Pending(
+        role, _send(role, calls.create, *sent, timeout_seconds=timeout_seconds), partial(Remote, role)
+    )
 
 
-def create_module(
-    role: Role,
-    cls: Callable[Parameters, nn.Module],
-    *args: Parameters.args,
-    **keywords: Parameters.kwargs,
-) -> ModuleRef:
+def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> ModuleRef:
     """Construct a module on ``role`` as a ``RemoteModule``; returns once it is there.
 
     Args:
@@ -193,19 +162,12 @@ def create_module(
         LostError: the role did not answer.
     """
     # It calls what it is given, and returns at once: what is raised there would show at the first use.
-    sent = _named(cls, args, keywords)
+    sent = (ClassName(name_of(cls)), tuple(map(described, args)))
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", calls.create_module, sent)  # type: ignore[arg-type]
     rref = remote.get_module_rref()
     number = Pending[int](role, _send(role, calls.await_module, rref)).wait()
     return ModuleRef(rref, number)
-
-
-def _named(
-    cls: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
-) -> tuple[ClassName, tuple[Any, ...], dict[str, Any]]:
-    by_name = {name: described(each) for name, each in keywords.items()}
-    return ClassName(name_of(cls)), tuple(map(described, args)), by_name
 
 
 def greet(role: Role) -> Pending[Tensor]:

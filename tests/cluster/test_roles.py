@@ -50,7 +50,7 @@ class Place:
 
 def places(cluster: Cluster) -> dict[Role, wire.Remote[Place]]:
     """One on every role, the master too."""
-    creating = [wire.create(role, SECONDS, Place) for role in cluster.topology.roles]
+    creating = [wire.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
     return dict(zip(cluster.topology.roles, gather(creating), strict=True))
 
 
@@ -70,7 +70,9 @@ def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -
 
 def word_and_answer(cluster: Cluster) -> bool:
     """One call waits on the owner for what a second one does."""
-    place: wire.Remote[Place] = wire.create(cluster.topology.workers[0], SECONDS, Place).wait()
+    place: wire.Remote[Place] = wire.create(
+        cluster.topology.workers[0], Place, timeout_seconds=SECONDS
+    ).wait()
     waiting = place.call(Place.await_word)
     place.call(Place.give_word).wait()
     answer: bool = waiting.wait()

@@ -420,24 +420,24 @@ class TestWithinTorch:
         assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
 
     def test_what_may_not_travel_is_named_to_the_caller(self) -> None:
-        counter: wire.Remote[Counter] = wire.create(MASTER, 5.0, Counter).wait()
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         with pytest.raises(wire.RefusedError, match=r"refused: \S+test_signed_calls:Plain may not travel"):
             counter.call(Counter.add, cast(Any, Plain())).wait()
 
     def test_a_class_is_constructed_if_it_is_the_users_own(self) -> None:
-        counter: wire.Remote[Counter] = wire.create(MASTER, 5.0, Counter).wait()
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         assert counter.call(Counter.add, 2).wait() == 2
 
     @pytest.mark.parametrize("cls", [Path, SignedPickler, torch.nn.Linear, wire.Pending])
     def test_a_class_of_others_is_not_constructed(self, cls: type) -> None:
         with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
-            wire.create(MASTER, 5.0, cls).wait()
+            wire.create(MASTER, cls, timeout_seconds=5.0).wait()
         with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
             wire.create_module(MASTER, cls)
 
     @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__"])
     def test_what_is_not_public_is_not_called(self, method: str) -> None:
-        counter: wire.Remote[Counter] = wire.create(MASTER, 5.0, Counter).wait()
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         assert counter.call(Counter.add, 2).wait() == 2
         with pytest.raises(wire.RemoteError, match=f"{method} cannot be called by RPC: it is not public"):
             counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
@@ -455,11 +455,11 @@ class TestWithinTorch:
         assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
 
     def test_functions_travel_by_name(self) -> None:
-        counter: wire.Remote[Counter] = wire.create(MASTER, 5.0, Counter).wait()
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12
 
     def test_a_function_without_a_name_does_not_travel(self) -> None:
-        counter: wire.Remote[Counter] = wire.create(MASTER, 5.0, Counter).wait()
+        counter: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
         with pytest.raises(ConfigError, match="under a name"):
             counter.call(Counter.apply, lambda value: value, 4)
 

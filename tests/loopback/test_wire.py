@@ -56,7 +56,7 @@ class Service:
 
 @pytest.fixture
 def service() -> wire.Remote[Service]:
-    made: wire.Remote[Service] = wire.create(MASTER, 5.0, Service).wait()
+    made: wire.Remote[Service] = wire.create(MASTER, Service, timeout_seconds=5.0).wait()
     return made
 
 
@@ -83,7 +83,7 @@ def test_any_other_error_names_role_place_and_type(
 
 def test_a_constructor_may_fail() -> None:
     with pytest.raises(wire.RemoteError, match="TypeError"):
-        wire.create(MASTER, 5.0, cast(Any, Service), "unwanted").wait()
+        wire.create(MASTER, cast(Any, Service), "unwanted", timeout_seconds=5.0).wait()
 
 
 class Choosy(nn.Module):
@@ -119,7 +119,7 @@ def test_a_role_that_does_not_answer_is_lost(service: wire.Remote[Service]) -> N
     release.clear()
     try:
         with pytest.raises(wire.LostError, match=r"^master does not answer"):
-            service.within(0.2).call(Service.hang).wait()
+            service.call(Service.hang, timeout_seconds=0.2).wait()
     finally:
         release.set()
 
@@ -222,7 +222,7 @@ def caller() -> Iterator[wire.Remote[Caller]]:
     tables.call(TableShards.initialise, 1).wait()
     for step in range(2):
         tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
-    yield wire.create(MASTER, 5.0, Caller, tables, net).wait()
+    yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
     for host in (tables, net):
         host.call(Hosted.close).wait()
 
@@ -261,7 +261,7 @@ def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
     rpc._set_rpc_timeout(0.2)
     try:
         with pytest.raises(wire.RemoteError, match=r"^master on \S+: master does not answer \(RPCErr.*\)$"):
-            caller.within(seconds).call(method, 1).wait()
+            caller.call(method, 1, timeout_seconds=seconds).wait()
     finally:
         rpc._set_rpc_timeout(seconds)
 
@@ -299,7 +299,7 @@ def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
     rules = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     tables.call(TableShards.initialise, 1).wait()
-    yield wire.create(MASTER, 5.0, AheadTrainer, tables).wait()
+    yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
     tables.call(TableShards.close).wait()
 
 
@@ -377,7 +377,7 @@ def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -
     rules = UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)
     tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     tables.call(TableShards.initialise, 1).wait()
-    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, 5.0, AsyncCaller, tables).wait()
+    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5.0).wait()
     try:
         for method in (AsyncCaller.send_nan_and_drain, AsyncCaller.exchange):
             with pytest.raises(

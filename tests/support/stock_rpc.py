@@ -57,7 +57,7 @@ class StockRpc:
 @contextmanager
 def stock_rpc(topology: Topology) -> Iterator[None]:
     """While it is entered, every role of a cluster takes part in torch's own RPC, too."""
-    made = gather([wire.create(role, _SECONDS, StockRpc) for role in topology.roles])
+    made = gather([wire.create(role, StockRpc, timeout_seconds=_SECONDS) for role in topology.roles])
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 
@@ -40,7 +40,7 @@ from workers.session.job import Job, Report
 from workers.session.saving import NOTHING_COUNTED, Counted, Saving
 from workers.session.trainer import Trainer
 
-Parameters = ParamSpec("Parameters")
+Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 # What travels between the roles of a session, and what the master creates on them.
@@ -106,7 +106,7 @@ class Session:
         self._remote_tables = {role.index: self._create_tables(role) for role in holders}
         gather(
             [
-                h.within(BULK_TIMEOUT_SECONDS).call(TableShards.initialise, config.run.seed)
+                h.call(TableShards.initialise, config.run.seed, timeout_seconds=BULK_TIMEOUT_SECONDS)
                 for h in self._remote_tables.values()
             ]
         )
@@ -122,7 +122,10 @@ class Session:
             data_folder,
         )
         self.trainers: list[wire.Remote[Trainer]] = gather(
-            [wire.create(role, BULK_TIMEOUT_SECONDS, Trainer, role.index, job) for role in topology.trainers]
+            [
+                wire.create(role, Trainer, role.index, job, timeout_seconds=BULK_TIMEOUT_SECONDS)
+                for role in topology.trainers
+            ]
         )
         self._start_recording()
 
@@ -208,16 +211,20 @@ class Session:
             Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
             self._texts(),
             progress.reports,
-            lambda partial: [w.within(BULK_TIMEOUT_SECONDS).call(Called.write, partial) for w in writers],
+            lambda partial: [
+                w.call(Called.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
+            ],
             is_copied,
         )
 
     def _hold(self, is_copied: bool) -> None:
         self._settle()
         bulk = BULK_TIMEOUT_SECONDS
-        calls = [host.within(bulk).call(Hosted.begin_save, is_copied) for host in self._everything_hosted]
+        calls = [
+            host.call(Hosted.begin_save, is_copied, timeout_seconds=bulk) for host in self._everything_hosted
+        ]
         for trainer, name in zip(self.trainers, self._dense_files, strict=True):
-            calls.append(trainer.within(bulk).call(Trainer.begin_save, name))
+            calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
         gather(calls)
 
     @property
@@ -245,10 +252,13 @@ class Session:
         bulk = BULK_TIMEOUT_SECONDS
         step = stored.manifest.step
         self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
-        calls = [host.within(bulk).call(Hosted.load, stored.folder, step) for host in self._everything_hosted]
+        calls = [
+            host.call(Hosted.load, stored.folder, step, timeout_seconds=bulk)
+            for host in self._everything_hosted
+        ]
         for index, trainer in enumerate(self.trainers):
             name = self._dense_file_of(index, stored)
-            calls.append(trainer.within(bulk).call(Trainer.load, stored.folder, name))
+            calls.append(trainer.call(Trainer.load, stored.folder, name, timeout_seconds=bulk))
         gather(calls)
         self._start_recording()
 
@@ -275,11 +285,10 @@ class Session:
     def _on_trainers(
         self,
         timeout_seconds: float,
-        method: Callable[Concatenate[Trainer, Parameters], Result],
-        *args: Parameters.args,
-        **keywords: Parameters.kwargs,
+        method: Callable[[Trainer, *Arguments], Result],
+        *args: *Arguments,
     ) -> list[Result]:
-        calls = [t.within(timeout_seconds).call(method, *args, **keywords) for t in self.trainers]
+        calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
             return gather(calls, lambda: self.meanwhile())
         except ClusterError as error:

@@ -155,7 +155,7 @@ def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -
     steps = max(len(share) for share in shares)
     with hosted(cluster, len(roles)) as (tables, net):
         trainers: list[wire.Remote[Trainer]] = gather(
-            [wire.create(r, SECONDS, Trainer, r.index, mode, tables, net) for r in roles]
+            [wire.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
         )
         gradients = []
         for first in range(0, rounds * steps, steps):
@@ -176,6 +176,8 @@ class _Echo:
 
 def echo(cluster: Cluster, batch: Batch) -> Batch:
     """A batch, to a trainer and back."""
-    remote: wire.Remote[_Echo] = wire.create(cluster.topology.trainers[0], SECONDS, _Echo).wait()
+    remote: wire.Remote[_Echo] = wire.create(
+        cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
+    ).wait()
     answered: Batch = remote.call(_Echo.say, batch).wait()
     return answered

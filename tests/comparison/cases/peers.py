@@ -51,10 +51,10 @@ class _Peer:
 
 def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
-    creating = [wire.create(r, SECONDS, _Peer, r.index) for r in cluster.topology.trainers]
+    creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
     peers: list[wire.Remote[_Peer]] = gather(creating)
     with stock_rpc(cluster.topology):
-        return gather([peer.within(SECONDS).call(_Peer.run, job) for peer in peers])
+        return gather([peer.call(_Peer.run, job, timeout_seconds=SECONDS) for peer in peers])
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:

@@ -60,7 +60,7 @@ def stock(cluster: Cluster, optimizer: str) -> float:
     rref = wire.create_module(role, StockTable).rref
     with stock_rpc(cluster.topology):
         for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
-            made = wire.create(trainer, SECONDS, StockTrainer, rref, optimizer)
+            made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
             made.wait().call(StockTrainer.step, gradient).wait()
     moved: float = wire.Remote[StockTable](role, rref).call(StockTable.row).wait()
     return moved
@@ -90,7 +90,7 @@ def ours(cluster: Cluster, optimizer: str) -> float:
     host.call(TableShards.initialise, 0).wait()
     before: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
     makers = [
-        wire.create(trainer, SECONDS, HybridTrainer, trainer.index, table, host)
+        wire.create(trainer, HybridTrainer, trainer.index, table, host, timeout_seconds=SECONDS)
         for trainer in cluster.topology.trainers[: len(GRADIENTS)]
     ]
     trainers: list[wire.Remote[HybridTrainer]] = gather(makers)

@@ -132,6 +132,6 @@ def test_a_function_that_may_travel_can_still_be_called() -> None:
     there = travelled(calls.create_module)
     with pytest.raises(AttributeError):
         there.planted = 1
-    assert isinstance(there(travelled(ClassName("no_such_module:Net")), (), {}), calls._Unbuilt)
+    assert isinstance(there(travelled(ClassName("no_such_module:Net")), ()), calls._Unbuilt)
     assert issubclass(TableShards, torch.nn.Module)
     assert issubclass(HostedNet, torch.nn.Module)
