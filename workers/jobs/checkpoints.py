@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import MANIFEST_FILE
@@ -21,24 +20,11 @@ from hybrid.errors import CheckpointError
 from hybrid.metrics import Metrics
 from workers.jobs.tally import Tally
 from workers.run_folder.folder import RunFolder
-from workers.session.saving import Counted, Saving
+from workers.session.saving import Saving
+from workers.session.session import Session
 
-OWES_EVALUATION = "owes_evaluation"  # of the values in Counted
+OWES_EVALUATION = "owes_evaluation"  # of the values in what is counted
 _LOWER_IS_BETTER = ("log_loss",)
-
-
-class Saver(Protocol):
-    """Whoever holds what is saved: a :class:`workers.session.session.Session`."""
-
-    def begin_save(
-        self,
-        folder: Path,
-        step: int,
-        epoch: int,
-        metrics: Metrics | None,
-        progress: Counted,
-        in_background: bool,
-    ) -> Saving: ...
 
 
 class Moment(NamedTuple):
@@ -89,7 +75,7 @@ class Checkpoints:
     run must succeed.
 
     Args:
-        saver: what to save.
+        session: what to save.
         run: where to, and where it is logged.
         section: when, and how many are kept.
         say: told, in a line each, what the user should know.
@@ -98,13 +84,13 @@ class Checkpoints:
 
     def __init__(
         self,
-        saver: Saver,
+        session: Session,
         run: RunFolder,
         section: CheckpointSection,
         say: Callable[[str], object],
         progress: dict[str, Any],
     ) -> None:
-        self._saver = saver
+        self._session = session
         self._run = run
         self._section = section
         self._say = say
@@ -211,7 +197,7 @@ class Checkpoints:
         more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **more})
         folder = folders.step_folder(self._run.path, now.step)
-        saving = self._saver.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
+        saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()
         # A thread that does not keep a process alive which fails meanwhile.
         threading.Thread(

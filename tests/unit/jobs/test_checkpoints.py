@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.checkpoints import Call, names
@@ -32,6 +32,7 @@ from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.tally import Tally
 from workers.run_folder.folder import RunFolder
 from workers.session.saving import Counted, Saving
+from workers.session.session import Session
 
 
 @dataclass
@@ -117,7 +118,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
         said: list[str] = []
         role = Role()
         return Run(
-            role, opened[-1], said, Checkpoints(role, opened[-1], section, said.append, progress or {})
+            role,
+            opened[-1],
+            said,
+            Checkpoints(cast(Session, role), opened[-1], section, said.append, progress or {}),
         )
 
     yield make
