@@ -2,5 +2,5 @@
 
 Begin with ``folders``, which draws one. ``manifest`` says what it holds, ``tensor_file`` writes tensors as
 safetensors, ``reader`` reads them for any split of the tables. Roles write their own parts; the master
-makes it a checkpoint (``workers/session/saving``).
+makes it a checkpoint (``workers``).
 """

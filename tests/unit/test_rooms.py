@@ -78,3 +78,12 @@ def test_a_unit_test_lies_where_its_file_lies() -> None:
         name = test.stem.removeprefix("test_")
         is_of_one = any(name == file or name.startswith(f"{file}_") for file in files)
         assert is_of_one or test == Path(__file__), test.relative_to(ROOT)
+
+
+def test_every_file_that_is_named_is_there() -> None:
+    """In the pages, and in the code; such as ``hybrid/batch.py``, or ``data/order.py`` beside one of its package."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    tops = [ROOT / name for name in ("hybrid", "workers", "tests", "scripts")]
+    for file in [*pages, *(file for top in tops for file in top.rglob("*.py"))]:
+        for name in re.findall(r"`((?:\w+/)+\w+\.py)`", file.read_text(encoding="utf-8")):
+            assert any((place / name).is_file() for place in (ROOT, *tops)), f"{name} in {file}"
