@@ -134,7 +134,8 @@ class RemoteNet(RemoteHosted[HostedNet]):
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """The remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
         sent = (self._number, tuple(ticket), hidden_BH)
-        return PendingTensors[Tensor](self.role, _send(self.role, calls.call_net, *sent)).wait()
+        output: PendingTensors[Tensor] = PendingTensors(self.role, _send(self.role, calls.call_net, *sent))
+        return output.wait()
 
 
 def create(

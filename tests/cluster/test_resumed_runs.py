@@ -21,6 +21,7 @@ from support.commands import eventually
 from support.jobs import opened
 from support.shards import PATIENCE_SECONDS
 
+from hybrid import wire
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import DENSE_FILE, PROGRESS_FILE, Files
 from hybrid.checkpoint.folders import step_folder
@@ -29,7 +30,6 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.metrics import Predictions
-from hybrid.wire import gather
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
 from workers.screen.progress import Progress
@@ -309,8 +309,8 @@ def nets_loaded(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path)
     """What trainers would write of their nets, as they took them from a checkpoint."""
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
-        gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
-        return gather([trainer.call(Trainer.write, scratch) for trainer in session.trainers])
+        wire.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+        return wire.gather([trainer.call(Trainer.write, scratch) for trainer in session.trainers])
 
 
 @pytest.mark.parametrize("ddp", ["none", "inside"])

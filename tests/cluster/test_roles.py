@@ -18,7 +18,6 @@ from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import Secret
-from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster, announce_stop, join
 from workers.joining.listener import listen
 from workers.roles import trainer, worker
@@ -51,13 +50,13 @@ class Place:
 def places(cluster: Cluster) -> dict[Role, wire.Remote[Place]]:
     """One on every role, the master too."""
     creating = [wire.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
-    return dict(zip(cluster.topology.roles, gather(creating), strict=True))
+    return dict(zip(cluster.topology.roles, wire.gather(creating), strict=True))
 
 
 def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
     """By RPC name, the process that answers a call, and the process that the role is."""
     pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
-    answered = gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
+    answered = wire.gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
     return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
 
 
@@ -95,7 +94,7 @@ def live(
     if role == MASTER:
         with join(role, config, secret, listener) as cluster:
             members = [place.call(Place.membership) for place in places(cluster).values()]
-            told.put(("during", gather(members)))
+            told.put(("during", wire.gather(members)))
             announce_stop(cluster)
     else:
         {RoleKind.TRAINER: trainer.run, RoleKind.WORKER: worker.run}[role.kind](config, role.index, secret)

@@ -14,7 +14,6 @@ from hybrid import wire
 from hybrid.errors import ClusterError
 from hybrid.topology import Topology
 from hybrid.trust import pickler
-from hybrid.wire import gather
 
 _MARK = b"unsigned: "
 _SECONDS = 10.0
@@ -57,8 +56,8 @@ class StockRpc:
 @contextmanager
 def stock_rpc(topology: Topology) -> Iterator[None]:
     """While it is entered, every role of a cluster takes part in torch's own RPC, too."""
-    made = gather([wire.create(role, StockRpc, timeout_seconds=_SECONDS) for role in topology.roles])
+    made = wire.gather([wire.create(role, StockRpc, timeout_seconds=_SECONDS) for role in topology.roles])
     try:
         yield
     finally:
-        gather([each.call(StockRpc.close) for each in made])
+        wire.gather([each.call(StockRpc.close) for each in made])

@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from hybrid import wire
 from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE, shard_file
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import HybridError
 from hybrid.reference.training import Reference
-from hybrid.wire import gather
 from workers.session.session import Session
 from workers.session.trainer import Trainer
 
@@ -79,8 +79,8 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         found = _tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
-            gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
-            gather(
+            wire.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+            wire.gather(
                 [t.call(Trainer.write, folder) for t, folder in zip(session.trainers, folders, strict=True)]
             )
             for index, folder in enumerate(folders):

@@ -10,7 +10,6 @@ from hybrid import wire
 from hybrid.embedding.placement import Placement, Shard
 from hybrid.errors import HybridError
 from hybrid.topology import Role
-from hybrid.wire import gather
 
 PING_TIMEOUT_SECONDS = 10.0
 # Of the free memory: the rest is left to everybody else on the host.
@@ -54,7 +53,9 @@ def has_memory_for_copies(placement: Placement, holders: Sequence[Role]) -> bool
 
 
 def _needs(placement: Placement, holders: Sequence[Role]) -> Iterator[_Need]:
-    vitals = dict(zip(holders, gather([wire.ping(r, PING_TIMEOUT_SECONDS) for r in holders]), strict=True))
+    vitals = dict(
+        zip(holders, wire.gather([wire.ping(r, PING_TIMEOUT_SECONDS) for r in holders]), strict=True)
+    )
     by_host: dict[str, list[Role]] = defaultdict(list)
     for role, vital in vitals.items():
         by_host[vital.host].append(role)

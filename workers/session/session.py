@@ -33,7 +33,6 @@ from hybrid.steps.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import host_remote_net
 from hybrid.training.tables import place_tables
-from hybrid.wire import gather
 from workers.profile import Profile
 from workers.session.capacity import check_memory, has_memory_for_copies
 from workers.session.job import Job, Report
@@ -104,7 +103,7 @@ class Session:
         check_memory(self.placement, holders)
         self._holders = holders
         self._remote_tables = {role.index: self._create_tables(role) for role in holders}
-        gather(
+        wire.gather(
             [
                 h.call(TableShards.initialise, config.run.seed, timeout_seconds=BULK_TIMEOUT_SECONDS)
                 for h in self._remote_tables.values()
@@ -121,7 +120,7 @@ class Session:
             self._remote_net,
             data_folder,
         )
-        self.trainers: list[wire.Remote[Trainer]] = gather(
+        self.trainers: list[wire.Remote[Trainer]] = wire.gather(
             [
                 wire.create(role, Trainer, role.index, job, timeout_seconds=BULK_TIMEOUT_SECONDS)
                 for role in topology.trainers
@@ -140,7 +139,7 @@ class Session:
     def take_staleness(self) -> Staleness:
         """The staleness of all updates of tables since the last call."""
         return sum(
-            gather(
+            wire.gather(
                 [host.call_barrier(UpdateBarrier.take_staleness) for host in self._remote_tables.values()]
             ),
             Staleness(),
@@ -157,7 +156,9 @@ class Session:
         self._settle()
         parts = self._everything_called
         spans: dict[Role, list[Span]] = defaultdict(list)
-        for part, taken in zip(parts, gather([part.call(Called.take_spans) for part in parts]), strict=True):
+        for part, taken in zip(
+            parts, wire.gather([part.call(Called.take_spans) for part in parts]), strict=True
+        ):
             spans[part.role] += taken
         profile = Profile(spans)
         if not profile.steps:
@@ -168,7 +169,7 @@ class Session:
 
     def _start_recording(self) -> None:
         if self.recorded:
-            gather([part.call(Called.record, self.recorded) for part in self._everything_called])
+            wire.gather([part.call(Called.record, self.recorded) for part in self._everything_called])
 
     def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
@@ -225,7 +226,7 @@ class Session:
         ]
         for trainer, name in zip(self.trainers, self._dense_files, strict=True):
             calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
-        gather(calls)
+        wire.gather(calls)
 
     @property
     def _dense_files(self) -> list[str | None]:
@@ -236,7 +237,7 @@ class Session:
 
     def _settle(self) -> None:
         """Return once the gradients of all steps are with the workers; updates may be under way."""
-        gather([trainer.call(Trainer.settle) for trainer in self.trainers])
+        wire.gather([trainer.call(Trainer.settle) for trainer in self.trainers])
 
     def _texts(self) -> dict[str, str]:
         """What a checkpoint holds besides tensors, by file."""
@@ -259,7 +260,7 @@ class Session:
         for index, trainer in enumerate(self.trainers):
             name = self._dense_file_of(index, stored)
             calls.append(trainer.call(Trainer.load, stored.folder, name, timeout_seconds=bulk))
-        gather(calls)
+        wire.gather(calls)
         self._start_recording()
 
     def _dense_file_of(self, index: int, stored: Checkpoint) -> str:
@@ -280,7 +281,7 @@ class Session:
 
     def close(self) -> None:
         """End what runs in the background of the other roles."""
-        gather([part.call(Called.close) for part in self._everything_called])
+        wire.gather([part.call(Called.close) for part in self._everything_called])
 
     def _on_trainers(
         self,
@@ -290,7 +291,7 @@ class Session:
     ) -> list[Result]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
-            return gather(calls, lambda: self.meanwhile())
+            return wire.gather(calls, lambda: self.meanwhile())
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
             for host in self._everything_hosted:

@@ -43,7 +43,6 @@ from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
 from hybrid.training.feed import Feed
 from hybrid.training.model import HybridModel, MicroBatch
-from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
@@ -146,7 +145,7 @@ def hosted(cluster: Cluster, num_trainers: int) -> Iterator[tuple[wire.RemoteTab
     try:
         yield tables, net
     finally:
-        gather([host.call(Hosted.close) for host in (tables, net)])
+        wire.gather([host.call(Hosted.close) for host in (tables, net)])
 
 
 def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
@@ -154,14 +153,14 @@ def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -
     roles = cluster.topology.trainers
     steps = max(len(share) for share in shares)
     with hosted(cluster, len(roles)) as (tables, net):
-        trainers: list[wire.Remote[Trainer]] = gather(
+        trainers: list[wire.Remote[Trainer]] = wire.gather(
             [wire.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
         )
         gradients = []
         for first in range(0, rounds * steps, steps):
             paired = zip(trainers, shares, strict=True)
             calls: list[Any] = [trainer.call(Trainer.train, share, first) for trainer, share in paired]
-            gradients.append(gather(calls))
+            gradients.append(wire.gather(calls))
         return Trained(
             gradients,
             cast(wire.Remote[Tables], tables).call(Tables.rows).wait(),

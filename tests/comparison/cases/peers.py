@@ -27,7 +27,6 @@ from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
 from hybrid.training.model import HybridModel, MicroBatch
-from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 20.0
@@ -52,9 +51,9 @@ class _Peer:
 def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
     creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
-    peers: list[wire.Remote[_Peer]] = gather(creating)
+    peers: list[wire.Remote[_Peer]] = wire.gather(creating)
     with stock_rpc(cluster.topology):
-        return gather([peer.call(_Peer.run, job, timeout_seconds=SECONDS) for peer in peers])
+        return wire.gather([peer.call(_Peer.run, job, timeout_seconds=SECONDS) for peer in peers])
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:

@@ -21,7 +21,6 @@ from hybrid.embedding.worker.shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
-from hybrid.wire import gather
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
@@ -93,8 +92,10 @@ def ours(cluster: Cluster, optimizer: str) -> float:
         wire.create(trainer, HybridTrainer, trainer.index, table, host, timeout_seconds=SECONDS)
         for trainer in cluster.topology.trainers[: len(GRADIENTS)]
     ]
-    trainers: list[wire.Remote[HybridTrainer]] = gather(makers)
-    gather([t.call(HybridTrainer.step, gradient) for t, gradient in zip(trainers, GRADIENTS, strict=True)])
+    trainers: list[wire.Remote[HybridTrainer]] = wire.gather(makers)
+    wire.gather(
+        [t.call(HybridTrainer.step, gradient) for t, gradient in zip(trainers, GRADIENTS, strict=True)]
+    )
     after: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
     host.call(TableShards.close).wait()
     return (after - before).item()
