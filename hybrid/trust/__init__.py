@@ -12,5 +12,6 @@
        ▼                                             │
        ───────────── torch's RPC, open to whoever can connect ─────────────
 
-What does not pass all of it is refused before anything of it is loaded (refusals).
+What does not pass all of it is refused before anything of it is loaded (refusals); how the caller is told,
+and of exceptions, is in ``failure_text``.
 """
