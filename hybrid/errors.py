@@ -53,6 +53,12 @@ class ClusterError(HybridError):
     """A role is missing at start, failed, or was lost while running."""
 
 
+def error_class(name: str) -> type[Exception]:
+    """The class of this tree that has a name; Exception where none has."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, HybridError) else Exception
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

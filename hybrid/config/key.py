@@ -15,22 +15,9 @@ _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a fi
 _LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
 
 
-def option(
-    default: Any,
-    meaning: str,
-    *,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    above: float | None = None,
-    choices: tuple[str, ...] = (),
-    is_fixed: bool = False,
-    is_local: bool = False,
-    prepares: bool = True,
-) -> Any:
-    """The field of a section that is a key; see :class:`Key`."""
-    rule = {"minimum": minimum, "maximum": maximum, "above": above, "choices": choices}
-    use = {"is_fixed": is_fixed, "is_local": is_local, "prepares": prepares}
-    return field(default=default, metadata={"meaning": meaning, **rule, **use})
+def option(default: Any, meaning: str, **more: Any) -> Any:
+    """The field of a section that is a key; ``more`` is of what :class:`Key` has defaults for."""
+    return field(default=default, metadata={"meaning": meaning, **more})
 
 
 fixed = partial(option, is_fixed=True)
@@ -53,13 +40,13 @@ class Key:
     is_list: bool
     default: Any
     meaning: str
-    minimum: float | None
-    maximum: float | None
-    above: float | None
-    choices: tuple[str, ...]
-    is_fixed: bool
-    is_local: bool
-    prepares: bool
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    choices: tuple[str, ...] = ()
+    is_fixed: bool = False
+    is_local: bool = False
+    prepares: bool = True
 
     @classmethod
     def of(cls, of: dataclasses.Field[Any], hint: Any) -> Key:

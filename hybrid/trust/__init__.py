@@ -12,6 +12,7 @@
        ▼                                             │
        ───────────── torch's RPC, open to whoever can connect ─────────────
 
-What does not pass all of it is refused before anything of it is loaded (refusals). Begin with ``pickler``,
-through which torch sends and receives once ``wire`` has installed it; all keys come of one ``secret``.
+What does not pass all of it is refused before anything of it is loaded (refusals); ``failure_text`` tells the
+caller. Begin with ``pickler``, through which torch sends and receives once ``wire`` has installed it; all keys
+come of one ``secret``.
 """

@@ -33,13 +33,10 @@ from hybrid.trust.allowed import (
     reference_to,
     tensor_beside,
 )
+from hybrid.trust.failure_text import raised_later, refused
 from hybrid.trust.refusals import Refusals, RefusedPayload
 from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
 
-# How an error tells that a payload was refused.
-REFUSED = "a message was refused: "
-# How it tells that the call was accepted, and what its answer waited for has failed.
-RAISED_LATER = "raised while the answer was waited for: "
 # What torch's processes tell each other when they start and stop: the same for all of them.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
 # Its result stays where it runs.
@@ -114,7 +111,7 @@ class _Served:
 
     def failed(self, error: Exception) -> _Raised:
         """See :class:`Caller`."""
-        return _raised(f"{RAISED_LATER}{type(error).__name__}: {error}", RuntimeError, self._to)
+        return _raised(raised_later(error), RuntimeError, self._to)
 
 
 def _raised(message: str, kind: type[Exception], to: bytes | None) -> _Raised:
@@ -190,7 +187,7 @@ class SignedPickler(internal._InternalRPCPickler):
             is_known = isinstance(error, RefusedPayload)
             reason = str(error) if is_known else f"it holds no call or answer ({type(error).__name__})"
             self._refusals.add(reason)
-            return _raised(REFUSED + reason, RuntimeError, to)
+            return _raised(refused(reason), RuntimeError, to)
 
     def _load(self, kind: Kind, sender: bytes, content: Any) -> Any:
         if kind is Kind.ANSWER:

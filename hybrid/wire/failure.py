@@ -6,11 +6,10 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hybrid import errors
-from hybrid.errors import ClusterError, HybridError, first_line
+from hybrid.errors import ClusterError, HybridError, error_class, first_line
 from hybrid.own_code.traces import is_to_log, log_stack, words_of
 from hybrid.topology import Role
-from hybrid.trust.pickler import RAISED_LATER, REFUSED
+from hybrid.trust.failure_text import read_raised_later, read_refused, refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,8 @@ class LostError(ClusterError):
 class RefusedError(ClusterError):
     """A call or its answer was refused: it was not signed for its receiver, or holds what may not travel."""
 
-    def __init__(self, role: Role, error: Exception) -> None:
-        reason = str(error).partition(REFUSED)[2].splitlines()[0]
-        super().__init__(f"a call to {role} failed: {REFUSED}{reason}")
+    def __init__(self, role: Role, reason: str) -> None:
+        super().__init__(f"a call to {role} failed: {refused(reason)}")
         self.role = role
 
 
@@ -67,10 +65,10 @@ def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
         RefusedError: the role refused the call, or this process its answer.
         LostError: no answer came within the call's timeout, or the connection broke.
     """
-    if RAISED_LATER in str(error):  # it did answer, with an exception
+    if read_raised_later(str(error)):  # it did answer, with an exception
         raise error
-    if REFUSED in str(error):
-        raise RefusedError(role, error) from error
+    if (reason := read_refused(str(error))) is not None:
+        raise RefusedError(role, reason) from error
     raise LostError(role, first_line(error)) from error
 
 
@@ -82,10 +80,10 @@ def failure_of(error: Exception) -> Failure:
     # Who misses another one may be out of reach itself: it says who it is.
     is_users = is_ours and not isinstance(error, LostError)
     message = str(error) if is_ours else words_of(error)
-    if RAISED_LATER in message:
-        # What went wrong while a worker prepared an answer says so itself, after the name of its class.
-        message = message.rpartition(RAISED_LATER)[2]
-        kind, _, told = message.partition(": ")
-        if isinstance(named := getattr(errors, kind, None), type) and issubclass(named, HybridError):
-            message, is_users = told, True
+    if told := read_raised_later(message):  # what went wrong while a worker prepared an answer
+        kind, message = told
+        if issubclass(error_class(kind), HybridError):
+            is_users = True
+        else:
+            message = f"{kind}: {message}" if message else kind
     return Failure(message, kind, is_users, socket.gethostname(), is_logged)

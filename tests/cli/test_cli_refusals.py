@@ -32,17 +32,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
     ("override", "message"),
     [
         ("train.epoch=3", "train.epoch: no such key; did you mean train.epochs?"),
-        ("trian.epochs=3", "trian.epochs: no such key; did you mean train.epochs?"),
-        ("tables.C1.dims=3", "tables.C1.dims: no such key; did you mean tables.C1.dim?"),
-        ("train.epochs", "--set train.epochs: must be section.key=value"),
         ("train.epochs=many", "train.epochs = 'many': must be an integer, at least 1"),
-        ("cluster.trainers=2.5", "cluster.trainers = 2.5: must be an integer, at least 1"),
-        ("train.batch_size=0", "train.batch_size = 0: must be an integer, at least 1"),
-        (
-            "data.test_fraction=1",
-            "data.test_fraction = 1.0: must be a finite number, at least 0, at most 0.9",
-        ),
-        ("embedding.pooling=avg", "embedding.pooling = 'avg': must be one of sum, mean, max"),
         (
             "dense.net=dlmr",
             "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, or module:function",
@@ -74,8 +64,6 @@ def test_comparing_what_one_process_cannot_do(override: str, message: str) -> No
     ("text", "message"),
     [
         ("[train]\nepoch = 3", "{path}: train.epoch: no such key; did you mean train.epochs?"),
-        ("[trian]\nepochs = 3", "{path}: trian.epochs: no such key; did you mean train.epochs?"),
-        ("[train]\nepochs = '3'", "train.epochs = '3': must be an integer, at least 1"),
         ("[train]\nepochs = 0", "train.epochs = 0: must be an integer, at least 1"),
         ("[train]\nepochs = ", "{path}: is not valid TOML: Invalid value (at end of document)"),
         (None, "{path}: cannot read the configuration: No such file or directory"),

@@ -27,7 +27,8 @@ from hybrid.own_code.names import name_of
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust import pickler, signature
 from hybrid.trust.allowed import Allowed
-from hybrid.trust.pickler import REFUSED, SignedPickler, addressed_to, install, plain_collectives
+from hybrid.trust.failure_text import read_refused
+from hybrid.trust.pickler import SignedPickler, addressed_to, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Kind, Signatures
@@ -60,8 +61,9 @@ class Process:
         if self.refusals.count == before:
             return ""
         assert isinstance(loaded, internal.RemoteException)
-        assert loaded.msg.startswith(REFUSED)
-        return str(loaded.msg.removeprefix(REFUSED))
+        reason = read_refused(loaded.msg)
+        assert reason is not None
+        return reason
 
 
 @pytest.fixture

@@ -233,8 +233,7 @@ last bit. The file `restarts.jsonl` in the run folder keeps these lines. The sec
 started again without a new checkpoint in between.
 
 SIGKILL, SIGABRT, SIGSEGV and, once a step has been taken, a kill by the kernel for want of memory
-are the same to the launcher: a process that a signal has ended. It sees that at once. A frozen role (SIGSTOP)
-is silent; the master notices, and the other roles notice a silent master.
+are the same to the launcher: a process that a signal has ended. A frozen role (SIGSTOP) is silent.
 
 This page is written by `PYTHONPATH=tests python -m support.failure_table > docs/failures.md`, from the rows
 that the tests bring about.
@@ -263,6 +262,34 @@ for want of memory, it is as SIGKILL, and [tested](../tests/{starved}) with ever
 _MEASURED = """
 The times are medians over all roles and moments, with 2 trainers and 2 workers on 2 cores, {on}.
 Those of SIGSTOP come on top of `cluster.heartbeat_timeout_seconds`.
+
+## Who says which it was
+
+Five notice failures, several of them the same one, in any order:
+
+```
+what fails              who notices                                       what comes of it
+──────────              ───────────                                       ────────────────
+a process ends ───────► the launcher, which sees how ─────────────────────────────────────┐
+a role raises ────────► itself: it tells the launcher, by a pipe ─────────────────────────┤
+     │ farewell                                                                           │
+     ▼                                                                                    │
+its signs of life end ► the master's Watch ──── alarm ────────┐                           │
+                                                              ▼                           │
+a call to it fails ───► the master: of several calls, ────► diagnose ──► the master ends ─┤
+                        gather takes the first to fail                      │ why         │
+                                                                            ▼             │
+the master is gone, ──► the Pulse of every other role ─ alarm ─► they end ────────────────┤
+frozen, or says stop                                                                      ▼
+                                             what launch says ◄──────────────────── Outcome.order
+```
+
+In each process the first error that reaches the main thread ends it. Between them, three choose. `gather`
+takes the first of the master's calls to fail. `diagnose` then asks every role for a sign of life: one that
+gives none is the cause, whoever has complained of it; so is one that the Watch has lost. `Outcome.order` puts
+first who was killed, then who was asked to stop, then who tells something of its own, then who repeats what
+it was told, and last who has said nothing; of equals, the earliest. Roles by hand have no launcher: there all
+say what the master has found.
 
 ## Everything else
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid import errors, wire
-from hybrid.errors import ClusterError, HybridError
+from hybrid import wire
+from hybrid.errors import ClusterError, HybridError, error_class
 from hybrid.own_code.traces import is_to_log, words_of
 from hybrid.topology import Role
 from workers.joining.alarm import EndedRoleError, StoppedError
@@ -29,9 +29,7 @@ def _logged_by(role: Role, error: Exception) -> Role | None:
 def _cause(error: Exception) -> Cause:
     if isinstance(error, StoppedError | EndedRoleError):
         return Cause.ECHO
-    kind = type(error)
-    if isinstance(error, wire.RemoteError):
-        kind = getattr(errors, error.failure.kind, Exception)
+    kind = error_class(error.failure.kind) if isinstance(error, wire.RemoteError) else type(error)
     if not issubclass(kind, HybridError) or issubclass(kind, UnexpectedError):
         return Cause.EXCEPTION
     return Cause.LOST if issubclass(kind, ClusterError) else Cause.REFUSED

@@ -347,11 +347,7 @@ def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
     same = RunConfig(
         run=RunSection(name="other", folder="runs/x"),
         cluster=ClusterSection(
-            master_port=12345,
-            interface="eth0",
-            secret_file="x",
-            heartbeat_timeout_seconds=1.0,
-            max_restarts=0,
+            master_port=1, interface="eth0", secret_file="x", heartbeat_timeout_seconds=1.0, max_restarts=0
         ),
         checkpoint=CheckpointSection(every_steps=1, every_minutes=0.0, keep_last=1, keep_best="none"),
         profile=ProfileSection(steps=1, first_step=0),
