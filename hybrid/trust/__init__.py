@@ -13,6 +13,6 @@
        ───────────── torch's RPC, open to whoever can connect ─────────────
 
 What does not pass all of it is refused before anything of it is loaded (refusals); ``failure_text`` tells the
-caller. Begin with ``pickler``, through which torch sends and receives once ``wire`` has installed it; all keys
-come of one ``secret``.
+caller. Begin with ``pickler``, through which torch sends and receives once ``wire`` has installed it; all
+keys come of one ``secret``.
 """
