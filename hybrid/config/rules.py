@@ -24,7 +24,6 @@ from hybrid.errors import ConfigError
 
 SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
-# By key: what may name a device there, and that in words.
 _DEVICES = {
     "dense.device": (r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", "must be auto, cpu, cuda or cuda:N"),
     "dense.devices": (r"cpu|cuda:(0|[1-9][0-9]*)", "must hold cpu and cuda:N"),

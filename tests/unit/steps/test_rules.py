@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hybrid.config import RunConfig, TrainSection
@@ -11,24 +9,13 @@ from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.schedule import Schedule
 
 
-@pytest.mark.parametrize(
-    ("train", "decided", "check_finite"),
-    [
-        ({}, False, True),
-        ({"clip_norm": 1.0}, True, True),
-        ({"non_finite": "skip"}, True, False),
-        ({"clip_norm": 1.0, "non_finite": "skip"}, True, False),
-    ],
-)
-def test_steps_that_may_be_clipped_or_skipped_are_decided(
-    train: dict[str, Any], decided: bool, check_finite: bool
-) -> None:
-    rules = UpdateRules.of(RunConfig(train=TrainSection(**train)), Schedule())
-    assert (rules.decided, rules.check_finite, rules.clip_norm) == (
-        decided,
-        check_finite,
-        train.get("clip_norm"),
-    )
+@pytest.mark.parametrize("clip_norm", [None, 1.0])
+@pytest.mark.parametrize("non_finite", ["stop", "skip"])
+def test_steps_that_may_be_clipped_or_skipped_are_decided(clip_norm: float | None, non_finite: str) -> None:
+    config = RunConfig(train=TrainSection(clip_norm=clip_norm, non_finite=non_finite))
+    rules = UpdateRules.of(config, Schedule())
+    assert rules.decided == (clip_norm is not None or non_finite == "skip")
+    assert (rules.clip_norm, rules.check_finite) == (clip_norm, non_finite == "stop")
 
 
 class TestStaleness:
