@@ -73,8 +73,13 @@ def measured(code: str) -> Measurement:
 
 def test_it_reads_marks_among_other_output_and_cpu_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([{"other": 3.0}, {"other": 3.5, "trainer": 0.25}])
-    sample = running.cpu_seconds
-    monkeypatch.setattr(running, "cpu_seconds", lambda root: next(samples) if sample(root) else {})
+    take = vars(running)["cpu_seconds"]
+
+    def sample(root: int) -> dict[str, float]:
+        take(root)
+        return next(samples)
+
+    monkeypatch.setattr(running, "cpu_seconds", sample)
     result = measured("print('hello')" + BEGIN + "print('in between')" + END)
     assert (result.workload, result.system, result.number) == ("W3", "pretended", 4)
     assert (result.num_samples, result.seconds) == (2 * 256, 0.5)
