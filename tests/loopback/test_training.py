@@ -5,6 +5,7 @@ That all else equals one process too is shown with several, in comparison/test_m
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.shards import PATIENCE_SECONDS
 from support.vectors import Concatenation
 from torch import Tensor, nn
 
@@ -127,7 +129,7 @@ class Job:
 
 @contextmanager
 def running(rules: UpdateRules, *, multi_hot: bool = False, remote: bool = False) -> Iterator[Job]:
-    job = Job(rules, multi_hot, remote)
+    job = Job(dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS), multi_hot, remote)
     try:
         yield job
     finally:
