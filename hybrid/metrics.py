@@ -61,7 +61,7 @@ class Predictions(NamedTuple):
         return cls(logits_B, batch.labels, batch.row_keys())
 
     @classmethod
-    def join(cls, parts: Sequence[Predictions]) -> Predictions:
+    def concatenate(cls, parts: Sequence[Predictions]) -> Predictions:
         """Those of several batches, one after the other."""
         return cls(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -204,7 +204,7 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
 def _plan(options: argparse.Namespace, started_at: float) -> None:
     config = _read_config(options)
     with _imports():
-        from workers.offline.plan import print_plan
+        from workers.offline.placement import print_plan
 
     print_plan(config, cache_folder(config))
 

@@ -20,12 +20,12 @@ from hybrid.dense.optimizer import DenseOptimizer, squared_norm
 from hybrid.dense.shadow import shadow
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 
 
-class NetHost(Host):
+class HostedNet(Hosted):
     """Holds a net for all trainers; their gradients meet in trainer order and make one optimizer step.
 
     Args:
@@ -120,7 +120,7 @@ def _submodule(module: nn.Module, path: str) -> Any:
 class NetUpdate:
     """One step's merged gradients of a net."""
 
-    def __init__(self, host: NetHost, step: int, gradients: list[Tensor]) -> None:
+    def __init__(self, host: HostedNet, step: int, gradients: list[Tensor]) -> None:
         self._host = host
         self._step = step
         self._gradients = gradients
@@ -146,7 +146,7 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, host: NetHost, ticket: Ticket
+        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, host: HostedNet, ticket: Ticket
     ) -> tuple[Tensor, ...]:
         ctx.arguments = host, ticket, host.version  # type: ignore[attr-defined]
         # Views would do in step with the others; a copy stays what it was until the backward pass.

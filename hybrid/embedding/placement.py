@@ -39,7 +39,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ShardGroup:
     """Shards of one worker that share width and optimizer; stored as one tensor, looked up as one.
 
     Shard i occupies rows ``starts[i] : starts[i] + shards[i].num_rows`` of the group.
@@ -66,7 +66,7 @@ class Placement:
         """The shards of one table, in the order of their index."""
         return tuple(sorted((s for s in self.shards if s.table.name == name), key=lambda s: s.index))
 
-    def groups(self, worker: int) -> tuple[Group, ...]:
+    def groups(self, worker: int) -> tuple[ShardGroup, ...]:
         """How a worker lays out its shards; trainers address rows by it, so both sides derive it here."""
         keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}
         for shard in self.of_worker(worker):
@@ -77,7 +77,7 @@ class Placement:
             for shard in shards:
                 starts.append(total)
                 total += shard.num_rows
-            groups.append(Group(dim, optimizer, tuple(shards), tuple(starts), total))
+            groups.append(ShardGroup(dim, optimizer, tuple(shards), tuple(starts), total))
         return tuple(groups)
 
 
@@ -104,7 +104,7 @@ def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> f
     return ids * BYTES_PER_ID + 2 * len(table.features) * table.dim * table.bytes_per_value
 
 
-def plan(
+def place(
     tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float] = MappingProxyType({})
 ) -> Placement:
     """Place ``tables`` on ``num_workers`` workers, balancing bytes held and bytes moved.

@@ -35,7 +35,7 @@ class MicroBatch(NamedTuple):
 
 
 class RemoteStage(Protocol):
-    """A dense net elsewhere: a stub of a :class:`hybrid.dense.remote.NetHost`, or a net at hand."""
+    """A dense net elsewhere: a stub of a :class:`hybrid.dense.remote.HostedNet`, or a net at hand."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hybrid.config import RunConfig, TableSection
 from hybrid.dense.nets import extra_columns
-from hybrid.embedding.placement import Placement, plan
+from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -71,7 +71,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     )
 
 
-def plan_tables(
+def place_tables(
     config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float]
 ) -> tuple[tuple[TableSpec, ...], Placement]:
     """The tables of a run, and where its workers hold their rows.
@@ -80,4 +80,4 @@ def plan_tables(
         ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
     """
     tables = table_specs(config, input_spec, extra_columns(config.dense.net))
-    return tables, plan(tables, config.cluster.workers, ids_per_sample)
+    return tables, place(tables, config.cluster.workers, ids_per_sample)

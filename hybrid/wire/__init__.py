@@ -19,12 +19,12 @@ a process joins and leaves with ``start`` and ``stop`` (``group``).
 
 from hybrid.wire.calls import Vitals
 from hybrid.wire.failure import Failure, LostError, RefusedError, RemoteError
-from hybrid.wire.group import start, stop
+from hybrid.wire.membership import start, stop
 from hybrid.wire.stubs import (
     ModuleRef,
     Pending,
     Remote,
-    RemoteHost,
+    RemoteHosted,
     RemoteNet,
     RemoteTables,
     create,
@@ -41,7 +41,7 @@ __all__ = [
     "RefusedError",
     "Remote",
     "RemoteError",
-    "RemoteHost",
+    "RemoteHosted",
     "RemoteNet",
     "RemoteTables",
     "Vitals",

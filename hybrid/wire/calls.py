@@ -15,10 +15,10 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed import rpc
 
 from hybrid.answer import Answer
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.memory import available_memory_bytes
 from hybrid.own_code.names import resolved
 from hybrid.steps.ticket import Ticket
@@ -99,15 +99,15 @@ def exchange(
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
-    """See :meth:`NetHost.call`."""
-    host: NetHost = modules[number]
+    """See :meth:`HostedNet.call`."""
+    host: HostedNet = modules[number]
     return host.call(Ticket(*ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def norm(number: int, step: int) -> torch.futures.Future[float]:
     """See :meth:`UpdateBarrier.norm`."""
-    host: Host = modules[number]
+    host: Hosted = modules[number]
     return host.norm(step)
 
 

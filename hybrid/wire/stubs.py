@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.bags import Item
 from hybrid.embedding.trainer.lookup import PendingTensors
 from hybrid.embedding.worker.shards import TableShards
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.own_code.names import described, name_of
 from hybrid.steps.ticket import Ticket
 from hybrid.topology import Role
@@ -24,7 +24,7 @@ from hybrid.wire import calls
 from hybrid.wire.failure import Failure, RemoteError, raise_unanswered
 
 Owned = TypeVar("Owned")
-Hosted = TypeVar("Hosted", bound=Host)
+Kind = TypeVar("Kind", bound=Hosted)
 
 _DONE_SECONDS = 1.0
 _POLL_SECONDS = 0.02
@@ -155,7 +155,7 @@ class ModuleRef(NamedTuple):
     number: int
 
 
-class RemoteHost(Remote[Hosted]):
+class RemoteHosted(Remote[Kind]):
     """A stub of what a worker hosts and updates once a step."""
 
     def __init__(self, role: Role, module: ModuleRef) -> None:
@@ -183,7 +183,7 @@ class RemoteHost(Remote[Hosted]):
         return self.call("rejoin", trainer, step)
 
 
-class RemoteTables(RemoteHost[TableShards]):
+class RemoteTables(RemoteHosted[TableShards]):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors:
@@ -207,11 +207,11 @@ def _plain(items: Sequence[Item]) -> list[tuple[int, tuple[Any, ...]]]:
     return [(group, tuple(bags)) for group, bags in items]
 
 
-class RemoteNet(RemoteHost[NetHost]):
+class RemoteNet(RemoteHosted[HostedNet]):
     """A stub of a dense net that lives on a worker; calling it is part of the distributed autograd graph."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """The remote net's output for ``hidden_BH``; see :meth:`NetHost.call`."""
+        """The remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
         sent = (self._number, tuple(ticket), hidden_BH)
         output: Tensor = _PendingTensors(self.role, _send(self.role, calls.call_net, *sent)).wait()
         return output

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
@@ -26,7 +26,7 @@ def two_layers() -> nn.Sequential:
         return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
-class TwoLayers(NetHost):
+class TwoLayers(HostedNet):
     def __init__(self, rules: UpdateRules) -> None:
         net = two_layers()
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)

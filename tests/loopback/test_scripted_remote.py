@@ -15,7 +15,7 @@ from torch.distributed.nn.api.remote_module import _RemoteModule
 
 from hybrid import wire
 from hybrid.dense.compiled import compiled
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
@@ -139,7 +139,7 @@ def test_a_scripted_model_calls_a_scripted_remote_module(remote_script: Any) -> 
             assert_gradients(model(x), context, x, plain)
 
 
-class ScriptedHost(NetHost):
+class ScriptedHost(HostedNet):
     """A net host that makes a script of its net."""
 
     def __init__(self, rules: UpdateRules) -> None:
@@ -175,6 +175,6 @@ def test_a_hosted_script_trains_as_a_plain_net(net: wire.RemoteNet) -> None:
         with torch.no_grad():
             predicted = net(Ticket(0, step + 1, step + 1, purpose=Purpose.PREDICT), rows(99))
         torch.testing.assert_close(predicted, plain(rows(99)), rtol=1e-12, atol=1e-13)
-    host: NetHost = net.local_value()
+    host: HostedNet = net.local_value()
     assert isinstance(host.net, torch.jit.ScriptModule)
     assert host.version == STEPS

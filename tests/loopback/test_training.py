@@ -25,8 +25,8 @@ from hybrid.clock import PHASES, StepClock
 from hybrid.config import DenseSection, RunConfig, TrainSection
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
-from hybrid.dense.remote import NetHost
-from hybrid.embedding.placement import plan
+from hybrid.dense.remote import HostedNet
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -66,7 +66,7 @@ def dense_net() -> DenseNet:
         return DenseNet(nn.Linear(2, 3), Concatenation(), nn.Linear(HIDDEN, 1))
 
 
-class RemoteLayer(NetHost):
+class RemoteLayer(HostedNet):
     def __init__(self, rules: UpdateRules) -> None:
         net = make_layer().to(DTYPE)
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
@@ -82,7 +82,7 @@ class Job:
     """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
 
     def __init__(self, rules: UpdateRules, multi_hot: bool, remote: bool) -> None:
-        self._placement = plan(TABLES, 1)
+        self._placement = place(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
         self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call("initialise", 5).wait()
@@ -92,7 +92,7 @@ class Job:
         if remote:
             layer = wire.create_module(MASTER, RemoteLayer, rules)
             self.remote_net = wire.RemoteNet(MASTER, layer)
-        self.hosts: list[wire.RemoteHost[Any]] = [self.tables]
+        self.hosts: list[wire.RemoteHosted[Any]] = [self.tables]
         self.hosts += [self.remote_net] if self.remote_net else []
         self.net, self.clock = dense_net(), StepClock()
         assert dist.group.WORLD is not None

@@ -18,9 +18,9 @@ from torch.distributed import rpc
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -205,7 +205,7 @@ class Caller:
 ONE_ROW = (0, Bags(torch.tensor([1])))
 
 
-class SmallNet(NetHost):
+class SmallNet(HostedNet):
     def __init__(self, rules: UpdateRules) -> None:
         net = nn.Linear(2, 2)
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=0.1), rules)
@@ -215,7 +215,7 @@ class SmallNet(NetHost):
 def caller() -> Iterator[wire.Remote[Caller]]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
     rules = UpdateRules(1, decided=True, check_finite=True, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
     tables.call("initialise", 1).wait()
     for step in range(2):
@@ -265,7 +265,7 @@ class AheadTrainer:
     def __init__(self, tables: wire.RemoteTables) -> None:
         table = tables.local_value().groups[0].group.shards[0].table
         spec = InputSpec((), (FeatureSpec("t", table.num_rows),))
-        self._embeddings = Embeddings([table], spec, plan([table], 1), {0: tables})
+        self._embeddings = Embeddings([table], spec, place([table], 1), {0: tables})
 
     def train(self, num_steps: int, send_twice: bool = False, bad_step: int | None = None) -> list[float]:
         """The value looked up in each step; gradients are of ones but in ``bad_step``, if any."""
@@ -290,7 +290,7 @@ class AheadTrainer:
 def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.25), 1.0)
     rules = UpdateRules(1, UpdateMode.PIPELINED, check_finite=True, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     tables.call("initialise", 1).wait()
     yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
     tables.call("close").wait()
@@ -368,7 +368,7 @@ ONE_ROW = (0, Bags(torch.tensor([1])))
 def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
     rules = UpdateRules(2, UpdateMode.ASYNC, check_finite=True, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, plan([table], 1), 0, rules))
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     tables.call("initialise", 1).wait()
     caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5.0).wait()
     try:

@@ -15,7 +15,7 @@ from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -41,7 +41,7 @@ class Job:
     """Two tables across RPC, and a trainer that fits the sums of their vectors to numbers."""
 
     def __init__(self, mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-        rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), plan(TABLES, 1)
+        rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), place(TABLES, 1)
         module = wire.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
         self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call("initialise", 5).wait()

@@ -161,7 +161,7 @@ CASES = [
     Case(
         "the disk is full, or read-only, when anything else of a run is written",
         "`launch` ends with exit code 1 and names the file; after making room, `--resume` goes on",
-        "unit/run_folder/test_report.py::test_a_full_disk_while_logging",
+        "unit/run_folder/test_folder.py::test_a_full_disk_while_logging",
     ),
     Case(
         "the same when a restart is to be noted in `restarts.jsonl`",

@@ -17,7 +17,7 @@ from hybrid.dense.nets import DenseNet, build_dense_net, build_remote_net
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.reference.training import Reference
 from hybrid.steps.rules import Staleness
-from hybrid.training.tables import plan_tables
+from hybrid.training.tables import place_tables
 from workers.jobs.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
 from workers.joining.bootstrap import Cluster
 from workers.session.session import Session
@@ -177,7 +177,7 @@ class Case:
     def nets(self) -> tuple[DenseNet, nn.Module | None]:
         """The dense net that every trainer starts from, and the remote net."""
         config, spec = self.config, self.input_spec
-        tables, _ = plan_tables(config, spec, {})
+        tables, _ = place_tables(config, spec, {})
         table_of = {feature: table for table in tables for feature in table.features}
         widths = [table_of[feature.name].dim for feature in spec.sparse_features]
         remote_net = build_remote_net(config, spec, widths) if self.remote else None
@@ -186,7 +186,7 @@ class Case:
     def reference(self, start: Snapshot) -> Reference:
         """One process with the rows of ``start``."""
         config, spec = self.config, self.input_spec
-        tables, _ = plan_tables(config, spec, {})
+        tables, _ = place_tables(config, spec, {})
         rows = {part.parameter.removeprefix("table "): rows_RD for part, rows_RD in start.items()}
         return Reference(config, spec, tables, rows, *self.nets(), STEPS)
 

@@ -17,7 +17,7 @@ from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import Files
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -101,7 +101,7 @@ class Cluster:
         local: Callable[[TableShards], LocalTables] = LocalTables,
     ) -> None:
         self.tables = tables
-        self.placement = plan(tables, num_workers)
+        self.placement = place(tables, num_workers)
         self.hosts = {
             worker: TableShards(self.placement, worker, rules, dtype)
             for worker in range(num_workers)
@@ -182,7 +182,7 @@ def cluster(
 def hosting(rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6) -> Iterator[TableShards]:
     """One table of ``num_rows`` rows of two values, on one worker; a step of 1.0 times the gradient."""
     table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), OptimizerSpec(optimizer, 1.0), 1.0)
-    host = TableShards(plan([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
+    host = TableShards(place([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
     host.initialise(seed=7)
     try:
         yield host

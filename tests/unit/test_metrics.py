@@ -96,7 +96,7 @@ class TestPredictions:
     def test_their_order_and_how_they_were_cut_are_no_matter(self, noisy: Predictions) -> None:
         order_N = torch.randperm(400)
         parts = [Predictions(*(t[order_N][i : i + 37] for t in noisy)) for i in range(0, 400, 37)]
-        joined = Predictions.join(parts)
+        joined = Predictions.concatenate(parts)
         assert torch.equal(joined.logits, noisy.logits[order_N])
         assert joined.metrics().as_dict() == pytest.approx(noisy.metrics().as_dict(), rel=1e-9)
         assert joined.metrics().auc == noisy.metrics().auc

@@ -15,7 +15,7 @@ from hybrid.private_files import make_folder, open_file, own_folder
 from workers.launching.outcome import Cause, Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import _log_to
-from workers.run_folder.report import RunFolder
+from workers.run_folder.folder import RunFolder
 from workers.run_folder.run_lock import run_lock
 
 

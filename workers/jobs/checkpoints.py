@@ -20,10 +20,10 @@ from hybrid.config import CheckpointSection
 from hybrid.errors import CheckpointError
 from hybrid.metrics import Metrics
 from workers.jobs.tally import Tally
-from workers.run_folder.report import RunFolder
-from workers.session.saving import Progress, Saving
+from workers.run_folder.folder import RunFolder
+from workers.session.saving import Counted, Saving
 
-OWES_EVALUATION = "owes_evaluation"  # of the values in Progress
+OWES_EVALUATION = "owes_evaluation"  # of the values in Counted
 _LOWER_IS_BETTER = ("log_loss",)
 
 
@@ -36,7 +36,7 @@ class Saver(Protocol):
         step: int,
         epoch: int,
         metrics: Metrics | None,
-        progress: Progress,
+        progress: Counted,
         in_background: bool,
     ) -> Saving: ...
 

@@ -22,7 +22,7 @@ from workers.jobs.snapshot import (
     VALUE,
     Difference,
     DifferenceError,
-    Part,
+    TensorName,
     differences,
     reference_snapshot,
     snapshot,
@@ -68,9 +68,9 @@ class Comparison:
         self.doing = "while training in one process"
         view.status(f"training {steps} steps in one process")
         expected_losses = list(self._train_here(reference, data_folder, runs))
-        ours[Part("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
+        ours[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
         expected = reference_snapshot(reference)
-        expected[Part("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
+        expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
         found = differences(ours, expected)
         same = sum(each.largest == 0 for each in found)
         evaluated = []
@@ -93,7 +93,7 @@ class Comparison:
         net = build_dense_net(config, spec, widths)
         remote_net = build_remote_net(config, spec, widths) if config.dense.remote_mlp else None
         start = snapshot(session)
-        rows = {table.name: start[Part(f"table {table.name}")] for table in session.tables}
+        rows = {table.name: start[TensorName(f"table {table.name}")] for table in session.tables}
         return Reference(config, spec, session.tables, rows, net, remote_net, session.total_steps)
 
     def _train(self, session: DatasetSession, epoch: int, first: int, count: int, before: int) -> list[float]:
@@ -113,7 +113,7 @@ class Comparison:
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
             for batch in batches:
                 parts.append(Predictions.of(batch, reference.logits(batch)))
-        return Predictions.join(parts).metrics()
+        return Predictions.concatenate(parts).metrics()
 
     def _judge(self, found: Sequence[Difference]) -> None:
         relative, absolute = TOLERANCES[self._config.train.dtype]

@@ -29,7 +29,7 @@ class DifferenceError(HybridError):
     """The cluster and one process have come to different results."""
 
 
-class Part(NamedTuple):
+class TensorName(NamedTuple):
     """The name of a tensor: whose it is, and whether it is the value itself or optimizer state of it."""
 
     parameter: str
@@ -39,7 +39,7 @@ class Part(NamedTuple):
         return self.parameter if self.kind == VALUE else f"{self.parameter}, {self.kind}"
 
 
-Snapshot: TypeAlias = dict[Part, Tensor]
+Snapshot: TypeAlias = dict[TensorName, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Difference:
         ratio: the largest difference as a share of what the tolerance allows for that value.
     """
 
-    part: Part
+    part: TensorName
     largest: float
     ratio: float
 
     @classmethod
-    def between(cls, part: Part, ours: Tensor, expected: Tensor) -> Difference:
+    def between(cls, part: TensorName, ours: Tensor, expected: Tensor) -> Difference:
         relative, absolute = TOLERANCES[str(expected.dtype).removeprefix("torch.")]
         if not expected.numel():
             return cls(part, 0.0, 0.0)
@@ -93,7 +93,7 @@ def _tables(stored: Checkpoint) -> Snapshot:
     for table, (num_rows, _, count) in stored.manifest.tables.items():
         for index in range(count):
             for kind, rows in stored.tensors(shard_file(table, index, count)).items():
-                part = Part(f"table {table}", VALUE if kind == "weight" else kind)
+                part = TensorName(f"table {table}", VALUE if kind == "weight" else kind)
                 whole = found.setdefault(part, rows.new_empty(num_rows, *rows.shape[1:]))
                 whole[index::count] = rows
     return found
@@ -101,9 +101,9 @@ def _tables(stored: Checkpoint) -> Snapshot:
 
 def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
     net, states = unpack_dense(packed)
-    found = {Part(f"{owner}: {name}"): tensor for name, tensor in net.items()}
+    found = {TensorName(f"{owner}: {name}"): tensor for name, tensor in net.items()}
     for index, state in states.items():
-        found |= {Part(f"{owner}: {names[index]}", kind): tensor for kind, tensor in state.items()}
+        found |= {TensorName(f"{owner}: {names[index]}", kind): tensor for kind, tensor in state.items()}
     return found
 
 
@@ -111,17 +111,17 @@ def reference_snapshot(reference: Reference) -> Snapshot:
     """The same of one process, under the same names."""
     found: Snapshot = {}
     for table, rows_RD in reference.tables.items():
-        found[Part(f"table {table}")] = rows_RD
+        found[TensorName(f"table {table}")] = rows_RD
         states = reference.table_states[table].items()
-        found |= {Part(f"table {table}", kind): state for kind, state in states}
+        found |= {TensorName(f"table {table}", kind): state for kind, state in states}
     nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
     if reference.remote_net is not None:
         nets["remote net"] = reference.remote_net
     for owner, net in nets.items():
-        found |= {Part(f"{owner}: {name}"): tensor for name, tensor in net.state_dict().items()}
+        found |= {TensorName(f"{owner}: {name}"): tensor for name, tensor in net.state_dict().items()}
         for name, state in reference.dense_state(net).items():
             kept = {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
-            found |= {Part(f"{owner}: {name}", kind): value for kind, value in kept.items()}
+            found |= {TensorName(f"{owner}: {name}", kind): value for kind, value in kept.items()}
     return found
 
 

@@ -14,7 +14,7 @@ from hybrid.errors import CheckpointError
 from hybrid.metrics import binary_metrics
 from hybrid.steps.rules import Staleness
 from workers.session.job import Report
-from workers.session.saving import Progress
+from workers.session.saving import Counted
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Tally:
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
         self.interval.add(reports, seconds, staleness)
 
-    def pack(self) -> Progress:
+    def pack(self) -> Counted:
         """It as a checkpoint holds it."""
         interval = self.interval
         reports, staleness = interval.reports, interval.staleness
@@ -126,7 +126,7 @@ class Tally:
             tensors[f"losses.{index}"] = torch.tensor(report.losses, dtype=torch.float64)
             tensors[f"logits.{index}"] = report.logits
             tensors[f"labels.{index}"] = report.labels
-        return Progress(values, tensors)
+        return Counted(values, tensors)
 
     @classmethod
     def unpack(cls, values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tally:

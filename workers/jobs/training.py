@@ -16,8 +16,8 @@ from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
+from workers.run_folder.folder import RunFolder
 from workers.run_folder.paths import RESULT_FILE, own_command
-from workers.run_folder.report import RunFolder
 from workers.screen.data_notes import data_notes
 from workers.screen.progress import Progress
 from workers.screen.terminal import ProfileSummary, Summary, TerminalView
@@ -239,7 +239,7 @@ class Training:
                 return False
             parts += some
         self._owes_evaluation = False
-        self._metrics = Predictions.join(parts).metrics()
+        self._metrics = Predictions.concatenate(parts).metrics()
         self._folder.log_evaluation(self._step, self._metrics)
         view.evaluation(self._step, self._metrics)
         return True

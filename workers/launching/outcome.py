@@ -121,7 +121,7 @@ class Child:
             return ""
 
 
-def report_pipe() -> tuple[Connection, int]:
+def outcome_pipe() -> tuple[Connection, int]:
     """The launcher's end of a pipe for a role's reports, and the descriptor of the role's."""
     reader, writer = os.pipe()
     return Connection(reader, writable=False), writer

@@ -20,7 +20,7 @@ from hybrid.trust.secret import Secret
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import Ended, Started
-from workers.launching.outcome import Cause, Child, Outcome, report_pipe
+from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 from workers.run_folder.paths import log_path, writing
 from workers.screen.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
@@ -70,7 +70,7 @@ class RoleProcesses:
         others = self._config.replace(cluster=cluster)
         for role in cluster.topology.roles:
             config, files = (self._config, [listener.fileno()]) if role == MASTER else (others, [])
-            reports, writer = report_pipe()
+            reports, writer = outcome_pipe()
             self._children[str(role)] = Child(role, log_path(self._folder, role), reports)
             args = (role, config, self._folder, task, secret)
             try:

@@ -26,7 +26,7 @@ from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.nets import build_dense_net, build_remote_net, extra_columns
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.stored import StoredTables
 from hybrid.errors import ConfigError, HybridError
@@ -78,7 +78,7 @@ class TrainedModel:
             for batch in batches:
                 logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, logits_B))
-        return Predictions.join(parts)
+        return Predictions.concatenate(parts)
 
 
 def _assemble(
@@ -88,7 +88,7 @@ def _assemble(
     tables = table_specs(config, spec, extra_columns(config.dense.net))
     # Everything lies on the one worker that this process is.
     tables = tuple(dataclasses.replace(t, placement="table", workers=()) for t in tables)
-    placement = plan(tables, num_workers=1)
+    placement = place(tables, num_workers=1)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     embeddings = Embeddings(tables, spec, placement, {0: StoredTables(placement, stored, dtype)})
     net = build_dense_net(config, spec, embeddings.widths).to(dtype)

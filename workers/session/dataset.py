@@ -66,7 +66,7 @@ class DatasetSession(Session):
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
         parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
-        return Predictions.join(parts).metrics()
+        return Predictions.concatenate(parts).metrics()
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
         """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""

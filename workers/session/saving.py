@@ -19,7 +19,7 @@ from hybrid.errors import CheckpointError
 _POLL_SECONDS = 0.02
 
 
-class Progress(NamedTuple):
+class Counted(NamedTuple):
     """What a run has counted so far, as a checkpoint holds it.
 
     Attributes:
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
     reports: Mapping[str, Tensor]
 
 
-NO_PROGRESS = Progress({}, {})
+NOTHING_COUNTED = Counted({}, {})
 
 
 class Writing(Protocol):
@@ -50,7 +50,7 @@ class Saving:
         folder: of the checkpoint.
         manifest: without the files.
         texts: text files, by name.
-        reports: see :class:`Progress`.
+        reports: see :class:`Counted`.
         start: starts the calls by which roles write into a folder what they hold, and let go of it.
         is_copied: whether they hold copies, so that training may go on meanwhile.
     """

@@ -24,7 +24,7 @@ from hybrid.data.encode import FeatureEncoder
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import build_remote_net, interaction_width
 from hybrid.dense.optimizer import make_optimizer
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.input_spec import InputSpec
@@ -33,19 +33,19 @@ from hybrid.own_code.signature import signed_toml
 from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.schedule import Schedule
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.training.tables import plan_tables
+from hybrid.training.tables import place_tables
 from hybrid.wire import gather
 from workers.profile import Profile
 from workers.session.capacity import check_memory, has_memory_for_copies
 from workers.session.job import Job, Report
-from workers.session.saving import NO_PROGRESS, Progress, Saving
+from workers.session.saving import NOTHING_COUNTED, Counted, Saving
 from workers.session.trainer import Trainer
 
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 
 
-class RemoteMlp(NetHost):
+class RemoteMlp(HostedNet):
     """The remote dense net of a run, built, and compiled if it is to be, where it lives."""
 
     def __init__(self, config: RunConfig, spec: InputSpec, widths: list[int], rules: UpdateRules) -> None:
@@ -97,7 +97,7 @@ class Session:
         self._data_folder = data_folder
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
-        self.tables, self.placement = plan_tables(config, input_spec, ids_per_sample)
+        self.tables, self.placement = place_tables(config, input_spec, ids_per_sample)
         self._rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         holders = [w for w in topology.workers if self.placement.of_worker(w.index)]
@@ -179,7 +179,7 @@ class Session:
         step: int,
         epoch: int,
         metrics: Metrics | None = None,
-        progress: Progress = NO_PROGRESS,
+        progress: Counted = NOTHING_COUNTED,
         in_background: bool = True,
     ) -> Saving:
         """Begin what :meth:`save` does: let every role hold what it is to write, as of the steps taken.

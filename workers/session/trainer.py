@@ -35,7 +35,7 @@ from hybrid.training.guard import Guard
 from hybrid.training.model import HybridModel
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
-from hybrid.wire import RemoteHost
+from hybrid.wire import RemoteHosted
 from workers.session.job import Job, Report
 
 
@@ -69,7 +69,10 @@ class Trainer:
         self._model = DdpModel(
             model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
         )
-        decided: list[RemoteHost[Any]] = [*job.hosts.values(), *([job.remote_net] if job.remote_net else [])]
+        decided: list[RemoteHosted[Any]] = [
+            *job.hosts.values(),
+            *([job.remote_net] if job.remote_net else []),
+        ]
         skip = train.non_finite == "skip"
         self._guard = Guard(train.clip_norm, skip, decided, self._group, self._reducing_device)
         hosts = list(job.hosts.values())
@@ -149,7 +152,7 @@ class Trainer:
             for batch in itertools.islice(stream, num_steps):
                 logits_B = predict_step(module, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, logits_B))
-        return Predictions.join(parts)
+        return Predictions.concatenate(parts)
 
     def settle(self) -> None:
         """See :meth:`Feed.settle`."""

@@ -20,7 +20,7 @@ from hybrid.clock import StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import Pooling, TableSpec
-from hybrid.embedding.trainer.lookup import Lookup, Nothing, Outbox, Part, TableHost
+from hybrid.embedding.trainer.lookup import Columns, Lookup, Nothing, Outbox, TableSource
 from hybrid.embedding.trainer.routes import BatchIds, Items, Route, make_routes
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
@@ -42,7 +42,7 @@ class Embeddings:
         tables: Sequence[TableSpec],
         input_spec: InputSpec,
         placement: Placement,
-        hosts: Mapping[int, TableHost],
+        hosts: Mapping[int, TableSource],
         clock: StepClock | None = None,
     ) -> None:
         self._features = input_spec.sparse_features
@@ -79,7 +79,7 @@ class Embeddings:
             ids = BatchIds(sparse)
             self._check(sparse, ids)
             routes = self._routes_for(sparse)
-            parts = [Part(route.start(ids, items), columns_F) for route, columns_F in routes]
+            parts = [Columns(route.start(ids, items), columns_F) for route, columns_F in routes]
         lookup = Lookup(ticket, items, parts, sum(self.widths), self._hosts, self._outbox, self._clock)
         if after is None:
             lookup.start()

@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.routes import Items, Join
+from hybrid.embedding.trainer.routes import Assembler, Items
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
 
@@ -51,7 +51,7 @@ class Sending(Protocol):
     def wait(self) -> object: ...
 
 
-class TableHost(Protocol):
+class TableSource(Protocol):
     """Whoever answers lookups for one worker: a stub across RPC, or the tables themselves."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors: ...
@@ -65,7 +65,7 @@ class TableHost(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class Columns(NamedTuple):
     """The vectors of some features.
 
     Attributes:
@@ -73,7 +73,7 @@ class Part(NamedTuple):
         columns_F: where each feature's vector begins among those of all; None if they are all, in order.
     """
 
-    join: Join
+    join: Assembler
     columns_F: Tensor | None
 
 
@@ -115,9 +115,9 @@ class Lookup:
         self,
         ticket: Ticket,
         items: Items,
-        parts: Sequence[Part],
+        parts: Sequence[Columns],
         width: int,
-        hosts: Mapping[int, TableHost],
+        hosts: Mapping[int, TableSource],
         outbox: Outbox,
         clock: StepClock,
     ) -> None:
@@ -161,15 +161,15 @@ class Lookup:
         # Autograd records the use of plain values only if an input of it requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
         with self._clock.span("join"):
-            pooled_BE: Tensor = _Join.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
+            pooled_BE: Tensor = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
         return pooled_BE
 
-    def join(self, tensors: Sequence[Tensor]) -> Tensor:
+    def assemble(self, tensors: Sequence[Tensor]) -> Tensor:
         """``pooled_BE`` of the tensors of all answers, worker after worker."""
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
         results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
-        vectors = [part.join.vectors(results) for part in self._parts]
+        vectors = [part.assembler.vectors(results) for part in self._parts]
         if self._parts[0].columns_F is None:
             return vectors[0].flatten(1)
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self._width)
@@ -184,7 +184,7 @@ class Lookup:
             grad_BE = _in_memory_of_its_own(grad_BE)
             grads: dict[int, list[Tensor]] = {w: [grad_BE] * size for w, size in self._sizes.items()}
             for part in self._parts:
-                for (worker, place), grad in part.join.gradients(_of_part(grad_BE, part)):
+                for (worker, place), grad in part.assembler.gradients(_of_part(grad_BE, part)):
                     grads[worker][place] = grad.to(self._wire_dtype)
         if self._ticket.purpose is not Purpose.PREFETCH:
             return [grad for of_worker in grads.values() for grad in of_worker]
@@ -230,21 +230,21 @@ class Nothing(Lookup):
         return torch.empty(0, self._width)
 
 
-def _of_part(grad_BE: Tensor, part: Part) -> Tensor:
+def _of_part(grad_BE: Tensor, part: Columns) -> Tensor:
     if part.columns_F is None:
-        return grad_BE.view(part.join.shape_BFD)
-    grad_BFD = grad_BE.new_empty(part.join.shape_BFD)
+        return grad_BE.view(part.assembler.shape_BFD)
+    grad_BFD = grad_BE.new_empty(part.assembler.shape_BFD)
     loops.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
     return grad_BFD
 
 
-class _Join(torch.autograd.Function):
+class _Assemble(torch.autograd.Function):
     """From the answers of the workers to ``pooled_BE``, and back with its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> Tensor:
         ctx.lookup = lookup
-        return lookup.join(tensors)
+        return lookup.assemble(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

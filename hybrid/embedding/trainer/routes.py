@@ -30,7 +30,7 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Bags, Item, ids_dtype
-from hybrid.embedding.placement import Group, Placement, Shard
+from hybrid.embedding.placement import Placement, Shard, ShardGroup
 from hybrid.embedding.spec import Pooling, TableSpec
 from hybrid.errors import DataError
 
@@ -90,7 +90,7 @@ def _check(sparse: SparseFeatures) -> None:
         raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")
 
 
-class Join(Protocol):
+class Assembler(Protocol):
     """What turns the answers for one batch into vectors, and their gradients into gradients of answers.
 
     Attributes:
@@ -114,7 +114,7 @@ class Route(Protocol):
 
     features: tuple[int, ...]
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
         """Append this route's lookups to ``items``; return what joins their answers."""
         ...
 
@@ -132,7 +132,10 @@ class RowRoute:
     """
 
     def __init__(
-        self, features: tuple[int, ...], tables: Sequence[TableSpec], groups: Mapping[int, Sequence[Group]]
+        self,
+        features: tuple[int, ...],
+        tables: Sequence[TableSpec],
+        groups: Mapping[int, Sequence[ShardGroup]],
     ) -> None:
         self.features = features
         self._dim = tables[features[0]].dim
@@ -160,7 +163,7 @@ class RowRoute:
             [[address_of.get((tables[k].name, s), 0) for s in widest] for k in features]
         )
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
         addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._dtype)
         loops.addresses(
             ids.single(self.features).numpy(), self._bases_KS, self._counts_K, addresses_BK.numpy()
@@ -210,7 +213,7 @@ class _Place(NamedTuple):
 
     worker: int
     number: int
-    group: Group
+    group: ShardGroup
     shards: Sequence[tuple[Shard, int]]
 
 
@@ -240,7 +243,7 @@ class BagRoute:
             for place in places
         ]
 
-    def start(self, ids: BatchIds, items: Items) -> Join:
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
         pooling, weights_L = self._pooling, ids.weights_L
         if pooling is Pooling.MEAN and len(self._shards) > 1:
             # Partial means do not add up; partial sums of 1/n shares do.

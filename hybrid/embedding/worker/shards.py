@@ -17,12 +17,12 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.reused_memory import ReusedMemory
 from hybrid.embedding.bags import Bags, Item, concatenate, pool, pool_recorded
 from hybrid.embedding.gradients import RowGradients
-from hybrid.embedding.placement import Group, Placement, Shard
+from hybrid.embedding.placement import Placement, Shard, ShardGroup
 from hybrid.embedding.worker.initial import initialise_rows
 from hybrid.embedding.worker.optimizers import OPTIMIZERS
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.hosting.host import Host
+from hybrid.hosting.hosted import Hosted
 from hybrid.memory import zeros_in_large_pages
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
@@ -37,7 +37,7 @@ _BLOCK_BYTES = 2 << 20
 class TableGroup:
     """The rows of several shards in one tensor, with their optimizer; rows hold nothing yet."""
 
-    def __init__(self, group: Group, dtype: torch.dtype) -> None:
+    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
@@ -155,7 +155,7 @@ class TableUpdate:
             )
 
 
-class TableShards(Host):
+class TableShards(Hosted):
     """All tables of one worker. Created by the master as a ``RemoteModule``; trainers look rows up.
 
     Fill them before use: ``initialise`` for a new model, ``load`` for one out of a checkpoint.

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool
-from hybrid.embedding.placement import Group, Placement
+from hybrid.embedding.placement import Placement, ShardGroup
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Ticket
 
@@ -55,12 +55,12 @@ class StoredTables:
         """ClusterError: a checkpoint is not trained."""
         self.send_gradients(ticket, grads)
 
-    def _pooled(self, group: Group, bags: Bags) -> Tensor:
+    def _pooled(self, group: ShardGroup, bags: Bags) -> Tensor:
         rows_U, ids_L = bags.ids_L.unique(return_inverse=True)
         offsets = None if bags.offsets is None else bags.offsets.to(ids_L.dtype)
         return pool(self._read(group, rows_U), bags._replace(ids_L=ids_L, offsets=offsets))
 
-    def _read(self, group: Group, rows_U: Tensor) -> Tensor:
+    def _read(self, group: ShardGroup, rows_U: Tensor) -> Tensor:
         """Rows of a group, which are in ascending order."""
         tables = [self._files[shard.table.name] for shard in group.shards]
         read_UD = torch.empty(len(rows_U), group.dim, dtype=self._dtype)

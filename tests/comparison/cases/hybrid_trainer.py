@@ -30,8 +30,8 @@ from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
-from hybrid.dense.remote import NetHost
-from hybrid.embedding.placement import plan
+from hybrid.dense.remote import HostedNet
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -49,7 +49,7 @@ SECONDS = 10.0
 RATE = 0.125  # a power of two: sums and products of these small numbers stay exact
 TABLE = TableSpec("ids", NUM_ROWS, DIM, Pooling.SUM, ("ids",), OptimizerSpec("sgd", RATE), ROW_VALUE)
 INPUT = InputSpec(("x", "y"), (FeatureSpec("ids", NUM_ROWS),))
-PLACEMENT = plan([TABLE], 1)
+PLACEMENT = place([TABLE], 1)
 
 
 class Tables(TableShards):
@@ -65,7 +65,7 @@ class Tables(TableShards):
         return self.groups[0].weight_RD.clone()
 
 
-class Net(NetHost):
+class Net(HostedNet):
     """A layer and ReLU."""
 
     def __init__(self, rules: UpdateRules) -> None:

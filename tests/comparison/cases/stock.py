@@ -13,7 +13,7 @@ from torch.distributed.optim import DistributedOptimizer
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -69,7 +69,7 @@ class HybridTrainer:
 
     def __init__(self, index: int, table: TableSpec, host: wire.RemoteTables) -> None:
         self._index = index
-        self._embeddings = Embeddings([table], SPEC, plan([table], 1), {0: host})
+        self._embeddings = Embeddings([table], SPEC, place([table], 1), {0: host})
 
     def step(self, gradient: float) -> None:
         with dist_autograd.context() as context:
@@ -84,7 +84,7 @@ def ours(cluster: Cluster, optimizer: str) -> float:
     role = cluster.topology.workers[0]
     table = TableSpec("t", 1, 1, Pooling.SUM, ("t",), OptimizerSpec(optimizer, RATE), 0.0)
     rules = UpdateRules(len(GRADIENTS), timeout_seconds=SECONDS)
-    host = wire.RemoteTables(role, wire.create_module(role, Tables, plan([table], 1), 0, rules))
+    host = wire.RemoteTables(role, wire.create_module(role, Tables, place([table], 1), 0, rules))
     host.call("initialise", 0).wait()
     before: Tensor = host.call("rows").wait()
     makers = [

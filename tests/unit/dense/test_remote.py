@@ -19,7 +19,7 @@ from hybrid.checkpoint.manifest import Manifest
 from hybrid.config import ScheduleSection
 from hybrid.dense.compiled import compiled
 from hybrid.dense.optimizer import make_optimizer
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.errors import CheckpointError, NonFiniteError
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.schedule import Schedule
@@ -46,16 +46,16 @@ def hosting(
     net: nn.Module | None = None,
     optimizer: str = "SGD",
     form: nn.Module | None = None,
-) -> Iterator[NetHost]:
+) -> Iterator[HostedNet]:
     net = net or make_net()
-    host = NetHost(net, make_optimizer(net.parameters(), optimizer, RATE), rules, form)
+    host = HostedNet(net, make_optimizer(net.parameters(), optimizer, RATE), rules, form)
     try:
         yield host
     finally:
         host.close()
 
 
-def pass_through(host: NetHost, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+def pass_through(host: HostedNet, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
     """One trainer's forward and backward pass; the gradient of ``hidden_BH``."""
     host.call(ticket, hidden_BH).wait().square().sum().backward()
     assert hidden_BH.grad is not None
@@ -78,7 +78,7 @@ class Plain:
         return [hidden_BH.grad for hidden_BH in inputs if hidden_BH.grad is not None]
 
 
-def assert_same_bits(host: NetHost, plain: Plain) -> None:
+def assert_same_bits(host: HostedNet, plain: Plain) -> None:
     for ours, theirs in zip(host.net.parameters(), plain.net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -181,7 +181,7 @@ class Meeting(nn.Module):
         return hidden_BH.tanh()
 
 
-def forward_at_once(host: NetHost) -> list[Tensor]:
+def forward_at_once(host: HostedNet) -> list[Tensor]:
     """The outputs for two trainers that call at the same time."""
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(host.forward, train(0, t), hidden(0, t)) for t in range(2)]
@@ -314,12 +314,12 @@ class TestPrediction:
 
 class TestCheckpoints:
     @staticmethod
-    def run(host: NetHost, first: int, num_steps: int) -> None:
+    def run(host: HostedNet, first: int, num_steps: int) -> None:
         for step in range(first, first + num_steps):
             pass_through(host, train(step), hidden(step))
 
     @staticmethod
-    def save(host: NetHost, folder: Path, step: int) -> Path:
+    def save(host: HostedNet, folder: Path, step: int) -> Path:
         partial = folders.begin(folder)
         host.begin_save(is_copied=True)
         return folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))

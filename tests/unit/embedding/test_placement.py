@@ -13,7 +13,6 @@ from hybrid.embedding.placement import (
     Placement,
     bytes_per_row,
     bytes_per_sample,
-    plan,
 )
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
@@ -66,7 +65,7 @@ def plans(draw: st.DrawFn) -> tuple[list[TableSpec], int]:
 @settings(deadline=None, max_examples=150, database=None)
 def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec], int]) -> None:
     tables, num_workers = case
-    placement = plan(tables, num_workers)
+    placement = place(tables, num_workers)
     for each in tables:
         shards = placement.of_table(each.name)
         rows = [row for s in shards for row in range(s.index, each.num_rows, s.count)]
@@ -85,7 +84,7 @@ def test_every_row_is_on_exactly_one_allowed_worker(case: tuple[list[TableSpec],
 def test_groups_lay_out_all_shards_of_a_worker_without_gap_or_overlap(
     case: tuple[list[TableSpec], int],
 ) -> None:
-    placement = plan(*case)
+    placement = place(*case)
     for worker in range(placement.num_workers):
         groups = placement.groups(worker)
         grouped = [shard for group in groups for shard in group.shards]
@@ -106,7 +105,7 @@ def test_criteo_tables_balance_bytes_and_traffic(num_workers: int, divisor: int)
     At a thousandth of the size no table is split, so whole ones must balance.
     """
     tables = criteo(divisor)
-    placement = plan(tables, num_workers)
+    placement = place(tables, num_workers)
     held = [sum(s.num_bytes for s in placement.of_worker(w)) for w in range(num_workers)]
     moved = [
         sum(bytes_per_sample(s.table, {}) / s.count for s in placement.of_worker(w))
@@ -124,19 +123,19 @@ def test_traffic_counts_ids_and_vectors() -> None:
 
 
 def test_of_workers_that_hold_the_same_the_first_is_taken() -> None:
-    placement = plan([table("b", 5), table("a", 5), table("c", 5)], 3)
+    placement = place([table("b", 5), table("a", 5), table("c", 5)], 3)
     assert [workers_of(placement, name) for name in "abc"] == [[0], [1], [2]]
 
 
 def test_tables_with_long_bags_are_kept_apart() -> None:
     tables = [table(name, 100) for name in "abcd"]
-    evenly, by_traffic = plan(tables, 2), plan(tables, 2, {"a": 100.0, "c": 100.0})
+    evenly, by_traffic = place(tables, 2), place(tables, 2, {"a": 100.0, "c": 100.0})
     assert workers_of(evenly, "a") == workers_of(evenly, "c")
     assert workers_of(by_traffic, "a") != workers_of(by_traffic, "c")
 
 
 def test_small_tables_are_spread_even_where_they_have_fewer_rows_than_there_are_workers() -> None:
-    placement = plan([table(f"t{i}", 2) for i in range(8)], 8)
+    placement = place([table(f"t{i}", 2) for i in range(8)], 8)
     assert sorted(w for i in range(8) for w in workers_of(placement, f"t{i}")) == list(range(8))
 
 
@@ -154,18 +153,18 @@ def rows_of_bytes(num_bytes: int) -> int:
     ],
 )
 def test_auto_splits_only_tables_above_a_fair_share_and_large(big: int, small: int, is_split: bool) -> None:
-    placement = plan([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
+    placement = place([table("big", rows_of_bytes(big)), table("small", rows_of_bytes(small))], 2)
     assert (len(placement.of_table("big")) == 2) is is_split
     assert len(placement.of_table("small")) == 1
 
 
 def test_auto_splits_nothing_on_one_worker() -> None:
-    assert [s.count for s in plan(criteo(), 1).shards] == [1] * 26
+    assert [s.count for s in place(criteo(), 1).shards] == [1] * 26
 
 
 def test_overrides_are_obeyed() -> None:
     huge = rows_of_bytes(4 * MIN_SPLIT_BYTES)
-    placement = plan(
+    placement = place(
         [
             table("whole", huge, placement="table"),
             table("rows", 10, placement="row"),
@@ -183,15 +182,15 @@ def test_overrides_are_obeyed() -> None:
 
 
 def test_a_split_has_no_empty_shard_where_workers_outnumber_rows() -> None:
-    placement = plan([table("t", 3, placement="row")], 8)
+    placement = place([table("t", 3, placement="row")], 8)
     assert [(s.worker, s.num_rows, s.count) for s in placement.shards] == [(0, 1, 3), (1, 1, 3), (2, 1, 3)]
 
 
 def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
     tables = criteo(1000)
-    first = plan(tables, 3)
-    assert plan(list(map(dataclasses.replace, tables)), 3) == first
-    backwards = plan(tables[::-1], 3)
+    first = place(tables, 3)
+    assert place(list(map(dataclasses.replace, tables)), 3) == first
+    backwards = place(tables[::-1], 3)
     assert {t.name: workers_of(backwards, t.name) for t in tables} == {
         t.name: workers_of(first, t.name) for t in tables
     }
@@ -201,4 +200,4 @@ def test_the_same_tables_give_the_same_placement_in_whatever_order() -> None:
 @pytest.mark.parametrize("worker", [2, -1])
 def test_a_worker_that_does_not_exist_is_an_error_that_names_the_key(worker: int) -> None:
     with pytest.raises(ConfigError, match=r"tables\.t\.workers = \[.*\]: must be below cluster.workers = 2"):
-        plan([table("t", workers=(0, worker))], 2)
+        place([table("t", workers=(0, worker))], 2)

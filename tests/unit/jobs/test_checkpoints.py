@@ -30,8 +30,8 @@ from hybrid.errors import CheckpointError, ClusterError, HybridError
 from hybrid.metrics import Metrics
 from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.tally import Tally
-from workers.run_folder.report import RunFolder
-from workers.session.saving import Progress, Saving
+from workers.run_folder.folder import RunFolder
+from workers.session.saving import Counted, Saving
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Role:
         step: int,
         epoch: int,
         metrics: Metrics | None,
-        progress: Progress,
+        progress: Counted,
         in_background: bool,
     ) -> Saving:
         self.held.append(step)

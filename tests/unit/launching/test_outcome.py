@@ -11,14 +11,14 @@ import pytest
 
 from hybrid.topology import Role, RoleKind
 from workers.launching.oom import oom_kills
-from workers.launching.outcome import Cause, Child, Outcome, report_pipe
+from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 
 WORKER = Role(RoleKind.WORKER, 0)
 
 
 def ended_child(exit_code: int, told: object = None) -> Child:
     """A child that has ended so, after it had said ``told``."""
-    reports, writer = report_pipe()
+    reports, writer = outcome_pipe()
     if told is None:
         os.close(writer)
     else:
@@ -73,7 +73,7 @@ def test_of_one_that_could_only_write_it_the_log_tells_the_error(
 ) -> None:
     log = tmp_path / "worker.log"
     log.write_text(earlier)
-    reports, writer = report_pipe()
+    reports, writer = outcome_pipe()
     os.close(writer)
     child = Child(WORKER, log, reports, pid=7)
     log.write_text(earlier + later)
@@ -98,7 +98,7 @@ def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_abort_for_want_of_memory_is_told_by_its_log(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
-    reports, writer = report_pipe()
+    reports, writer = outcome_pipe()
     os.close(writer)
     child = Child(WORKER, log, reports, pid=7)
     log.write_text(

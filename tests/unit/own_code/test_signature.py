@@ -13,7 +13,7 @@ from hybrid.config import DenseSection, RunConfig
 from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import _key, load_run_config, signed_toml
-from workers.run_folder.report import RunFolder
+from workers.run_folder.folder import RunFolder
 from workers.run_folder.resume import resumed_config
 
 OWN = RunConfig(dense=DenseSection(net="my_net:build"))

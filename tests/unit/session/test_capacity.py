@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from support.shards import specs
 
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.errors import HybridError
 from hybrid.topology import Role, RoleKind
 from hybrid.wire import Vitals
 from workers.session.capacity import check_memory, has_memory_for_copies
 
 WORKERS = [Role(RoleKind.WORKER, index) for index in range(2)]
-PLACEMENT = plan(specs("row"), 2)
+PLACEMENT = place(specs("row"), 2)
 BYTES = [sum(shard.num_bytes for shard in PLACEMENT.of_worker(index)) for index in range(2)]
 
 

@@ -11,8 +11,8 @@ from hybrid.config import ClusterSection, DataSection, DenseSection, EmbeddingSe
 from hybrid.embedding.spec import OptimizerSpec, Pooling
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.training.tables import plan_tables, table_specs
-from workers.offline.plan import print_plan
+from hybrid.training.tables import place_tables, table_specs
+from workers.offline.placement import print_plan
 
 COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
 
@@ -88,7 +88,7 @@ def test_sections_that_fit_no_column_are_refused(tables: dict[str, TableSection]
 @pytest.mark.parametrize(("net", "dim"), [("dlrm", 16), ("wide_deep", 17)])
 def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> None:
     cluster = ClusterSection(workers=3)
-    tables, placement = plan_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
+    tables, placement = place_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
 

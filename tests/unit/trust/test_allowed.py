@@ -14,7 +14,7 @@ import torch
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig, TableSection
-from hybrid.dense.remote import NetHost
+from hybrid.dense.remote import HostedNet
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
@@ -140,4 +140,4 @@ def test_a_function_that_may_travel_can_still_be_called() -> None:
         there.planted = 1
     assert isinstance(there("no_such_module:Net", ()), calls._Unbuilt)
     assert issubclass(TableShards, torch.nn.Module)
-    assert issubclass(NetHost, torch.nn.Module)
+    assert issubclass(HostedNet, torch.nn.Module)

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
@@ -135,7 +135,7 @@ def host() -> FakeHost:
 @pytest.fixture
 def embeddings(host: FakeHost) -> Embeddings:
     tables = [table("a")]
-    return Embeddings(tables, InputSpec((), (FeatureSpec("a", 9),)), plan(tables, 1), {0: host})
+    return Embeddings(tables, InputSpec((), (FeatureSpec("a", 9),)), place(tables, 1), {0: host})
 
 
 def train(embeddings: Embeddings, step: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.routes import BatchIds, make_routes
 from hybrid.errors import DataError
@@ -165,7 +165,7 @@ def asked(
     items: dict[int, list[Item]] = {0: [], 1: []}
     ids = BatchIds(SparseFeatures.from_bags(bags))
     features = range(len(tables))
-    placement = plan(list(dict.fromkeys(tables)), 2)
+    placement = place(list(dict.fromkeys(tables)), 2)
     rows = [k for k in features if not multi_hot[k]]
     for route in make_routes(rows, [k for k in features if multi_hot[k]], tables, placement):
         route.start(ids, items)

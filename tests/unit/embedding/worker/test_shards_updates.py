@@ -22,7 +22,7 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.config import TABLE_OPTIMIZERS, ScheduleSection
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.placement import plan
+from hybrid.embedding.placement import place
 from hybrid.embedding.spec import Pooling
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
@@ -201,7 +201,7 @@ class TestDecided:
     def test_the_norm_covers_all_groups(self) -> None:
         """Tables of other widths lie in tensors of their own."""
         tables = [*specs(), dataclasses.replace(specs(dim=5)[0], name="w", features=("w",))]
-        host = TableShards(plan(tables, 1), 0, dataclasses.replace(RULES, decided=True))
+        host = TableShards(place(tables, 1), 0, dataclasses.replace(RULES, decided=True))
         try:
             host.initialise(7)
             assert len(host.groups) == 2

@@ -19,7 +19,7 @@ from hybrid.checkpoint.files import shard_file
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item
-from hybrid.embedding.placement import Placement, plan
+from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import Pooling, TableSpec
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.embedding.worker.stored import StoredTables
@@ -39,7 +39,7 @@ def tables() -> list[TableSpec]:
 
 
 def whole(of: list[TableSpec]) -> Placement:
-    return plan([dataclasses.replace(table, placement="table") for table in of], 1)
+    return place([dataclasses.replace(table, placement="table") for table in of], 1)
 
 
 def items(placement: Placement) -> list[Item]:

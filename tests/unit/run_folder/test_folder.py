@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
     EventAccumulator,
 )
+from workers.run_folder.report import RunFolder
 
 from hybrid.clock import STEP, Span
 from hybrid.config import RunConfig, TrainSection
@@ -24,7 +25,6 @@ from hybrid.metrics import Metrics
 from hybrid.steps.rules import Staleness
 from hybrid.topology import Role, RoleKind
 from workers.profile import Profile
-from workers.run_folder.report import RunFolder
 from workers.screen.progress import Progress
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
@@ -258,7 +258,7 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("name", ["result.json", "curves.png"])
 def test_a_full_disk_at_the_end(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "curves" if name == "curves.png" else "report"
+    module = "curves" if name == "curves.png" else "folder"
     monkeypatch.setattr(f"workers.run_folder.{module}.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
         folder.finish({"auc": 0.5})

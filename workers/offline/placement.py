@@ -12,7 +12,7 @@ from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.embedding.placement import Placement, bytes_per_row, bytes_per_sample
-from hybrid.training.tables import plan_tables
+from hybrid.training.tables import place_tables
 from workers.screen.terminal import passing_status
 
 
@@ -22,7 +22,7 @@ def print_plan(config: RunConfig, cache: Path) -> None:
         folder = prepare(config, cache, say)
     dataset = PreparedDataset.open(folder, "train")
     ids_per_sample = dataset.ids_per_sample
-    tables, placement = plan_tables(config, dataset.input_spec, ids_per_sample)
+    tables, placement = place_tables(config, dataset.input_spec, ids_per_sample)
     console = Console()
     shards = _table("table", "rows", "dim", "pooling", "optimizer", "MiB", "placement")
     for table in tables:

@@ -16,7 +16,7 @@ from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import Staleness
 
 
-class Host(nn.Module):
+class Hosted(nn.Module):
     """Base of what the master creates on a worker as a ``RemoteModule``.
 
     Attributes:
