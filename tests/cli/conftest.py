@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from support.commands import TrainedRun, run, settings
+from support.failure_runs import shared_server
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +37,10 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     ended = run(["launch", *arguments], folder, afresh=True)
     assert (ended.code, ended.stderr) == (0, "")
     return TrainedRun(folder / "run", ended, tiny)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[None]:
+    """Roles of this module's launches are forked from one process, and fail as plans say."""
+    with shared_server():
+        yield

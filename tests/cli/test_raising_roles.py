@@ -11,12 +11,6 @@ from support.failure_runs import live_through, shared_server
 from support.memory_group import child_group, own_group
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[None]:
-    with shared_server():
-        yield
-
-
 @pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("plan", plans_of("cli/test_raising_roles.py"), ids=str)
 def test_the_run_comes_to_its_end(plan: Plan, tiny: list[str], tmp_path: Path) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from support.cluster import CaseError, Clusters
-from support.matrix import STEPS, Case, train_case
+from support.matrix import Case, check_against_one_process, train_case
 
 from hybrid.batch import Batch
-from workers.jobs.snapshot import reference_snapshot
 
 ROUNDS = 3
 
@@ -24,15 +23,7 @@ ROUNDS = 3
 )
 def test_trainers_that_ended_go_on_with_more_batches(case: Case, clusters: Clusters) -> None:
     outcome = clusters.get(3, 2).run(train_case, case, rounds=ROUNDS)
-    reference = case.reference(outcome.start)
-    losses = []
-    for _ in range(ROUNDS):
-        reference.see_all_updates()
-        losses += [reference.step(shares) for shares in case.shares()]
-    torch.testing.assert_close(outcome.losses, losses, rtol=1e-12, atol=1e-12)
-    assert len(losses) == ROUNDS * STEPS
-    for part, tensor in reference_snapshot(reference).items():
-        torch.testing.assert_close(outcome.end[part], tensor, rtol=1e-12, atol=1e-12, msg=str(part))
+    check_against_one_process(case, outcome, rounds=ROUNDS)
 
 
 def none(trainer: int) -> list[Batch]:

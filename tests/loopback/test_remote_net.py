@@ -11,7 +11,7 @@ from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
 from hybrid.dense.remote import HostedNet
-from hybrid.steps.rules import UpdateMode, UpdateRules
+from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
 
@@ -33,9 +33,9 @@ class TwoLayers(HostedNet):
 
 
 @pytest.fixture
-def remote(request: pytest.FixtureRequest) -> Iterator[wire.RemoteNet]:
+def remote() -> Iterator[wire.RemoteNet]:
     """A net that two trainers share."""
-    rules = UpdateRules(2, request.param, timeout_seconds=5.0)
+    rules = UpdateRules(2, timeout_seconds=5.0)
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, rules))
     yield net
     net.call(TwoLayers.close).wait()
@@ -57,7 +57,6 @@ def predict(net: wire.RemoteNet, step: int) -> Tensor:
         return net(Ticket(0, step, step, purpose=Purpose.PREDICT), hidden(99))
 
 
-@pytest.mark.parametrize("remote", [UpdateMode.SYNC, UpdateMode.PIPELINED], indirect=True)
 def test_trainers_take_one_step_together_as_one_process_bit_for_bit(remote: wire.RemoteNet) -> None:
     plain = two_layers()
     optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
@@ -73,22 +72,3 @@ def test_trainers_take_one_step_together_as_one_process_bit_for_bit(remote: wire
             assert expected is not None
             assert torch.equal(gradient, expected)
         assert torch.equal(predict(remote, step + 1), plain(hidden(99)))
-
-
-@pytest.mark.parametrize("remote", [UpdateMode.ASYNC], indirect=True)
-def test_out_of_step_a_pass_keeps_the_weights_it_began_with(remote: wire.RemoteNet) -> None:
-    """The step of one trainer falls between the passes of another."""
-    hidden_BH, expected = hidden(1), hidden(1)
-    two_layers()(expected).square().sum().backward()
-    with dist_autograd.context() as context:
-        output = remote(Ticket(0, 0, 0), hidden_BH)
-        host: HostedNet = remote.local_value()
-        host.call(Ticket(1, 0, 0), hidden(2)).wait().square().sum().backward()
-        host.barrier.drain()
-        assert host.version == 1
-        dist_autograd.backward(context, [output.square().sum()])
-        gradient = dist_autograd.get_gradients(context)[hidden_BH]
-    assert expected.grad is not None
-    assert torch.equal(gradient, expected.grad)
-    host.barrier.drain()
-    assert host.version == 2

@@ -235,19 +235,31 @@ def train_case(
         session.close()
 
 
-def expected(case: Case, start: Snapshot) -> tuple[list[float], Snapshot]:
-    """Losses of each step in one process, and all that it has at the end."""
-    reference = case.reference(start)
-    return [reference.step(shares) for shares in case.shares()], reference_snapshot(reference)
+def check_against_one_process(
+    case: Case,
+    outcome: Outcome,
+    make_batches: MakeBatches | None = None,
+    rounds: int = 1,
+    *,
+    bits: bool = False,
+) -> Reference:
+    """See that losses, every parameter, and every optimizer's state are those of one process; returns it.
 
-
-def check_against_one_process(case: Case, outcome: Outcome) -> None:
-    """See that losses, every parameter, and every optimizer's state are those of one process."""
-    losses, end = expected(case, outcome.start)
-    rtol, atol = TOLERANCE[case.dtype]
-    assert len(outcome.losses) == STEPS
-    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol)
+    Args:
+        make_batches, rounds: as in :func:`train_case`.
+        bits: whether every bit must be the same.
+    """
+    reference = case.reference(outcome.start)
+    losses: list[float] = []
+    for _ in range(rounds):
+        reference.see_all_updates()
+        losses += [reference.step(shares) for shares in case.shares(make_batches)]
+    end = reference_snapshot(reference)
+    rtol, atol = (0.0, 0.0) if bits else TOLERANCE[case.dtype]
+    assert len(outcome.losses) == rounds * STEPS
+    torch.testing.assert_close(outcome.losses, losses, rtol=rtol, atol=atol, equal_nan=True)
     assert outcome.end.keys() == end.keys()
     for part, tensor in end.items():
         apart = f"{part} is another than in one process"
         torch.testing.assert_close(outcome.end[part], tensor, rtol=rtol, atol=atol, msg=apart)
+    return reference

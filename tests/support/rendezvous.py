@@ -23,6 +23,14 @@ ADDRESS = "127.0.0.1"
 WORKER = Role(RoleKind.WORKER)
 
 
+class Quick(Rhythm):
+    """Signs of life every 10 ms, of which thousands may be missing: a busy machine is not frozen."""
+
+    @property
+    def turns(self) -> int:
+        return round(self.timeout_seconds / 0.01)
+
+
 @dataclass
 class Meeting:
     """A rendezvous that is open.
@@ -37,9 +45,16 @@ class Meeting:
     rhythm: Rhythm
     lost: list[ClusterError] = field(default_factory=list)
 
-    def channel(self) -> Channel:
-        """A connection of one who has the secret."""
-        return Channel(ADDRESS, self.port, self.secret, self.rhythm)
+    def channel(self, patience_seconds: float | None = None) -> Channel:
+        """A connection of one who has the secret.
+
+        Args:
+            patience_seconds: how long the master may be silent from now on, where that is another time.
+        """
+        channel = Channel(ADDRESS, self.port, self.secret, self.rhythm)
+        if patience_seconds is not None:
+            channel._rhythm = Rhythm(patience_seconds)
+        return channel
 
     @contextmanager
     def store(self, timeout_seconds: float = SECONDS) -> Iterator[Store]:
@@ -50,9 +65,11 @@ class Meeting:
         finally:
             store.close()
 
-    def pulse(self, heard: list[ClusterError], role: Role = WORKER) -> Pulse:
+    def pulse(
+        self, heard: list[ClusterError], role: Role = WORKER, patience_seconds: float | None = None
+    ) -> Pulse:
         """A role's signs of life; ``heard`` gets what they find out."""
-        return Pulse(self.channel(), role, self.rhythm, heard.append)
+        return Pulse(self.channel(patience_seconds), role, self.rhythm, heard.append)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -73,9 +90,10 @@ class Meeting:
 
 
 @contextmanager
-def meeting(timeout_seconds: float = 60.0) -> Iterator[Meeting]:
-    """An open rendezvous whose roles may be silent for so long."""
-    secret, rhythm, lost = Secret.fresh(), Rhythm(timeout_seconds), list[ClusterError]()
+def meeting(timeout_seconds: float | None = None) -> Iterator[Meeting]:
+    """An open rendezvous; its roles may be silent for so long, or for a minute, with quick signs of life."""
+    rhythm = Quick(60.0) if timeout_seconds is None else Rhythm(timeout_seconds)
+    secret, lost = Secret.fresh(), list[ClusterError]()
     with listen(ADDRESS, 0) as listener:
         port = listener.getsockname()[1]
         with Rendezvous(listener, secret, rhythm, lost.append) as rendezvous:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def specs(placement: str = "table", optimizer: str = "adam", dim: int = 3) -> li
     ]
 
 
+def is_alone_in_memory(tensor: Tensor) -> bool:
+    """Whether RPC sends this tensor and nothing else: it sends all memory that a view is of."""
+    starts = tensor.storage_offset() == 0
+    return tensor.is_contiguous() and starts and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 class LocalTables:
     """Tables of this very process, for those who look up without RPC."""
 
@@ -73,23 +80,48 @@ class LocalTables:
 
 
 class Cluster:
-    """All workers of a run in this process."""
+    """All workers of a run in this process.
+
+    Args:
+        multi_hot: the features, of all that read the tables, that hold any number of ids.
+        order: of the features; that of the tables if it is empty.
+        local: makes of each worker's tables what answers for them.
+    """
 
     def __init__(
-        self, tables: list[TableSpec], num_workers: int, seed: int = 7, rules: UpdateRules = RULES
+        self,
+        tables: Sequence[TableSpec],
+        num_workers: int,
+        seed: int = 7,
+        rules: UpdateRules = RULES,
+        *,
+        dtype: torch.dtype = torch.float32,
+        multi_hot: Sequence[str] = (),
+        order: Sequence[str] = (),
+        local: Callable[[TableShards], LocalTables] = LocalTables,
     ) -> None:
         self.tables = tables
         self.placement = place(tables, num_workers)
         self.hosts = {
-            worker: TableShards(self.placement, worker, rules)
+            worker: TableShards(self.placement, worker, rules, dtype)
             for worker in range(num_workers)
             if self.placement.of_worker(worker)
         }
         for host in self.hosts.values():
             host.initialise(seed)
-        features = tuple(FeatureSpec(t.name, t.num_rows) for t in tables)
-        local = {worker: LocalTables(host) for worker, host in self.hosts.items()}
-        self.embeddings = Embeddings(tables, InputSpec((), features), self.placement, local)
+        table_of = {feature: table for table in tables for feature in table.features}
+        self.features = [
+            FeatureSpec(name, table_of[name].num_rows, name in multi_hot) for name in order or table_of
+        ]
+        self.table_of_feature = [table_of[feature.name] for feature in self.features]
+        answering = {worker: local(host) for worker, host in self.hosts.items()}
+        spec = InputSpec((), tuple(self.features))
+        self.embeddings = Embeddings(tables, spec, self.placement, answering)
+
+    def drain(self) -> None:
+        """Return once all gradients that the workers have are applied."""
+        for host in self.hosts.values():
+            host.barrier.drain()
 
     def train(self, first: int, num_steps: int) -> None:
         for step in range(first, first + num_steps):
@@ -109,8 +141,8 @@ class Cluster:
         for table in self.tables:
             for shard in self.placement.of_table(table.name):
                 for name, part in self.hosts[shard.worker].shard_tensors(shard).items():
-                    shape = (table.num_rows, *part.shape[1:])
-                    into = tensors.setdefault(f"{table.name}.{name}", torch.full(shape, torch.nan))
+                    unknown = part.new_full((table.num_rows, *part.shape[1:]), torch.nan)
+                    into = tensors.setdefault(f"{table.name}.{name}", unknown)
                     into[shard.index :: shard.count] = part
         return tensors
 
@@ -133,9 +165,15 @@ class Cluster:
 
 
 def cluster(
-    stack: ExitStack, tables: list[TableSpec], num_workers: int, seed: int = 7, rules: UpdateRules = RULES
+    stack: ExitStack,
+    tables: Sequence[TableSpec],
+    num_workers: int,
+    seed: int = 7,
+    rules: UpdateRules = RULES,
+    **more: Any,
 ) -> Cluster:
-    each = Cluster(tables, num_workers, seed, rules)
+    """A :class:`Cluster` as long as ``stack``."""
+    each = Cluster(tables, num_workers, seed, rules, **more)
     stack.callback(each.close)
     return each
 

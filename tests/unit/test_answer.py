@@ -30,6 +30,8 @@ def test_it_is_for_the_caller_that_was_served_when_it_was_made() -> None:
         second: Answer[Any] = Answer()
         first.set_result(1)
         second.set_exception(ValueError("two"))
+    assert first.done()
+    assert second.done()
     assert (first.wait(), second.wait()) == ("first: 1", "second: raised two")
 
 
@@ -38,8 +40,9 @@ def test_another_thread_may_complete_it() -> None:
         answer: Answer[Any] = Answer()
         thread = threading.Thread(target=lambda: answer.set_result(3))
         thread.start()
-        assert answer.wait() == "caller: 3"
         thread.join(5.0)
+    assert answer.done(), "to wait for it would have no end"
+    assert answer.wait() == "caller: 3"
 
 
 def test_where_nobody_is_served_it_is_a_future() -> None:

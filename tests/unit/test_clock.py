@@ -22,7 +22,12 @@ def recording(*steps: int) -> StepClock:
 def in_a_thread(name: str, work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work, name=name)
     thread.start()
-    thread.join()
+    join(thread)
+
+
+def join(thread: threading.Thread) -> None:
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def names(clock: StepClock) -> list[str]:
@@ -132,10 +137,10 @@ def test_every_thread_has_a_name_of_its_own() -> None:
 
     staying = threading.Thread(target=work_and_stay, name="updater")  # its number is not free meanwhile
     staying.start()
-    told.wait(10)
+    assert told.wait(10)
     in_a_thread("updater", work)
     held.set()
-    staying.join()
+    join(staying)
     work()
     clock.end_step()
     first, second, own, _ = (span.thread for span in clock.take_spans())
@@ -216,7 +221,7 @@ def test_many_threads_record_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        join(thread)
     spans: list[Span] = clock.take_spans()
     assert len(spans) == 4 * 200 * 2
     assert all(span.end_ns >= span.start_ns for span in spans)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,10 +26,6 @@ import json, os, subprocess, sys, time
 from benchmark import mark
 mark.begin()
 """
-SPIN = """
-end = time.process_time() + 0.2
-while time.process_time() < end: pass
-"""
 AWAIT_SAMPLE = """
 while not os.path.exists(os.environ["SAMPLES"] + "/{}"): time.sleep(0.005)
 """
@@ -37,7 +33,6 @@ END = f"""
 mark.end(0.5, [3.0, 2.0, 1.0])
 {AWAIT_SAMPLE.format(2)}
 """
-ABOUT = 0.17  # CPU time is counted in ticks of 10 ms
 CHILD = """
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 """
@@ -76,32 +71,35 @@ def measured(code: str) -> Measurement:
     return measure(system(code), JOB, JOB.workload.config(), 4)
 
 
-def test_it_reads_marks_among_other_output_and_cpu_time_between_them() -> None:
-    before = "import time" + SPIN + "print('hello')"
-    result = measured(before + BEGIN + AWAIT_SAMPLE.format(1) + "print('in between')" + SPIN + END)
+def test_it_reads_marks_among_other_output_and_cpu_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = iter([{"other": 3.0}, {"other": 3.5, "trainer": 0.25}])
+    take = vars(running)["cpu_seconds"]
+
+    def sample(root: int) -> dict[str, float]:
+        take(root)
+        return next(samples)
+
+    monkeypatch.setattr(running, "cpu_seconds", sample)
+    result = measured("print('hello')" + BEGIN + "print('in between')" + END)
     assert (result.workload, result.system, result.number) == ("W3", "pretended", 4)
     assert (result.num_samples, result.seconds) == (2 * 256, 0.5)
     assert result.losses == (3.0, 2.0, 1.0)
-    assert ABOUT < result.cpu_seconds["other"] < 2 * ABOUT
+    assert result.cpu_seconds == {"other": 0.5, "trainer": 0.25}
     assert result.memory_bytes["other"] > 2**20
 
 
-def test_cpu_time_of_children_that_have_ended_counts() -> None:
-    child = f"subprocess.run([sys.executable, '-c', {('import time' + SPIN)!r}], check=True)"
-    assert measured(BEGIN + AWAIT_SAMPLE.format(1) + child + END).cpu_seconds["other"] > ABOUT
-
-
 @pytest.mark.usefixtures("mark")
-def test_what_a_living_role_uses_is_counted_by_its_log() -> None:
-    child = f"""
-code = {("import time" + SPIN + "print(1, flush=True); time.sleep(600)")!r}
+def test_what_a_living_role_and_children_that_have_ended_have_used_is_counted_by_its_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = SimpleNamespace(user=1.0, system=0.5, children_user=0.25, children_system=0.125)
+    monkeypatch.setattr(psutil.Process, "cpu_times", lambda _: times)
+    child = """
 with open("trainer-0.log", "w") as log:
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log)
-trainer.stdout.readline()
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stderr=log)
 """
     result = measured(BEGIN + AWAIT_SAMPLE.format(1) + child + END)
-    assert result.cpu_seconds["trainer"] > ABOUT
-    assert result.cpu_seconds["other"] < ABOUT
+    assert result.cpu_seconds == {"other": 0.0, "trainer": 1.875}
     assert set(result.memory_bytes) == {"trainer", "other"}
 
 
@@ -121,6 +119,7 @@ def test_the_system_is_told_its_job_and_configuration_in_a_session_of_its_own() 
     told = """
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 assert os.environ["BENCH_JOB"] == "W3 1 2"
 assert tomllib.loads(Path(sys.argv[1]).read_text())["cluster"]["trainers"] == 2
 assert os.getsid(0) == os.getpid()
@@ -171,19 +170,17 @@ def test_losses_of_other_steps_than_those_asked_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("limit", "code"),
     [
-        ("START_SECONDS", "import time; time.sleep(600)"),
-        ("TIMED_SECONDS", BEGIN + CHILD + "time.sleep(600)"),
-        ("EXIT_SECONDS", BEGIN + CHILD + END + "time.sleep(600)"),
+        ("START_SECONDS", "import time; time.sleep(30)"),
+        ("TIMED_SECONDS", BEGIN + CHILD + "time.sleep(30)"),
+        ("EXIT_SECONDS", BEGIN + CHILD + END + "time.sleep(30)"),
     ],
 )
 def test_no_wait_is_for_ever_and_nothing_is_left(
     limit: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(running, limit, 0.4)
-    start = time.monotonic()
     with pytest.raises(MeasurementError, match=r"within 0\.4 s"):
         measured(code)
-    assert time.monotonic() - start < 10
 
 
 @pytest.mark.usefixtures("mark")

@@ -199,17 +199,6 @@ class TestSums:
         assert_total(loops.sum_rows(case.starts_V, case.sources_L, case.grad_BD, out_UD), expected_UD)
         assert out_UD.tolist() == expected_UD.tolist()
 
-    @cases
-    @examples
-    def test_a_block_of_the_rows_has_the_bits_of_the_whole(self, seed: int, size: int, dim: int) -> None:
-        case = Sorted(seed, size, dim, np.float32)
-        whole_UD = np.empty((len(case.rows_U), dim), np.float32)
-        loops.sum_rows(case.starts_V, case.sources_L, case.grad_BD, whole_UD)
-        middle = len(whole_UD) // 2
-        rest_UD = np.empty_like(whole_UD[middle:])
-        loops.sum_rows(case.starts_V[middle:], case.sources_L, case.grad_BD, rest_UD)
-        assert rest_UD.tolist() == whole_UD[middle:].tolist()
-
     @float_types
     @cases
     @examples
@@ -283,31 +272,6 @@ class TestSums:
                 ),
             ]
             assert not np.isfinite(totals).any()
-
-
-@float_types
-@id_types
-@pytest.mark.parametrize("size", [0, 1, 7])
-@pytest.mark.parametrize("dim", [1, 3, 16])
-def test_rows_are_taken_put_and_added(
-    dtype: type[np.floating[Any]], id_dtype: type[np.signedinteger[Any]], size: int, dim: int
-) -> None:
-    random = np.random.default_rng(0)
-    whole_RD = random.normal(size=(9, dim)).astype(dtype)
-    rows_U = random.permutation(9)[:size].astype(id_dtype)
-    part_UD = np.empty((size, dim), dtype)
-    loops.take_rows(whole_RD, rows_U, part_UD)
-    assert part_UD.tolist() == whole_RD[rows_U].tolist()
-
-    part_UD = random.normal(size=(size, dim)).astype(dtype)
-    expected_RD = whole_RD.copy()
-    expected_RD[rows_U] = part_UD
-    loops.put_rows(whole_RD, rows_U, part_UD)
-    assert whole_RD.tolist() == expected_RD.tolist()
-
-    expected_RD[rows_U] += dtype(0.5) * part_UD  # exact, so that one rounding is as good as two
-    loops.add_rows(whole_RD, rows_U, part_UD, 0.5)
-    assert whole_RD.tolist() == expected_RD.tolist()
 
 
 @float_types

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import psutil
 import pytest
-from support.commands import ROOT, eventually, free_port
+from support.commands import free_port
 from support.rendezvous import ADDRESS, SECONDS, meeting
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import _connect
-from workers.joining.channel import GREETING, KEY_BYTES, LARGEST_FRAME, PROOF_BYTES
+from workers.joining.channel import GREETING, KEY_BYTES, LARGEST_FRAME
 from workers.joining.listener import listen
 from workers.joining.rhythm import Rhythm
 
@@ -55,21 +50,16 @@ def stopped_after(said: bytes) -> Iterator[int]:
 def test_one_who_is_there_and_silent_is_frozen_after_the_timeout(said: bytes) -> None:
     with stopped_after(said) as port:
         section = ClusterSection(master_address=ADDRESS, master_port=port)
-        began = time.monotonic()
         with pytest.raises(ClusterError, match=FROZEN):
             _connect(section, Secret.fresh(), Rhythm(TIMEOUT))
-        assert 0.9 * TIMEOUT < time.monotonic() - began < 10 * TIMEOUT
 
 
 def test_one_who_takes_no_message_is_frozen_after_the_timeout() -> None:
-    with meeting(TIMEOUT) as opened:
-        channel = opened.channel()
+    with meeting() as opened:
+        channel = opened.channel(patience_seconds=TIMEOUT)
         channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with opened.frozen():
-            began = time.monotonic()
-            with pytest.raises(ClusterError, match=FROZEN):
-                channel.send(bytes(LARGEST_FRAME // 2))
-            assert 0.9 * TIMEOUT < time.monotonic() - began < 10 * TIMEOUT
+        with opened.frozen(), pytest.raises(ClusterError, match=FROZEN):
+            channel.send(bytes(LARGEST_FRAME // 2))
         channel.close()
 
 
@@ -78,27 +68,3 @@ def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> N
     section = ClusterSection(master_address=ADDRESS, master_port=port, start_timeout_seconds=0.2)
     with pytest.raises(ClusterError, match=rf"^no master at {ADDRESS}:{port} after 0.2 s \(\[Errno 111\]"):
         _connect(section, Secret.fresh(), Rhythm(0.01))
-
-
-def test_a_role_that_was_stopped_itself_waits_anew() -> None:
-    """Master and role were stopped, as by a pause of their host, and the master goes on a little later."""
-    timeout = 1.0
-    program = (
-        "import sys; from hybrid.trust.secret import Secret; from workers.joining.channel import Channel; "
-        "from workers.joining.rhythm import Rhythm; "
-        f"Channel({ADDRESS!r}, int(sys.argv[1]), Secret.fresh(), Rhythm({timeout}))"
-    )
-    with listen(ADDRESS, 0) as listener:
-        listener.settimeout(SECONDS)
-        command = [sys.executable, "-c", program, str(listener.getsockname()[1])]
-        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as role:
-            with listener.accept()[0] as connection:
-                waiting = psutil.Process(role.pid)
-                assert eventually(lambda: waiting.status() == psutil.STATUS_SLEEPING, SECONDS)
-                role.send_signal(signal.SIGSTOP)
-                time.sleep(1.1 * timeout)
-                role.send_signal(signal.SIGCONT)
-                time.sleep(0.1 * timeout)
-                connection.sendall(GREETING + bytes(KEY_BYTES + PROOF_BYTES))
-                _, said = role.communicate(timeout=SECONDS)
-    assert "has another secret" in said

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from hybrid.errors import ClusterError
 from hybrid.trust.secret import Secret
-from workers.joining.channel import LARGEST_FRAME, ChannelError, KeyPair, Seal, sealed_length
+from workers.joining.channel import LARGEST_FRAME, Channel, ChannelError, KeyPair, Seal, sealed_length
+from workers.joining.rhythm import Rhythm
 
 PUBLIC_KEYS, AGREED = os.urandom(64), os.urandom(32)
 HEADER = 4
@@ -86,3 +90,79 @@ def test_what_is_no_public_key_is_not_agreed_with(public: bytes) -> None:
     """With points of small order everybody comes to zeros, which everybody knows."""
     with pytest.raises(ChannelError, match="no public key"):
         KeyPair().agree(public)
+
+
+class Wire:
+    """A role's socket with a clock of its own, which goes on while somebody waits.
+
+    Attributes:
+        now: on the clock.
+        said: each time that somebody waits, how long he was stopped before, and what is there then.
+        waited: how long somebody has waited.
+        role, master: how frames are sealed by each side.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.waited = 0.0
+        self.said: Iterator[tuple[float, bytes]] = iter(())
+        self.role, self.master = pair()
+
+    def setsockopt(self, *_: int) -> None: ...
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0, "this would not even look"
+        self._timeout = seconds
+
+    def recv(self, count: int) -> bytes:
+        stopped, message = next(self.said, (0.0, b""))
+        self.now += stopped
+        if not message:
+            self._wait()
+        return message
+
+    def sendall(self, frame: bytes) -> None:
+        self._wait()
+
+    def close(self) -> None: ...
+
+    def _wait(self) -> None:
+        self.now += self._timeout
+        self.waited += self._timeout
+        raise TimeoutError
+
+
+RHYTHM = Rhythm(7.0)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """What the next connection goes over, whose other side is trusted."""
+    wire = Wire()
+    monkeypatch.setattr("workers.joining.channel.socket.create_connection", lambda *_, **__: wire)
+    monkeypatch.setattr("workers.joining.channel.time", SimpleNamespace(monotonic=lambda: wire.now))
+    monkeypatch.setattr(Channel, "_shake_hands", lambda *_: wire.role)
+    return wire
+
+
+def connected() -> Channel:
+    return Channel("", 0, Secret.fresh(), RHYTHM)
+
+
+@pytest.mark.parametrize("due_seconds", [0.0, 3.0, -1.0])
+def test_a_master_is_waited_for_as_long_as_the_rhythm_says(wire: Wire, due_seconds: float) -> None:
+    with pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life for 7 s"):
+        connected().receive(due_seconds)
+    assert wire.waited == pytest.approx(7.0 + due_seconds, abs=1e-2)
+
+
+def test_one_who_takes_no_message_is_waited_for_as_long(wire: Wire) -> None:
+    with pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life for 7 s"):
+        connected().send(b"alive")
+    assert wire.waited == 7.0
+
+
+def test_a_role_that_was_stopped_itself_waits_anew(wire: Wire) -> None:
+    """Master and role were stopped, as by a pause of their host, and the master goes on a little later."""
+    frame = wire.master.seal([b"go on"])
+    wire.said = iter([(3600.0, b""), (0.0, b""), (3600.0, frame[:2]), (3600.0, frame[2:])])
+    assert connected().receive() == [b"go on"]

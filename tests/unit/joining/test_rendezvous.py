@@ -221,6 +221,7 @@ def test_a_role_does_not_take_a_stranger_for_its_master(
     said: bytes, error: type[Exception], words: str
 ) -> None:
     with listen(ADDRESS, 0) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(SECONDS)
         role = pool.submit(Channel, ADDRESS, listener.getsockname()[1], Secret.fresh(), RHYTHM)
         with listener.accept()[0] as connection:
             connection.sendall(said)

@@ -139,10 +139,8 @@ def test_a_master_that_is_frozen_is_said_to_be(through: str) -> None:
         asked = store if through == "Python" else dist.PrefixStore("within", store)
         assert asked.add("number", 1) == 1
         with opened.frozen():
-            began = time.monotonic()
             with pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life for 0.3 s \("):
                 asked.add("number", 1)
-            assert 0.9 * FROZEN_SECONDS < time.monotonic() - began < SECONDS
             with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
                 asked.check(["number"])
         assert asked.check(["number"])
@@ -156,7 +154,7 @@ def test_a_long_wait_is_no_silence_of_the_master_until_it_is_over() -> None:
         began = time.monotonic()
         with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen"):
             store.wait(["never"], longer)
-        assert 2.9 * FROZEN_SECONDS < time.monotonic() - began < 8 * FROZEN_SECONDS
+        assert time.monotonic() - began > 2.9 * FROZEN_SECONDS
         assert not store.check(["never"])
 
 

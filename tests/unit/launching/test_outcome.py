@@ -1,4 +1,4 @@
-"""How a role's process ended, which failure came first, and what the kernel says of memory."""
+"""How a role's process ended, and which failure came first."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrid import errors, wire
-from hybrid.topology import MASTER, Role, RoleKind
-from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
-from workers.launching.description import describe
+from hybrid.topology import Role, RoleKind
 from workers.launching.oom import oom_kills
 from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
-from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER, 0)
 
@@ -125,83 +121,3 @@ def test_the_first_failure_is_the_one_that_is_no_echo() -> None:
         *((Cause.KILLED, 4), (Cause.KILLED, 5), (Cause.STOPPED, 6), (Cause.LOST, 2), (Cause.EXCEPTION, 3)),
         *((Cause.ECHO, 1), (Cause.SILENT, 0)),
     ]
-
-
-def remote(kind: str, is_users: bool) -> wire.RemoteError:
-    return wire.RemoteError(WORKER, wire.Failure("bad", kind, is_users, "host", not is_users))
-
-
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (errors.ConfigError("train.epochs", "is bad"), Cause.REFUSED),
-        (errors.CheckpointError("altered"), Cause.REFUSED),
-        (remote("DataError", True), Cause.REFUSED),
-        (remote("NonFiniteError", True), Cause.REFUSED),
-        (remote("ClusterError", True), Cause.LOST),
-        (remote("KeyError", False), Cause.EXCEPTION),
-        (UnexpectedError(remote("KeyError", False), "at step 3"), Cause.EXCEPTION),
-        (errors.ClusterError("missing after 60 s"), Cause.LOST),
-        (wire.LostError(WORKER, "no answer"), Cause.LOST),
-        (LostRoleError("worker 0 is frozen"), Cause.LOST),
-        (StoppedError("stopped by the master"), Cause.ECHO),
-        (EndedRoleError("worker 0 has ended: KeyError"), Cause.ECHO),
-        (KeyError("x"), Cause.EXCEPTION),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.value,
-)
-def test_a_role_tells_what_kind_of_error_ends_it(error: Exception, cause: Cause) -> None:
-    assert describe(MASTER, error).cause is cause
-
-
-def test_a_role_tells_its_error_in_one_line() -> None:
-    assert describe(MASTER, KeyError("x")).message == "master: KeyError: 'x'"
-    assert describe(MASTER, errors.DataError("one\n  two")).message == "one two"
-
-
-@pytest.mark.parametrize(
-    ("error", "role"),
-    [
-        (remote("KeyError", False), WORKER),
-        (UnexpectedError(remote("KeyError", False), "at step 3"), WORKER),
-        (remote("ConfigError", True), None),
-        (errors.ConfigError("train.epochs", "is bad"), None),
-        (KeyError("x"), MASTER),
-    ],
-)
-def test_it_says_whose_log_has_the_stack(error: Exception, role: Role | None) -> None:
-    assert describe(MASTER, error).logged_by == role
-
-
-GROUPS: list[tuple[str, dict[str, str], int]] = [
-    (
-        "version 2",
-        {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.events": "oom 9\noom_kill 3\n"},
-        3,
-    ),
-    (
-        "version 1",
-        {
-            "proc/self/cgroup": "5:cpu,cpuacct:/job\n4:memory:/job\n0::/\n",
-            "sys/fs/cgroup/memory/job/memory.oom_control": "under_oom 0\noom_kill 2\n",
-            "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 7\n",
-        },
-        2,
-    ),
-    (
-        "seen from inside a container",
-        {"proc/self/cgroup": "0::/../../job\n", "sys/fs/cgroup/memory.events": "oom_kill 5\n"},
-        5,
-    ),
-    ("of the machine", {"proc/vmstat": "oom_kill 6\n"}, 6),
-    ("nowhere", {}, 0),
-]
-
-
-@pytest.mark.parametrize(("files", "kills"), [case[1:] for case in GROUPS], ids=[case[0] for case in GROUPS])
-def test_the_kernels_count_is_read_where_it_is(files: dict[str, str], kills: int, tmp_path: Path) -> None:
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert oom_kills(tmp_path) == kills

@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.shards import (
-    PATIENCE_SECONDS,
-    cluster,
-    prefetch,
-    specs,
-    train,
-)
+from support.shards import PATIENCE_SECONDS, cluster, prefetch, specs, train
 from torch import Tensor
 
 from hybrid.checkpoint.files import shard_file
@@ -59,6 +53,14 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint_bit_for_bit(
     first.train(4, 3)
     second.train(4, 3)
     assert_same_bits(second.whole(), first.whole())
+
+
+def test_initial_rows_do_not_depend_on_the_placement(stack: ExitStack) -> None:
+    first, *others = (
+        cluster(stack, specs(p), w).whole() for p, w in (("table", 1), ("table", 3), ("row", 3))
+    )
+    for other in others:
+        assert_same_bits(first, other)
 
 
 def test_saving_waits_for_the_update_under_way(

@@ -1,0 +1,40 @@
+"""The files of a checkpoint: their names, and that they are as large as they were."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from support.checkpoints import SHARDS, write_checkpoint
+
+from hybrid.checkpoint.files import DENSE_FILE, shard_file
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.errors import CheckpointError
+
+
+def test_a_table_name_need_not_be_a_file_name(tmp_path: Path) -> None:
+    name = shard_file("../weird name/é", 0, 1)
+    assert Path(name).parent == Path("tables")
+    assert (tmp_path / name).resolve() == tmp_path / name
+
+
+@pytest.mark.parametrize("name", [DENSE_FILE, SHARDS[1]])
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "a folder"])
+def test_files_of_another_size_are_seen_when_the_checkpoint_is_opened(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    path = folder / name
+    if damage == "truncated":
+        os.truncate(path, path.stat().st_size - 1)
+    elif damage == "longer":
+        path.write_bytes(path.read_bytes() + b"\0")
+    else:
+        path.unlink()
+        if damage == "a folder":
+            path.mkdir()
+    with pytest.raises(
+        CheckpointError, match=f"^{path}: missing or altered since the checkpoint was written$"
+    ):
+        Checkpoint.open(folder)

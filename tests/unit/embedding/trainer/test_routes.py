@@ -1,0 +1,248 @@
+"""Where ids go and how answers become vectors, against plain torch, with the tables in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import pytest
+import torch
+from support.shards import Cluster, cluster, is_alone_in_memory
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.embedding.bags import Item
+from hybrid.embedding.placement import place
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.routes import BatchIds, make_routes
+from hybrid.errors import DataError
+from hybrid.steps.ticket import Purpose, Ticket
+
+DTYPE = torch.float64
+SIZE, ROWS = 4, 9
+SGD = OptimizerSpec("sgd", 0.5)
+TRAINING = pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
+PLACED = pytest.mark.parametrize(
+    ("placement", "workers"), [("table", 1), ("table", 3), ("row", 2), ("row", 3)]
+)
+
+
+def table(name: str, dim: int, worker: int | None, pooling: Pooling = Pooling.SUM) -> TableSpec:
+    """A whole table on one worker, or split over all."""
+    where = {"placement": "row"} if worker is None else {"workers": (worker,)}
+    features = ("s0", "s1") if name == "s" else (name,)
+    return TableSpec(name, ROWS, dim, pooling, features, SGD, 1.0, **where)
+
+
+# Both widths on both workers, one of each kind that is split, and one that two features share.
+A, B, C, D, M, S = TABLES = [
+    table("a", 2, 0),
+    table("b", 3, 1),
+    table("c", 2, 1),
+    table("d", 2, None),
+    table("m", 3, None),
+    table("s", 2, 0),
+]
+MULTI_HOT = ("m", "s1")
+FEATURES = ("a", "b", "c", "d", "m", "s0", "s1")
+# Each feature first and last once, and beside others.
+ORDERS = [FEATURES[k:] + FEATURES[:k] for k in range(len(FEATURES))]
+ORDERS += [FEATURES[::-1], ("a", "c", "s0", "b", "m", "s1", "d"), ("s1", "a", "m", "c", "d", "b", "s0")]
+
+
+def random_bags(each: Cluster, size: int = SIZE, seed: int = 5) -> list[list[list[int]]]:
+    """By feature and sample; every fourth bag of a feature that may is empty."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [[b % 4 if f.multi_hot else 1 for b in range(size)] for f in each.features]
+    rows = [table.num_rows for table in each.table_of_feature]
+    return [
+        [torch.randint(0, n, (length,), generator=generator).tolist() for length in of_feature]
+        for n, of_feature in zip(rows, lengths, strict=True)
+    ]
+
+
+def plain_vectors(each: Cluster, sparse: SparseFeatures, rows: dict[str, Tensor]) -> Tensor:
+    """The features' vectors side by side, by torch's own ``embedding_bag`` on whole tables."""
+    offsets = torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets.long()
+    size, columns = sparse.batch_size, []
+    for k, table in enumerate(each.table_of_feature):
+        bounds = offsets[k * size : (k + 1) * size + 1]
+        of_feature = slice(int(bounds[0]), int(bounds[-1]))
+        columns.append(
+            torch.nn.functional.embedding_bag(
+                sparse.ids_L[of_feature].long(),
+                rows[f"{table.name}.weight"],
+                bounds - bounds[0],
+                mode=table.pooling.value,
+                per_sample_weights=None if sparse.weights_L is None else sparse.weights_L[of_feature],
+                include_last_offset=True,
+            )
+        )
+    return torch.cat(columns, dim=1)
+
+
+def check_step(
+    each: Cluster, sparse: SparseFeatures, purpose: Purpose = Purpose.TRAIN, step: int = 0
+) -> None:
+    """Vectors, and rows after a step of SGD, are those of plain torch."""
+    before = {name: rows_RD.requires_grad_() for name, rows_RD in each.whole().items()}
+    expected_BE = plain_vectors(each, sparse, before)
+    pooled_BE = each.embeddings.lookup(sparse, Ticket(0, step, step, 0, purpose)).wait()
+    torch.testing.assert_close(pooled_BE, expected_BE, rtol=1e-12, atol=1e-12)
+    grad_BE = torch.randn(pooled_BE.shape, dtype=DTYPE, generator=torch.Generator().manual_seed(6))
+    pooled_BE.backward(grad_BE)
+    expected_BE.backward(grad_BE)
+    each.drain()
+    for name, rows_RD in each.whole().items():
+        grad_RD = before[name].grad
+        assert grad_RD is not None
+        moved_RD = before[name].detach() - rows_RD
+        torch.testing.assert_close(moved_RD, SGD.learning_rate * grad_RD, rtol=1e-12, atol=1e-12)
+
+
+@TRAINING
+@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+def test_each_feature_has_its_columns_forward_and_backward(
+    stack: ExitStack, order: Sequence[str], purpose: Purpose
+) -> None:
+    each = cluster(stack, TABLES, 2, dtype=DTYPE, multi_hot=MULTI_HOT, order=order)
+    check_step(each, SparseFeatures.from_bags(random_bags(each)), purpose)
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@PLACED
+def test_bags_pool_wherever_their_rows_are(
+    stack: ExitStack, placement: str, workers: int, pooling: Pooling
+) -> None:
+    tables = [dataclasses.replace(table(n, 3, None, pooling), placement=placement) for n in ("a", "b")]
+    each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b"))
+    for step in range(3):
+        check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
+
+
+@pytest.mark.parametrize("has_bags", [True, False], ids=["bags", "one id"])
+@PLACED
+def test_weights_count(stack: ExitStack, placement: str, workers: int, has_bags: bool) -> None:
+    tables = [dataclasses.replace(table(n, 3, None), placement=placement) for n in ("a", "b")]
+    each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b") if has_bags else ())
+    sparse = SparseFeatures.from_bags(random_bags(each))
+    weights_L = torch.linspace(-1, 2, len(sparse.ids_L), dtype=DTYPE)
+    check_step(each, sparse._replace(weights_L=weights_L, offsets=sparse.offsets if has_bags else None))
+
+
+def test_an_empty_batch_takes_part_in_the_step(stack: ExitStack) -> None:
+    each = cluster(stack, [A, B], 2, dtype=DTYPE)
+    none = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 2)
+    for step, sparse in enumerate((none, SparseFeatures(torch.arange(6), None, None, 2), none)):
+        check_step(each, sparse, step=step)
+
+
+@pytest.mark.parametrize("only", [A, M, S], ids=["one id", "split bags", "shared"])
+def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec) -> None:
+    each = cluster(stack, [dataclasses.replace(only, num_rows=1)], 2, dtype=DTYPE, multi_hot=MULTI_HOT)
+    check_step(each, SparseFeatures.from_bags(random_bags(each)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_of_any_integers_and_lie_apart(stack: ExitStack, dtype: torch.dtype) -> None:
+    """What callers bring of their own is not always contiguous."""
+    each = cluster(stack, TABLES, 2, dtype=DTYPE, multi_hot=MULTI_HOT)
+    sparse = SparseFeatures.from_bags(random_bags(each))
+    assert sparse.offsets is not None
+    apart = sparse._replace(
+        ids_L=torch.stack([sparse.ids_L, -sparse.ids_L], 1).to(dtype)[:, 0],
+        offsets=torch.stack([sparse.offsets, sparse.offsets], 1).to(dtype)[:, 0],
+    )
+    assert not apart.ids_L.is_contiguous()
+    check_step(each, apart)
+
+
+def asked(
+    tables: Sequence[TableSpec], bags: list[list[list[int]]], multi_hot: Sequence[bool]
+) -> list[list[Item]]:
+    """What each of two workers is asked for; ``tables`` has the table of each feature."""
+    items: dict[int, list[Item]] = {0: [], 1: []}
+    ids = BatchIds(SparseFeatures.from_bags(bags))
+    features = range(len(tables))
+    placement = place(list(dict.fromkeys(tables)), 2)
+    rows = [k for k in features if not multi_hot[k]]
+    for route in make_routes(rows, [k for k in features if multi_hot[k]], tables, placement):
+        route.start(ids, items)
+    return [items[0], items[1]]
+
+
+@pytest.mark.parametrize("multi_hot", [False, True])
+@pytest.mark.parametrize(("placement", "ids_dtype"), [("table", torch.int64), ("row", torch.int32)])
+def test_tables_may_have_more_rows_than_32_bits_count(
+    placement: str, ids_dtype: torch.dtype, multi_hot: bool
+) -> None:
+    """Ids travel as 32 bits where the rows of each worker are few enough; their addresses never wrap."""
+    num_rows = 3 * 2**30
+    large = TableSpec("large", num_rows, 2, Pooling.SUM, ("large",), SGD, 1.0, placement, (0, 1))
+    small = TableSpec("small", 5, 2, Pooling.SUM, ("small",), SGD, 1.0, "table", (1,))
+    ids = [num_rows - 1, 0, num_rows - 2, 2**31]
+    items = asked([large, small], [[[i] for i in ids], [[4], [0], [4], [1]]], [multi_hot] * 2)
+    found = [[(bags.ids_L.dtype, set(bags.ids_L.tolist())) for _, bags in of_worker] for of_worker in items]
+    if placement == "table":
+        assert found == [[(ids_dtype, set(ids))], [(torch.int32, {0, 1, 4})]]
+    else:
+        half = num_rows // 2
+        rows = [{0, half - 1, 2**30}, {half - 1, half, half + 1, half + 4}]
+        assert {dtype for of_worker in found for dtype, _ in of_worker} == {ids_dtype}
+        assert [set().union(*(ids for _, ids in of_worker)) for of_worker in found] == rows
+
+
+def test_items_leave_in_no_view_of_more() -> None:
+    generator = torch.Generator().manual_seed(5)
+    items: list[Item] = []
+    largest_and_mean = [table("m", 3, None, Pooling.MAX), table("b", 3, 0, Pooling.MEAN)]
+    for tables, multi_hot in (
+        ([*TABLES, S], [*[False] * 4, True, False, True]),
+        (largest_and_mean, [True] * 2),
+    ):
+        lengths = [[b % 3 if many else 1 for b in range(SIZE)] for many in multi_hot]
+        bags = [
+            [torch.randint(0, ROWS, (n,), generator=generator).tolist() for n in each] for each in lengths
+        ]
+        for of_worker in asked(tables, bags, multi_hot):
+            items += of_worker
+    tensors = [part for _, bags in items for part in bags if isinstance(part, Tensor)]
+    assert len(tensors) > 10
+    assert all(map(is_alone_in_memory, tensors))
+    assert {each.dtype for each in tensors if not each.is_floating_point()} == {torch.int32}
+
+
+def test_a_worker_is_asked_only_for_groups_that_hold_a_table_of_the_features() -> None:
+    """An empty item would make it merge the group as if it were read in two ways."""
+    items = asked([A, C], [[[1], [2]], [[3, 4], [5]]], [False, True])
+    assert [len(of_worker) for of_worker in items] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [[0, 5, 2, 3], [0, 1, 2, 10**6], [0, 3_000_000, 2, 3], [1, 2, 3, 3], [0, 1, 1, 2], [0, -1, 2, 3]],
+    ids=str,
+)
+def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -> None:
+    """Compiled loops would read and write what lies beyond."""
+    sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
+    with pytest.raises(
+        DataError, match=r"^the offsets of a batch must rise from 0 to 3, the number of its ids$"
+    ):
+        BatchIds(sparse)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "weights_L", "message"),
+    [
+        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights of 3 ids"),
+        (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids"),
+        (None, None, "a batch of 2 sparse features has 3 bags of ids"),
+    ],
+)
+def test_bags_and_weights_are_those_of_the_ids(
+    offsets: Tensor | None, weights_L: Tensor | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{message}$"):
+        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), offsets, weights_L, 2))

@@ -1,0 +1,70 @@
+"""How a trainer's data end, while others go on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid.batch import Batch
+from hybrid.training.evened import evened
+
+
+class Others:
+    """A process group whose other trainers have batches of ``sizes``, each a list of them or a stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sizes: list[list[int]], are_lists: bool) -> None:
+        self._sizes = sizes
+        self._are_lists = are_lists
+        self._step = itertools.count()
+        self.num_calls = 0
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, group: Others) -> None:
+        assert group is self
+        self.num_calls += 1
+        if operation == dist.ReduceOp.MAX:
+            lengths = [len(sizes) if self._are_lists else 1 << 60 for sizes in self._sizes]
+            self._meet_at_once = max(tensor.item(), *lengths, 0) < 1 << 60
+            tensor.fill_(max(tensor.item(), *lengths, 0))
+        elif self._meet_at_once:
+            for sizes in self._sizes:
+                tensor[: len(sizes)] += torch.tensor(sizes, dtype=torch.int64)
+        else:
+            step = next(self._step)
+            going_on = [sizes[step] for sizes in self._sizes if step < len(sizes)]
+            tensor += torch.tensor([len(going_on), sum(going_on)])
+
+
+@pytest.mark.parametrize("are_lists", [False, True])
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [
+        ([2, 2], [[2, 2]], [(2, 4, False), (2, 4, False)]),
+        ([3, 1], [[2, 4], [5]], [(3, 10, False), (1, 5, False)]),
+        ([2], [[2, 3, 1]], [(2, 4, False), (0, 3, True), (0, 1, True)]),
+        ([], [[2]], [(0, 2, True)]),
+        ([2], [[]], [(2, 2, False)]),
+        ([0], [[4]], [(0, 4, False)]),  # no samples, but not its end
+        ([0, 2], [[0, 3]], [(0, 0, False), (2, 5, False)]),  # nor that of all
+        ([], [[]], []),
+    ],
+)
+def test_batches_are_evened_to_the_end_of_all_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[int],
+    others: list[list[int]],
+    expected: list[tuple[int, int, bool]],
+    is_list: bool,
+    are_lists: bool,
+) -> None:
+    each = Others(monkeypatch, others, are_lists)
+    batches = [Batch.empty(1, 1)._replace(labels=torch.ones(size)) for size in own]
+    own_batches = batches if is_list else iter(batches)
+    made = list(evened(own_batches, Batch.empty(1, 1), cast(dist.ProcessGroup, each), torch.device("cpu")))
+    assert [(len(b.labels), b.global_size, b.ended) for b in made] == expected
+    assert each.num_calls == (2 if is_list and are_lists else len(expected) + 2)
