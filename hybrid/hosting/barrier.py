@@ -127,14 +127,14 @@ class UpdateBarrier(Generic[Contribution]):
         return waiting.future
 
     def contribute(
-        self, ticket: Ticket, contribution: Contribution, read_at: int, *, helps: bool = False
+        self, ticket: Ticket, contribution: Contribution, read_at: int, *, updates_here: bool = False
     ) -> None:
         """Hand in a trainer's gradients of a step. The update follows in the background.
 
         Args:
             read_at: how many updates the rows had seen that the gradients were computed with.
-            helps: where these gradients complete an update, make it before this returns. To wake another
-                thread for that costs more than a small update, and the caller has to wait for it anyway.
+            updates_here: where these gradients complete an update, make it in this thread. To wake another
+                for that costs more than a small update, and the caller has to wait for it anyway.
 
         Raises:
             ClusterError: the barrier has failed, or the trainer has sent this part of the step, or its
@@ -155,7 +155,7 @@ class UpdateBarrier(Generic[Contribution]):
                 self._shares[step, trainer] = share
             share.parts[ticket.part] = contribution
             share.read_at = min(share.read_at, read_at)
-            taken = self._take() if helps and not self._rules.decided else None
+            taken = self._take() if updates_here and not self._rules.decided else None
             if taken is None:
                 self._changed.notify_all()
         if taken is not None:

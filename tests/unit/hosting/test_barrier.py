@@ -261,11 +261,11 @@ class TestAsync:
         with barrier(2, applied.append, UpdateMode.ASYNC) as each:
             for step in (0, 1):
                 answer(ahead(each, 0, step, nothing))
-            give(each, 0, 1, helps=True)
+            give(each, 0, 1, updates_here=True)
             seen = when(each, 2, lambda: list(applied))
             assert not is_done(seen)
-            give(each, 1, 0, helps=True)
-            give(each, 0, 0, followed=True, helps=True)
+            give(each, 1, 0, updates_here=True)
+            give(each, 0, 0, followed=True, updates_here=True)
             assert answer(seen) == [["t1s0"], ["t0s0", "t0s1"]]
             each.drain()
             assert not each._served
@@ -273,14 +273,14 @@ class TestAsync:
     def test_a_trainer_goes_on_after_steps_without_it(self) -> None:
         applied: Applied = []
         with barrier(2, applied.append, UpdateMode.ASYNC) as each:
-            give(each, 0, 0, helps=True)
+            give(each, 0, 0, updates_here=True)
             for first, again in ((1, 3), (4, 6)):
                 each.finish(0, first)
                 answer(when(each, again, nothing))  # of its own, nothing is missing
                 each.rejoin(0, again)
                 later = when(each, again + 1, nothing)
                 assert not is_done(later)
-                give(each, 0, again, helps=True)
+                give(each, 0, again, updates_here=True)
                 answer(later)
         assert applied == [["t0s0"], ["t0s3"], ["t0s6"]]
 
