@@ -47,7 +47,7 @@ class TestSync:
         applied: Applied = []
         with barrier(2, applied.append, parts=2) as each:
             for number, (trainer, part) in enumerate(order):
-                assert (each.version, len(each._shares)) == (0, len({t for t, _ in order[:number]}))
+                assert (each.version, len(each._ledger._entries)) == (0, len({t for t, _ in order[:number]}))
                 give(each, trainer, 0, f"t{trainer}p{part}", part=part)
             answer(when(each, 1, nothing))
         assert applied == [["t0p0", "t0p1", "t1p0", "t1p1"]]
@@ -219,7 +219,7 @@ class TestPipelined:
             for seen in pool.map(train, range(num_trainers)):
                 assert seen == expected
             each.drain()
-            assert not each._served
+            assert not each._ledger._served
         assert applied == [[f"t{t}p{p}" for t in range(num_trainers) for p in range(parts)]] * num_steps
 
 
@@ -268,7 +268,7 @@ class TestAsync:
             give(each, 0, 0, followed=True, updates_here=True)
             assert answer(seen) == [["t1s0"], ["t0s0", "t0s1"]]
             each.drain()
-            assert not each._served
+            assert not each._ledger._served
 
     def test_a_trainer_goes_on_after_steps_without_it(self) -> None:
         applied: Applied = []

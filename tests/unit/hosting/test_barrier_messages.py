@@ -120,7 +120,7 @@ def test_everything_is_answered_and_applied_in_whatever_order_it_arrives(
                 answer(each.when(Ticket(index, end, end, purpose=Purpose.PREDICT), nothing))
             first = end
         each.drain()
-        assert not each._served
+        assert not each._ledger._served
     for index in range(NUM_TRAINERS):
         own = [share for update in applied for share in update if share.startswith(f"t{index}")]
         assert own == expected[index]
