@@ -6,35 +6,26 @@ Synchronous::
     trainer 1   lookup(step 7) ───── backward: gradients ─────────┤            ├─ lookup(step 8) answered
     worker                                          all are in: one update ────┘
 
-A lookup names how many updates it must see; until then it waits as a future and holds no thread.
-Gradients of a step meet in trainer order, whatever order they arrived in.
-
-Pipelined, a trainer looks up step 8 with the gradients of step 6, so those rows lack the update of step 7.
-That update waits until the lookups that it follows are answered: every lookup sees exactly the updates it
-asked for, never more, and the result does not depend on who was quick.
-
-Asynchronous, whatever trainers have handed in is applied as soon as the update before is, the steps of each
-trainer in their order, even where one message overtakes another; a lookup waits only for its own trainer's
-gradients.
+A lookup names how many updates it must see; until then it waits as a future and holds no thread. What an
+update waits for, in this mode and the others, the ``ledger`` says.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import chain
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hybrid.answer import Answer
 from hybrid.clock import Flow, OpenSpan, StepClock
 from hybrid.errors import ClusterError
-from hybrid.hosting.attendance import Attendance
-from hybrid.steps.rules import Staleness, UpdateMode, UpdateRules
+from hybrid.hosting.ledger import Contribution, Ledger
+from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 
-Contribution = TypeVar("Contribution")
 Result = TypeVar("Result")
 
 _MAX_LOOKUP_THREADS = 4
@@ -48,22 +39,11 @@ class Update(Protocol):
     def apply(self, scale: float) -> None: ...
 
 
-@dataclass(slots=True)
-class _Waiting(Generic[Result]):
+class _Waiting(NamedTuple):
     ticket: Ticket
-    work: Callable[[], Result]
-    future: Answer[Result]
-    span: OpenSpan | None = None
-
-
-@dataclass(slots=True)
-class _Share(Generic[Contribution]):
-    """What one trainer has handed in for one step, by part."""
-
-    followed: bool
-    arrived_at: float
-    parts: dict[int, Contribution] = field(default_factory=dict)
-    read_at: int = 0  # the fewest updates that any part's rows had seen
+    work: Callable[[], object]
+    future: Answer[Any]
+    span: OpenSpan | None
 
 
 class UpdateBarrier(Generic[Contribution]):
@@ -85,14 +65,10 @@ class UpdateBarrier(Generic[Contribution]):
         self._clock = clock or StepClock()
         self._rules = rules
         self._merge = merge
-        self._version = 0
-        self._shares: dict[tuple[int, int], _Share[Contribution]] = {}  # by step and trainer
-        self._applying: list[tuple[int, int]] = []
-        self._attendance = Attendance(rules.num_trainers)
-        self._served: dict[tuple[int, int], int] = {}  # answered lookups by step and trainer
-        self._waiting: list[_Waiting[object]] = []
+        self._ledger = Ledger[Contribution](rules)
+        self._waiting: list[_Waiting] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
-        self._norm_waiting: list[tuple[int, Answer[float]]] = []
+        self._norm_waiting: dict[int, list[Answer[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}
         self._staleness = Staleness()
         self._failure: Exception | None = None
@@ -105,57 +81,42 @@ class UpdateBarrier(Generic[Contribution]):
     @property
     def version(self) -> int:
         """How many updates have been applied; a skipped step counts as one."""
-        return self._version
+        return self._ledger.version
 
     def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Answer[Result]:
-        """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are.
-
-        In async mode the ticket's version counts the steps of its own trainer: all those must be applied, so
-        that it sees its own updates and cannot run ahead of them.
-        """
-        waiting = _Waiting(ticket, work, Answer())
+        """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are."""
+        future: Answer[Result] = Answer()
         with self._changed:
             if self._failure is not None:
-                waiting.future.set_exception(self._failure)
-                return waiting.future
-            if not self._is_ready(ticket):
-                if ticket.purpose is not Purpose.PREDICT:
-                    waiting.span = self._clock.begin("wait", ticket.step, flow=flow)
-                self._waiting.append(waiting)  # type: ignore[arg-type]  # results are opaque here
-                return waiting.future
-        self._answer(waiting)
-        return waiting.future
+                future.set_exception(self._failure)
+                return future
+            if not self._ledger.is_ready(ticket):
+                is_timed = ticket.purpose is not Purpose.PREDICT
+                span = self._clock.begin("wait", ticket.step, flow=flow) if is_timed else None
+                self._waiting.append(_Waiting(ticket, work, future, span))
+                return future
+        self._answer(ticket, work, future)
+        return future
 
     def contribute(
-        self, ticket: Ticket, contribution: Contribution, read_at: int, *, helps: bool = False
+        self, ticket: Ticket, contribution: Contribution, read_at: int, *, updates_here: bool = False
     ) -> None:
         """Hand in a trainer's gradients of a step. The update follows in the background.
 
         Args:
             read_at: how many updates the rows had seen that the gradients were computed with.
-            helps: where these gradients complete an update, make it before this returns. To wake another
-                thread for that costs more than a small update, and the caller has to wait for it anyway.
+            updates_here: where these gradients complete an update, make it in this thread. To wake another
+                for that costs more than a small update, and the caller has to wait for it anyway.
 
         Raises:
             ClusterError: the barrier has failed, or the trainer has sent this part of the step, or its
                 end, already.
         """
-        trainer, step = ticket.trainer, ticket.step
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            if not self._attendance.takes_part(trainer, step):
-                raise ClusterError(f"trainer {trainer} sent gradients of step {step} after its end")
-            share = self._shares.get((step, trainer))
-            is_past = self._attendance.is_applied(trainer, step) or (step, trainer) in self._applying
-            if is_past or (share and ticket.part in share.parts):
-                raise ClusterError(f"trainer {trainer} sent gradients of step {step} twice")
-            if share is None:
-                share = _Share(ticket.followed, time.monotonic(), read_at=read_at)
-                self._shares[step, trainer] = share
-            share.parts[ticket.part] = contribution
-            share.read_at = min(share.read_at, read_at)
-            taken = self._take() if helps and not self._rules.decided else None
+            self._ledger.enter(ticket, contribution, read_at, time.monotonic())
+            taken = self._ledger.begin_update() if updates_here and not self._rules.decided else None
             if taken is None:
                 self._changed.notify_all()
         if taken is not None:
@@ -167,12 +128,11 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             if self._failure is not None:
                 future.set_exception(self._failure)
-                return future
-            if self._norm is None or self._norm[0] < step:
-                self._norm_waiting.append((step, future))
-                return future
-            assert self._norm[0] == step, "no trainer is two steps behind another"
-            future.set_result(self._norm[1])
+            elif self._norm is None or self._norm[0] < step:
+                self._norm_waiting.setdefault(step, []).append(future)
+            else:
+                assert self._norm[0] == step, "no trainer is two steps behind another"
+                future.set_result(self._norm[1])
         return future
 
     def decide(self, step: int, scale: float | None) -> None:
@@ -184,13 +144,13 @@ class UpdateBarrier(Generic[Contribution]):
     def finish(self, trainer: int, step: int) -> None:
         """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
         with self._changed:
-            self._attendance.finish(trainer, step)
+            self._ledger.finish(trainer, step)
             self._changed.notify_all()
 
     def rejoin(self, trainer: int, step: int) -> None:
         """Expect a trainer that had finished again, from ``step`` on; earlier ones may still be under way."""
         with self._changed:
-            self._attendance.rejoin(trainer, step)
+            self._ledger.rejoin(trainer, step)
 
     def fail(self, reason: str) -> None:
         """Let everybody who waits here, now and later, know that the run has failed elsewhere."""
@@ -210,23 +170,15 @@ class UpdateBarrier(Generic[Contribution]):
         """
         with self._changed:
             # Twice, so that what the barrier waits for fails first and says what it was.
-            self._changed.wait_for(
-                lambda: self._failure or not (self._shares or self._applying), 2 * self._rules.timeout_seconds
-            )
-            if self._failure is not None:
-                raise self._failure
-            if self._shares or self._applying:
+            if not self._await(lambda: self._ledger.is_settled, timeouts=2):
                 raise ClusterError("gradients are still waiting for their update")
 
     def restart(self, version: int) -> None:
         """Count on from ``version`` updates, as after loading a checkpoint; nothing may be under way."""
         with self._changed:
-            assert not self._shares
-            assert not self._applying
             assert not self._waiting
-            self._version = version
-            self._attendance.restart(version)
-            self._served.clear()
+            assert self._ledger.is_settled
+            self._ledger = Ledger(self._rules, version)
             self._norm = None
 
     def close(self) -> None:
@@ -240,144 +192,75 @@ class UpdateBarrier(Generic[Contribution]):
         # The updater ends the readers: each lookup that an update releases is answered before they end.
         with self._readers:
             try:
-                while (taken := self._next()) is not None:
-                    self._make(*taken)
-                self._fail(ClusterError("the worker is stopping"))
+                while True:
+                    self._make(*self._next())
             except Exception as error:  # handed on to every caller, now and later
                 self._fail(error)
 
-    def _make(self, step: int, shares: list[_Share[Contribution]]) -> None:
+    def _make(self, step: int, contributions: list[Contribution]) -> None:
+        """Make an update; the readers answer the lookups that waited for it."""
         try:
-            self._update(step, shares)
+            with self._clock.span("merge", step):
+                update = self._merge(step, contributions)
+            scale = self._decision(step, update) if self._rules.decided else 1.0
+            if scale is not None:
+                with self._clock.span("apply", step):
+                    update.apply(scale)
         except Exception as error:  # handed on to every caller, now and later
             self._fail(error)
             return
-        self._release()
-
-    def _update(self, step: int, shares: list[_Share[Contribution]]) -> None:
-        contributions = [share.parts[part] for share in shares for part in sorted(share.parts)]
-        with self._clock.span("merge", step):
-            update = self._merge(step, contributions)
-        scale = self._decision(step, update) if self._rules.decided else 1.0
-        if scale is not None:
-            with self._clock.span("apply", step):
-                update.apply(scale)
-        ages = [self._version - share.read_at for share in shares]
         with self._changed:
-            self._staleness += Staleness(len(ages), sum(ages), max(ages))
+            self._staleness += self._ledger.end_update()
+            self._changed.notify_all()
+            ready = [w for w in self._waiting if self._ledger.is_ready(w.ticket)]
+            self._waiting = [w for w in self._waiting if not self._ledger.is_ready(w.ticket)]
+        for waiting in ready:
+            if waiting.span is not None:
+                waiting.span.close()
+            self._readers.submit(self._answer, waiting.ticket, waiting.work, waiting.future)
 
     def _decision(self, step: int, update: Update) -> float | None:
         """Make a step's norm known, and wait for what the trainers make of it."""
         norm = update.squared_norm()
         with self._changed:
             self._norm = (step, norm)
-            answered = [future for of_step, future in self._norm_waiting if of_step == step]
-            self._norm_waiting = [(s, future) for s, future in self._norm_waiting if s != step]
+            answered = self._norm_waiting.pop(step, [])
         for future in answered:
             future.set_result(norm)
         with self._changed:
-            is_decided = self._changed.wait_for(
-                lambda: step in self._decisions or self._failure or self._closed, self._rules.timeout_seconds
-            )
-            if self._failure is not None:
-                raise self._failure
+            is_decided = self._await(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:
                 raise ClusterError(f"step {step}: no decision of trainer 0 (cluster.step_timeout_seconds)")
             return self._decisions.pop(step)
 
-    def _next(self) -> tuple[int, list[_Share[Contribution]]] | None:
-        """Wait for the contributions of the next update; None once closed."""
+    def _next(self) -> tuple[int, list[Contribution]]:
+        """Wait for the contributions of the next update; ClusterError once closed."""
         with self._changed:
-            while not self._closed:
-                if self._failure is not None:
-                    raise self._failure
-                if taken := self._take():
+            while not (self._closed or self._failure):
+                if taken := self._ledger.begin_update():
                     return taken
-                self._changed.wait(self._seconds_left())
+                self._changed.wait(self._ledger.seconds_left(time.monotonic()))
             # An update that another thread makes still needs the readers.
-            self._changed.wait_for(lambda: self._failure or not self._applying, self._rules.timeout_seconds)
-        return None
+            self._await(lambda: not self._ledger.is_updating)
+            raise ClusterError("the worker is stopping")
 
-    def _take(self) -> tuple[int, list[_Share[Contribution]]] | None:
-        """Step and contributions of the next update, now to be made, if it lacks none and is the only one."""
-        if self._applying or not (keys := self._complete()):
-            return None
-        self._applying = keys
-        return keys[0][0], [self._shares.pop(key) for key in keys]
+    def _await(self, is_so: Callable[[], bool], timeouts: int = 1) -> bool:
+        """Let others in until something is so, or time is up: whether it is. Raises what has failed."""
+        seconds = timeouts * self._rules.timeout_seconds
+        is_over = self._changed.wait_for(lambda: self._failure or is_so(), seconds)
+        if self._failure is not None:
+            raise self._failure
+        return bool(is_over)
 
-    def _complete(self) -> list[tuple[int, int]]:
-        """Step and trainer of every share of the next update; none where it lacks something."""
-        if self._rules.mode is UpdateMode.ASYNC:
-            return [key for trainer in range(self._rules.num_trainers) for key in self._whole_of(trainer)]
-        trainers = self._attendance.at(self._version)
-        if not all(self._is_whole(self._version, trainer) for trainer in trainers):
-            return []
-        return [(self._version, trainer) for trainer in trainers]
-
-    def _whole_of(self, trainer: int) -> Iterator[tuple[int, int]]:
-        """Step and trainer of each share of one trainer that can be applied, with those before it."""
-        step = self._attendance.next_step(trainer)
-        while self._is_whole(step, trainer):
-            yield step, trainer
-            step += 1
-
-    def _is_whole(self, step: int, trainer: int) -> bool:
-        """Whether all of a share is in, and the lookups are answered that must not see its update."""
-        share = self._shares.get((step, trainer))
-        if share is None or len(share.parts) < self._rules.parts:
-            return False
-        return not share.followed or self._served.get((step + 1, trainer), 0) >= self._rules.parts
-
-    def _is_ready(self, ticket: Ticket) -> bool:
-        if self._rules.mode is not UpdateMode.ASYNC:
-            return ticket.version <= self._version
-        return ticket.version <= self._attendance.next_step(ticket.trainer)
-
-    def _seconds_left(self) -> float | None:
-        """How long the step under way may still wait for its last trainer; None where no step is."""
-        if self._rules.mode is UpdateMode.ASYNC:
-            return None
-        step = self._version
-        expected = self._attendance.at(step)
-        arrived = [s.arrived_at for t in expected if (s := self._shares.get((step, t)))]
-        if not arrived:
-            return None
-        timeout = self._rules.timeout_seconds
-        left = min(arrived) + timeout - time.monotonic()
-        if left <= 0:
-            missing = [t for t in expected if not self._is_whole(step, t)]
-            raise ClusterError(
-                f"step {step}: no gradients from {', '.join(f'trainer {t}' for t in missing)} "
-                f"for {timeout:g} s (cluster.step_timeout_seconds)"
-            )
-        return left
-
-    def _release(self) -> None:
-        with self._changed:
-            for step, trainer in self._applying:
-                self._served.pop((step, trainer), None)
-                self._attendance.apply(trainer, step)
-            self._version += 1
-            self._applying = []
-            self._changed.notify_all()
-            ready = [w for w in self._waiting if self._is_ready(w.ticket)]
-            self._waiting = [w for w in self._waiting if not self._is_ready(w.ticket)]
-        for waiting in ready:
-            if waiting.span is not None:
-                waiting.span.close()
-            self._readers.submit(self._answer, waiting)
-
-    def _answer(self, waiting: _Waiting[Result]) -> None:
+    def _answer(self, ticket: Ticket, work: Callable[[], Result], future: Answer[Result]) -> None:
         try:
-            waiting.future.set_result(waiting.work())
+            future.set_result(work())
         except Exception as error:  # handed on to whoever waits
-            waiting.future.set_exception(error)
+            future.set_exception(error)
             return
-        ticket = waiting.ticket
         if ticket.purpose is Purpose.PREFETCH:
             with self._changed:
-                key = (ticket.step, ticket.trainer)
-                self._served[key] = self._served.get(key, 0) + 1
+                self._ledger.serve(ticket)
                 self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -385,7 +268,6 @@ class UpdateBarrier(Generic[Contribution]):
             self._failure = self._failure or error
             self._changed.notify_all()
             waiting, self._waiting = self._waiting, []
-            norm_waiting, self._norm_waiting = self._norm_waiting, []
-        failed: list[Answer[Any]] = [*(w.future for w in waiting), *(future for _, future in norm_waiting)]
-        for future in failed:
+            norm_waiting, self._norm_waiting = self._norm_waiting, {}
+        for future in chain((w.future for w in waiting), *norm_waiting.values()):
             future.set_exception(error)

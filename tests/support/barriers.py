@@ -80,10 +80,10 @@ def give(
     *,
     part: int = 0,
     followed: bool = False,
-    helps: bool = False,
+    updates_here: bool = False,
 ) -> None:
     ticket = Ticket(trainer, step, step, part, Purpose.PREFETCH, followed)
-    each.contribute(ticket, contribution or f"t{trainer}s{step}", step, helps=helps)
+    each.contribute(ticket, contribution or f"t{trainer}s{step}", step, updates_here=updates_here)
 
 
 def nothing() -> None:

@@ -223,23 +223,23 @@ class TableShards(Hosted):
             recorded.append((group, bags_then))
         return pooled, recorded
 
-    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, helps: bool = False) -> None:
+    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, updates_here: bool = False) -> None:
         """Take the gradients of a prefetched lookup's vectors, in their order.
 
         Args:
-            helps: see :meth:`UpdateBarrier.contribute`.
+            updates_here: see :meth:`UpdateBarrier.contribute`.
         """
         key = (ticket.trainer, ticket.step, ticket.part)
         if key not in self._prefetched:
             raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
         items, read_at = self._prefetched.pop(key)
-        self.contribute(ticket, items, grads, read_at, helps=helps)
+        self.contribute(ticket, items, grads, read_at, updates_here=updates_here)
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> Future[list[Tensor]]:
         """:meth:`receive`, then :meth:`lookup`: what a trainer that looks ahead sends each step."""
-        self.receive(ticket, grads, helps=True)
+        self.receive(ticket, grads, updates_here=True)
         return self.lookup(next_ticket, items)
 
     def contribute(
@@ -249,12 +249,12 @@ class TableShards(Hosted):
         grads: Sequence[Tensor],
         read_at: int,
         *,
-        helps: bool = False,
+        updates_here: bool = False,
     ) -> None:
         """Hand one trainer's gradients of one lookup to the update barrier.
 
         Args:
-            read_at, helps: see :meth:`UpdateBarrier.contribute`.
+            read_at, updates_here: see :meth:`UpdateBarrier.contribute`.
 
         Raises:
             ClusterError: they are not of the vectors that were looked up.
@@ -269,7 +269,7 @@ class TableShards(Hosted):
             (group, bags, grad.to(self.groups[group].weight_RD.dtype))
             for (group, bags), grad in zip(items, grads, strict=True)
         ]
-        self.barrier.contribute(ticket, gradients, read_at, helps=helps)
+        self.barrier.contribute(ticket, gradients, read_at, updates_here=updates_here)
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows and optimizer state of one shard, as views."""

@@ -47,7 +47,7 @@ class TestSync:
         applied: Applied = []
         with barrier(2, applied.append, parts=2) as each:
             for number, (trainer, part) in enumerate(order):
-                assert (each.version, len(each._shares)) == (0, len({t for t, _ in order[:number]}))
+                assert (each.version, len(each._ledger._entries)) == (0, len({t for t, _ in order[:number]}))
                 give(each, trainer, 0, f"t{trainer}p{part}", part=part)
             answer(when(each, 1, nothing))
         assert applied == [["t0p0", "t0p1", "t1p0", "t1p1"]]
@@ -219,7 +219,7 @@ class TestPipelined:
             for seen in pool.map(train, range(num_trainers)):
                 assert seen == expected
             each.drain()
-            assert not each._served
+            assert not each._ledger._served
         assert applied == [[f"t{t}p{p}" for t in range(num_trainers) for p in range(parts)]] * num_steps
 
 
@@ -261,26 +261,26 @@ class TestAsync:
         with barrier(2, applied.append, UpdateMode.ASYNC) as each:
             for step in (0, 1):
                 answer(ahead(each, 0, step, nothing))
-            give(each, 0, 1, helps=True)
+            give(each, 0, 1, updates_here=True)
             seen = when(each, 2, lambda: list(applied))
             assert not is_done(seen)
-            give(each, 1, 0, helps=True)
-            give(each, 0, 0, followed=True, helps=True)
+            give(each, 1, 0, updates_here=True)
+            give(each, 0, 0, followed=True, updates_here=True)
             assert answer(seen) == [["t1s0"], ["t0s0", "t0s1"]]
             each.drain()
-            assert not each._served
+            assert not each._ledger._served
 
     def test_a_trainer_goes_on_after_steps_without_it(self) -> None:
         applied: Applied = []
         with barrier(2, applied.append, UpdateMode.ASYNC) as each:
-            give(each, 0, 0, helps=True)
+            give(each, 0, 0, updates_here=True)
             for first, again in ((1, 3), (4, 6)):
                 each.finish(0, first)
                 answer(when(each, again, nothing))  # of its own, nothing is missing
                 each.rejoin(0, again)
                 later = when(each, again + 1, nothing)
                 assert not is_done(later)
-                give(each, 0, again, helps=True)
+                give(each, 0, again, updates_here=True)
                 answer(later)
         assert applied == [["t0s0"], ["t0s3"], ["t0s6"]]
 

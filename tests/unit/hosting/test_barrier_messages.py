@@ -70,10 +70,10 @@ class Trainer:
         """A step's gradients, with the lookup of the step after the next, if there is one."""
         lookup = nothing if is_last else self._lookup(step + 2, part)
         contribution = f"t{self._index} s{step:02} p{part}"
-        followed, helps = step + 1 < self._end, self._chance.random() < 0.8
+        followed, here = step + 1 < self._end, self._chance.random() < 0.8
 
         def arrive() -> None:
-            give(self._each, self._index, step, contribution, part=part, followed=followed, helps=helps)
+            give(self._each, self._index, step, contribution, part=part, followed=followed, updates_here=here)
             lookup()
 
         return arrive
@@ -120,7 +120,7 @@ def test_everything_is_answered_and_applied_in_whatever_order_it_arrives(
                 answer(each.when(Ticket(index, end, end, purpose=Purpose.PREDICT), nothing))
             first = end
         each.drain()
-        assert not each._served
+        assert not each._ledger._served
     for index in range(NUM_TRAINERS):
         own = [share for update in applied for share in update if share.startswith(f"t{index}")]
         assert own == expected[index]
