@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hybrid.errors import ClusterError
 from hybrid.hosting.ledger import Ledger
