@@ -1,4 +1,4 @@
-"""The update barrier: what an update waits for, and what a lookup sees. No test sleeps; events meet."""
+"""The update barrier: who waits for what, and in which thread. No test sleeps; events meet."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 
 import pytest
 from support.barriers import (
@@ -22,54 +23,15 @@ from support.barriers import (
     nothing,
     when,
 )
+from torch.futures import Future
 
 from hybrid.errors import ClusterError
 from hybrid.steps.rules import Staleness, UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
 
 
-class TestSync:
-    @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-    def test_contributions_meet_in_trainer_order(self, order: tuple[int, ...]) -> None:
-        applied: Applied = []
-        with barrier(3, applied.append) as each:
-            for step in range(2):
-                for trainer in order:
-                    give(each, trainer, step)
-                answer(when(each, step + 1, nothing))
-            assert each.version == 2
-        assert applied == [[f"t{t}s{step}" for t in range(3)] for step in range(2)]
-
-    @pytest.mark.parametrize("order", list(itertools.permutations([(0, 0), (0, 1), (1, 0), (1, 1)])))
-    def test_the_parts_of_a_trainer_are_one_share_in_their_order(
-        self, order: tuple[tuple[int, int], ...]
-    ) -> None:
-        applied: Applied = []
-        with barrier(2, applied.append, parts=2) as each:
-            for number, (trainer, part) in enumerate(order):
-                assert (each.version, len(each._ledger._entries)) == (0, len({t for t, _ in order[:number]}))
-                give(each, trainer, 0, f"t{trainer}p{part}", part=part)
-            answer(when(each, 1, nothing))
-        assert applied == [["t0p0", "t0p1", "t1p0", "t1p1"]]
-
-    def test_trainers_in_threads_train_in_step_and_in_order(self) -> None:
-        num_trainers, num_steps = 6, 50
-        applied: Applied = []
-        with barrier(num_trainers, applied.append) as each, ThreadPoolExecutor(num_trainers) as pool:
-
-            def train(trainer: int) -> list[int]:
-                seen = []
-                for step in range(num_steps):
-                    seen.append(answer(when(each, step, lambda: len(applied))))
-                    give(each, trainer, step)
-                return seen
-
-            for seen in pool.map(train, range(num_trainers)):
-                assert seen == list(range(num_steps))
-            each.drain()
-        assert applied == [[f"t{t}s{step}" for t in range(num_trainers)] for step in range(num_steps)]
-
-    def test_a_lookup_waits_for_the_version_that_it_asked_for(self) -> None:
+class TestLookups:
+    def test_each_waits_for_the_version_that_it_asked_for(self) -> None:
         gate = Gate()
         with barrier(1, gate) as each:
             assert when(each, 0, lambda: "at once").done()
@@ -84,16 +46,19 @@ class TestSync:
             gate.let_through()
             assert answer(second) == 2
 
-    def test_waiting_lookups_hold_no_thread(self) -> None:
+    def test_while_they_wait_they_hold_no_thread(self) -> None:
         with barrier(1, ignore) as each:
             before = threading.active_count()
-            futures = [when(each, 1, lambda i=i: i) for i in range(500)]  # type: ignore[misc]
+            futures = [when(each, 1, partial(int, i)) for i in range(500)]
             assert threading.active_count() == before
             assert not any(future.done() for future in futures)
             give(each, 0, 0)
             assert [answer(future) for future in futures] == list(range(500))
 
-    def test_a_failing_lookup_fails_alone(self) -> None:
+    def test_one_that_fails_fails_alone(self) -> None:
+        def fail() -> float:
+            return 1 / 0
+
         with barrier(1, ignore) as each:
             at_once, later, fine = when(each, 0, fail), when(each, 1, fail), when(each, 1, lambda: "fine")
             give(each, 0, 0)
@@ -102,47 +67,7 @@ class TestSync:
                 with pytest.raises(ZeroDivisionError):
                     answer(future)
 
-
-def fail() -> float:
-    return 1 / 0
-
-
-class TestPipelined:
-    EVENTS = tuple(itertools.product(("lookup", "gradients"), range(2)))
-
-    @pytest.mark.parametrize("order", list(itertools.permutations(EVENTS)))
-    def test_an_update_waits_for_the_lookups_that_must_not_see_it(
-        self, order: tuple[tuple[str, int], ...]
-    ) -> None:
-        """Whatever arrives first: the lookups of step 1 see no update, and the one of step 0 follows them."""
-        applied: Applied = []
-        with barrier(2, applied.append, UpdateMode.PIPELINED) as each:
-            updated = each.when(Ticket(0, 1, 1, purpose=Purpose.PREDICT), nothing)
-            for kind, trainer in order:
-                assert not is_done(updated, 0.005)
-                if kind == "lookup":
-                    assert answer(ahead(each, trainer, 1, lambda: len(applied))) == 0
-                else:
-                    give(each, trainer, 0, followed=True)
-            answer(updated)
-        assert applied == [["t0s0", "t1s0"]]
-
-    def test_a_lookup_ahead_waits_for_the_update_before_the_last(self) -> None:
-        gate = Gate()
-        with barrier(1, gate, UpdateMode.PIPELINED) as each:
-            answer(ahead(each, 0, 1, nothing))
-            second = ahead(each, 0, 2, lambda: len(gate.applied))
-            give(each, 0, 0, followed=True)
-            give(each, 0, 1, followed=True)
-            gate.await_entry()
-            assert not second.done()
-            gate.let_through()
-            assert answer(second) == 1  # though the gradients of step 1 were in
-            gate.let_through()
-            each.drain()
-            assert each.version == 2
-
-    def test_an_update_waits_until_a_lookup_has_read_its_rows(self) -> None:
+    def test_an_update_waits_until_one_ahead_has_read_its_rows(self) -> None:
         """Not only until it arrived: rows must not change under its hands."""
         gate, reading, may_end = Gate(), threading.Event(), threading.Event()
 
@@ -161,19 +86,7 @@ class TestPipelined:
             assert answer(looking_up.result()) == 0
             gate.let_through()
 
-    def test_all_parts_of_a_step_are_looked_up_before_the_update(self) -> None:
-        applied: Applied = []
-        with barrier(1, applied.append, UpdateMode.PIPELINED, parts=2) as each:
-            updated = each.when(Ticket(0, 1, 1, purpose=Purpose.PREDICT), nothing)
-            for part in range(2):
-                give(each, 0, 0, f"p{part}", part=part, followed=True)
-            for part in range(2):
-                assert not is_done(updated)
-                assert answer(ahead(each, 0, 1, lambda: len(applied), part)) == 0
-            answer(updated)
-        assert applied == [["p0", "p1"]]
-
-    def test_a_lookup_of_another_purpose_does_not_count(self) -> None:
+    def test_an_update_waits_for_none_of_another_purpose(self) -> None:
         with barrier(1, ignore, UpdateMode.PIPELINED) as each:
             answer(each.when(Ticket(0, 1, 0, purpose=Purpose.PREDICT), nothing))
             give(each, 0, 0, followed=True)
@@ -182,165 +95,124 @@ class TestPipelined:
             answer(ahead(each, 0, 1, nothing))
             answer(updated)
 
-    def test_the_last_step_waits_for_no_lookup(self) -> None:
-        with barrier(1, ignore, UpdateMode.PIPELINED) as each:
-            give(each, 0, 0, followed=False)
-            answer(when(each, 1, nothing))
+
+class TestTrainersInThreads:
+    @pytest.mark.parametrize("updates_here", [False, True])
+    @pytest.mark.parametrize("mode", list(UpdateMode))
+    def test_they_train_in_step_and_in_order(self, mode: UpdateMode, updates_here: bool) -> None:
+        num_trainers, num_steps = 5, 50
+        applied: Applied = []
+        with barrier(num_trainers, applied.append, mode) as each, ThreadPoolExecutor(num_trainers) as pool:
+
+            def train(trainer: int) -> list[int]:
+                seen = []
+                for step in range(num_steps):
+                    seen.append(answer(when(each, step, lambda: len(applied), trainer)))
+                    give(each, trainer, step, updates_here=updates_here)
+                return seen
+
+            seen = list(pool.map(train, range(num_trainers)))
+            each.drain()
+        whole = [[f"t{t}s{step}" for t in range(num_trainers)] for step in range(num_steps)]
+        if mode is UpdateMode.ASYNC:
+            assert sorted(itertools.chain(*applied)) == sorted(itertools.chain(*whole))
+        else:
+            assert applied == whole
+            assert seen == [list(range(num_steps))] * num_trainers
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_every_lookup_of_trainers_in_threads_sees_the_updates_it_asked_for(self, seed: int) -> None:
+    @pytest.mark.parametrize("mode", [UpdateMode.PIPELINED, UpdateMode.ASYNC])
+    def test_lookups_ahead_see_the_updates_that_they_asked_for(self, mode: UpdateMode, seed: int) -> None:
+        """Each step's gradients, and the lookups of two steps on, arrive in any order."""
         num_trainers, num_steps, parts = 4, 30, 2
         applied: Applied = []
         with (
-            barrier(num_trainers, applied.append, UpdateMode.PIPELINED, parts=parts) as each,
+            barrier(num_trainers, applied.append, mode, parts=parts) as each,
             ThreadPoolExecutor(num_trainers) as pool,
         ):
 
             def train(trainer: int) -> list[int]:
-                """Each step's gradients and the lookups of the next arrive in any order."""
+                def own_updates() -> int:
+                    return sum(contributions.count(f"t{trainer}p0") for contributions in list(applied))
+
                 chance = random.Random(100 * seed + trainer)
-                first = [ahead(each, trainer, 0, lambda: len(applied), part) for part in range(parts)]
-                seen = [answer(lookup) for lookup in first]
+                lookups: list[list[Future[int]]] = [[] for _ in range(num_steps)]
+                for step, part in itertools.product(range(2), range(parts)):
+                    lookups[step].append(ahead(each, trainer, step, own_updates, part))
+                seen = []
                 for step in range(num_steps):
-                    followed = step + 1 < num_steps
-                    kinds = ("gradients", "lookup") if followed else ("gradients",)
-                    arrivals = list(itertools.product(kinds, range(parts)))
-                    chance.shuffle(arrivals)
-                    lookups = []
-                    for kind, part in arrivals:
-                        if kind == "lookup":
-                            lookups.append(ahead(each, trainer, step + 1, lambda: len(applied), part))
-                        else:
-                            give(each, trainer, step, f"t{trainer}p{part}", part=part, followed=followed)
-                    seen += [answer(lookup) for lookup in lookups]
+                    seen += [answer(lookup) for lookup in lookups[step]]
+                    gradients = Ticket(trainer, step, step, followed=step + 1 < num_steps)
+                    events = list(itertools.product(("gradients", "lookup"), range(parts)))
+                    for kind, part in chance.sample(events, len(events)):
+                        if kind == "gradients":
+                            here, text = chance.random() < 0.5, f"t{trainer}p{part}"
+                            each.contribute(gradients._replace(part=part), text, step, updates_here=here)
+                        elif step + 2 < num_steps:
+                            lookups[step + 2].append(ahead(each, trainer, step + 2, own_updates, part))
                 return seen
 
-            expected = [max(0, step - 1) for step in range(num_steps) for _ in range(parts)]
+            fewest = [max(0, step - 1) for step in range(num_steps) for _ in range(parts)]
             for seen in pool.map(train, range(num_trainers)):
-                assert seen == expected
+                assert all(map(int.__ge__, seen, fewest))
+                assert mode is UpdateMode.ASYNC or seen == fewest
             each.drain()
-            assert not each._ledger._served
-        assert applied == [[f"t{t}p{p}" for t in range(num_trainers) for p in range(parts)]] * num_steps
+        whole = [f"t{t}p{part}" for t in range(num_trainers) for part in range(parts)]
+        assert mode is UpdateMode.ASYNC or applied == [whole] * num_steps
+        assert sorted(itertools.chain(*applied)) == sorted(whole * num_steps)
 
 
-class TestAsync:
-    def test_lookups_wait_for_their_own_trainers_updates_only(self) -> None:
+class TestUpdatesHere:
+    """Where whoever completes an update makes it."""
+
+    @pytest.mark.parametrize("mode", list(UpdateMode))
+    def test_the_last_part_is_followed_by_the_update_in_the_same_thread(self, mode: UpdateMode) -> None:
+        threads = []
+        with barrier(1, lambda _: threads.append(threading.get_ident()), mode, parts=2) as each:
+            for step in range(3):
+                for part in range(2):
+                    assert each.version == step
+                    give(each, 0, step, part=part, updates_here=True)
+                assert each.version == step + 1
+        assert threads == [threading.get_ident()] * 3
+
+    def test_nobody_makes_one_while_another_is_under_way(self) -> None:
         gate = Gate()
-        with barrier(3, gate, UpdateMode.ASYNC) as each:
-            each.restart(7)
-            give(each, 1, 7)
+        with barrier(2, gate, UpdateMode.ASYNC) as each:
+            give(each, 0, 0)
             gate.await_entry()
-            give(each, 1, 8)  # while the update is under way
-            give(each, 0, 7)
-            assert answer(when(each, 7, lambda: len(gate.applied), trainer=2)) == 0
-            own = [when(each, 8 + t, lambda: len(gate.applied), trainer=t) for t in (0, 1)]
-            assert not any(future.done() for future in own)
+            for step in range(2):
+                give(each, 1, step, updates_here=True)  # returns, though the gate is closed
             gate.let_through()
             gate.await_entry()
-            assert not any(future.done() for future in own)
             gate.let_through()
-            assert [answer(future) for future in own] == [2, 2]
             each.drain()
-            assert each.version == 9
-        assert gate.applied == [["t1s7"], ["t0s7", "t1s8"]]  # what has come meanwhile is one update
+        assert gate.applied == [["t0s0"], ["t1s0", "t1s1"]]
 
-    def test_the_parts_of_a_share_are_applied_together(self) -> None:
+    def test_what_waits_for_a_decision_is_left_to_the_updater(self) -> None:
         applied: Applied = []
-        with barrier(2, applied.append, UpdateMode.ASYNC, parts=2) as each:
-            give(each, 0, 0, "p1", part=1)
-            assert answer(each.when(Ticket(0, 0, 0, 1), lambda: "of the same step")) == "of the same step"
-            later = when(each, 1, nothing)
-            assert not is_done(later)
-            give(each, 0, 0, "p0", part=0)
-            answer(later)
-        assert applied == [["p0", "p1"]]
+        with barrier(1, applied.append, decided=True) as each:
+            give(each, 0, 0, updates_here=True)  # returns, though nobody has decided
+            answer(each.norm(0))
+            assert applied == []
+            each.decide(0, 1.0)
+            answer(when(each, 1, nothing))
+        assert applied == [["t0s0"]]
 
-    def test_a_trainers_steps_are_applied_in_their_order(self) -> None:
-        """The gradients of its last step may overtake those before, which wait for the last lookup ahead."""
-        applied: Applied = []
-        with barrier(2, applied.append, UpdateMode.ASYNC) as each:
-            for step in (0, 1):
-                answer(ahead(each, 0, step, nothing))
-            give(each, 0, 1, updates_here=True)
-            seen = when(each, 2, lambda: list(applied))
-            assert not is_done(seen)
-            give(each, 1, 0, updates_here=True)
-            give(each, 0, 0, followed=True, updates_here=True)
-            assert answer(seen) == [["t1s0"], ["t0s0", "t0s1"]]
-            each.drain()
-            assert not each._ledger._served
-
-    def test_a_trainer_goes_on_after_steps_without_it(self) -> None:
-        applied: Applied = []
-        with barrier(2, applied.append, UpdateMode.ASYNC) as each:
-            give(each, 0, 0, updates_here=True)
-            for first, again in ((1, 3), (4, 6)):
-                each.finish(0, first)
-                answer(when(each, again, nothing))  # of its own, nothing is missing
-                each.rejoin(0, again)
-                later = when(each, again + 1, nothing)
-                assert not is_done(later)
-                give(each, 0, again, updates_here=True)
-                answer(later)
-        assert applied == [["t0s0"], ["t0s3"], ["t0s6"]]
-
-    def test_a_lookup_ahead_waits_for_no_gradients_that_wait_for_it(self) -> None:
-        """Those of the step before it may have come already; they are applied once it is answered."""
+    def test_its_lookups_are_answered_by_another_thread_though_the_barrier_closes(self) -> None:
         gate = Gate()
-        with barrier(1, gate, UpdateMode.ASYNC) as each:
-            for step in (0, 1):
-                answer(ahead(each, 0, step, nothing))
-            give(each, 0, 0, followed=True)
+        with barrier(1, gate) as each, ThreadPoolExecutor(2) as pool:
+            waiting = when(each, 1, lambda: (len(gate.applied), threading.current_thread().name))
+            updating = pool.submit(give, each, 0, 0, updates_here=True)
             gate.await_entry()
-            lookup = ahead(each, 0, 2, lambda: len(gate.applied))
-            give(each, 0, 1, followed=True)
-            assert not is_done(lookup)  # it must see the update of step 0, which is under way
+            closing = pool.submit(each.close)
+            assert not is_done(waiting)
             gate.let_through()
-            assert answer(lookup) == 1
-            gate.await_entry()
-            gate.let_through()
-            each.drain()
-        assert gate.applied == [["t0s0"], ["t0s1"]]
-
-    @pytest.mark.parametrize("seed", range(2))
-    def test_trainers_in_threads_see_their_own_updates_but_the_last(self, seed: int) -> None:
-        """Each part's gradients come with its lookup of two steps on, the parts in any order."""
-        num_trainers, num_steps, parts = 3, 30, 2
-        applied: Applied = []
-        with (
-            barrier(num_trainers, applied.append, UpdateMode.ASYNC, parts=parts) as each,
-            ThreadPoolExecutor(num_trainers) as pool,
-        ):
-
-            def own_updates(trainer: int) -> int:
-                return sum(c == f"t{trainer}p0" for contributions in list(applied) for c in contributions)
-
-            def train(trainer: int) -> list[int]:
-                chance = random.Random(100 * seed + trainer)
-                under_way = {
-                    step: [
-                        ahead(each, trainer, step, lambda: own_updates(trainer), part)
-                        for part in range(parts)
-                    ]
-                    for step in (0, 1)
-                }
-                fewest = []
-                for step in range(num_steps):
-                    fewest.append(min(answer(lookup) for lookup in under_way.pop(step)))
-                    under_way[step + 2] = []
-                    for part in chance.sample(range(parts), parts):
-                        give(each, trainer, step, f"t{trainer}p{part}", part=part, followed=True)
-                        lookup = ahead(each, trainer, step + 2, lambda: own_updates(trainer), part)
-                        under_way[step + 2].append(lookup)
-                for lookups in under_way.values():
-                    for lookup in lookups:
-                        answer(lookup)
-                return fewest
-
-            for seen in pool.map(train, range(num_trainers)):
-                assert all(count >= max(0, step - 1) for step, count in enumerate(seen))
-            each.drain()
-        assert sum(map(len, applied)) == num_trainers * num_steps * parts
+            number, name = answer(waiting)
+            assert number == 1
+            assert name.startswith("lookup")
+            for ended in (updating, closing):
+                ended.result(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
@@ -357,42 +229,32 @@ def test_drain_returns_after_the_update_under_way(mode: UpdateMode) -> None:
         assert gate.applied == [["t0s0"]]
 
 
-class TestRefusals:
-    @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_a_second_contribution_to_a_step_that_waits_is_refused(self, mode: UpdateMode) -> None:
-        with barrier(2, ignore, mode) as each:
-            give(each, 0, 1)
-            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 1 twice$"):
-                give(each, 0, 1)
+@pytest.mark.parametrize("updates_here", [False, True])
+def test_staleness_is_of_all_updates_since_it_was_taken(updates_here: bool) -> None:
+    with barrier(2, ignore) as each:
+        for step, trainer in itertools.product(range(3), range(2)):
+            read_at = max(0, step - 1)
+            each.contribute(Ticket(trainer, step, step), "", read_at, updates_here=updates_here)
+        each.drain()
+        assert each.take_staleness() == Staleness(6, 4, 1)
+        assert each.take_staleness() == Staleness()
 
-    @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_a_second_contribution_to_an_update_under_way_is_refused(self, mode: UpdateMode) -> None:
-        gate = Gate()
-        with barrier(1, gate, mode) as each:
-            give(each, 0, 0)
-            gate.await_entry()
-            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-                give(each, 0, 0)
-            gate.let_through()
-            each.drain()
-        assert gate.applied == [["t0s0"]]
 
-    def test_a_second_contribution_of_a_part_is_refused(self) -> None:
-        with barrier(1, ignore, parts=2) as each:
-            give(each, 0, 0, part=1)
-            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-                give(each, 0, 0, part=1)
-
-    @pytest.mark.parametrize("mode", list(UpdateMode))
-    def test_a_contribution_to_a_step_that_is_done_is_refused(self, mode: UpdateMode) -> None:
-        applied: Applied = []
-        with barrier(1, applied.append, mode) as each:
-            give(each, 0, 0)
-            each.drain()
-            with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-                give(each, 0, 0)
-            each.drain()  # what was refused has left nothing
-        assert applied == [["t0s0"]]
+def test_who_has_finished_is_not_waited_for_until_it_is_back() -> None:
+    applied: Applied = []
+    with barrier(2, applied.append) as each:
+        give(each, 0, 0)
+        updated = when(each, 1, nothing)
+        assert not is_done(updated)
+        each.finish(1, 0)
+        answer(updated)
+        each.rejoin(1, 1)
+        give(each, 0, 1)
+        updated = when(each, 2, nothing)
+        assert not is_done(updated)
+        give(each, 1, 1)
+        answer(updated)
+    assert applied == [["t0s0"], ["t0s1", "t1s1"]]
 
 
 class TestRestart:
@@ -403,6 +265,8 @@ class TestRestart:
             assert each.version == 293
             assert when(each, 293, lambda: "at once").done()
             later = when(each, 294, lambda: len(applied))
+            with pytest.raises(AssertionError):
+                each.restart(294)  # somebody waits for it
             give(each, 0, 293)
             assert answer(later) == 1
 
@@ -419,21 +283,15 @@ class TestRestart:
             assert each.version == 5
 
     def test_it_forgets_ends_and_what_was_looked_up_ahead(self) -> None:
-        with barrier(2, ignore, UpdateMode.PIPELINED) as each:
-            for trainer in range(2):
-                answer(ahead(each, trainer, 1, nothing))
-                give(each, trainer, 0, followed=True)
-            each.finish(1, 1)
-            each.drain()
+        with barrier(1, ignore, UpdateMode.PIPELINED) as each:
+            answer(ahead(each, 0, 1, nothing))
+            each.finish(0, 0)
             each.restart(0)
-            for trainer in range(2):
-                give(each, trainer, 0, followed=True)
+            give(each, 0, 0, followed=True)
             updated = when(each, 1, nothing)
-            for trainer in range(2):
-                assert not is_done(updated)
-                answer(ahead(each, trainer, 1, nothing))
+            assert not is_done(updated)
+            answer(ahead(each, 0, 1, nothing))
             answer(updated)
-            give(each, 1, 1)
 
     def test_it_may_go_back_to_steps_that_were_decided(self) -> None:
         with barrier(1, ignore, decided=True) as each:
@@ -447,43 +305,14 @@ class TestRestart:
                 each.drain()
 
 
-class TestStaleness:
-    """How many updates lie between reading rows and updating them."""
-
-    @pytest.mark.parametrize(
-        ("mode", "expected"),
-        [(UpdateMode.SYNC, Staleness(6, 0, 0)), (UpdateMode.PIPELINED, Staleness(6, 4, 1))],
-    )
-    def test_in_step_it_is_given_by_the_mode(self, mode: UpdateMode, expected: Staleness) -> None:
-        with barrier(2, ignore, mode) as each:
-            for step in range(3):
-                read_at = step if mode is UpdateMode.SYNC else max(0, step - 1)
-                for trainer in range(2):
-                    each.contribute(Ticket(trainer, step, step), "", read_at)
-            each.drain()
-            assert each.take_staleness() == expected
-            assert each.take_staleness() == Staleness()
-
-    @pytest.mark.parametrize("parts_read_at", [(4, 2), (2, 4)])
-    def test_the_oldest_part_counts(self, parts_read_at: tuple[int, int]) -> None:
-        with barrier(1, ignore, parts=2) as each:
-            each.restart(5)
-            for part, read_at in enumerate(parts_read_at):
-                each.contribute(Ticket(0, 5, 5, part), "", read_at)
-            each.drain()
-            assert each.take_staleness() == Staleness(1, 3, 3)
-
-    def test_out_of_step_it_is_counted(self) -> None:
-        gate = Gate()
-        with barrier(3, gate, UpdateMode.ASYNC) as each:
-            each.contribute(Ticket(0, 0, 0), "", 0)
-            gate.await_entry()
-            for trainer in (1, 2):
-                each.contribute(Ticket(trainer, 0, 0), "", 0)
-            gate.let_through()
-            gate.let_through()
-            each.drain()
-            each.contribute(Ticket(0, 1, 1), "", 2)
-            gate.let_through()
-            each.drain()
-            assert each.take_staleness() == Staleness(4, 0 + 1 + 1 + 0, 1)
+def test_gradients_that_are_refused_leave_nothing() -> None:
+    applied: Applied = []
+    with barrier(1, applied.append) as each:
+        give(each, 0, 0)
+        each.drain()
+        with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
+            give(each, 0, 0)
+        each.drain()
+        give(each, 0, 1)
+        answer(when(each, 2, nothing))
+    assert applied == [["t0s0"], ["t0s1"]]
