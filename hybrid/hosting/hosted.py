@@ -1,4 +1,4 @@
-"""What a worker hosts, tables or a dense net: the calls that reach its update barrier."""
+"""What a worker hosts, tables or a dense net: recorded, saved and loaded as one; updated at its barrier."""
 
 from __future__ import annotations
 
