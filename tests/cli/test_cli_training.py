@@ -22,7 +22,8 @@ SMALL = settings(
 # A net that is another in each process, which no comparison can miss.
 ODD_NET = """
 import os
-from hybrid.dense.nets import DenseNet, build_dense_net
+from hybrid.dense.configured import build_dense_net
+from hybrid.dense.nets import DenseNet
 
 def build(config, spec, widths):
     net = build_dense_net(config.replace(dense=type(config.dense)(net="dcn_v2")), spec, widths)
