@@ -120,8 +120,8 @@ def _submodule(module: nn.Module, path: str) -> Any:
 class NetUpdate:
     """One step's merged gradients of a net."""
 
-    def __init__(self, host: HostedNet, step: int, gradients: list[Tensor]) -> None:
-        self._host = host
+    def __init__(self, hosted: HostedNet, step: int, gradients: list[Tensor]) -> None:
+        self._hosted = hosted
         self._step = step
         self._gradients = gradients
 
@@ -137,8 +137,8 @@ class NetUpdate:
         return squared_norm(self._gradients)
 
     def apply(self, scale: float) -> None:
-        gradients: dict[Tensor, Tensor] = dict(zip(self._host.parameter_list, self._gradients, strict=True))
-        self._host.optimizer.step(self._step, gradients, scale)
+        gradients: dict[Tensor, Tensor] = dict(zip(self._hosted.parameter_list, self._gradients, strict=True))
+        self._hosted.optimizer.step(self._step, gradients, scale)
 
 
 class _Parameters(torch.autograd.Function):
@@ -146,16 +146,16 @@ class _Parameters(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, host: HostedNet, ticket: Ticket
+        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, hosted: HostedNet, ticket: Ticket
     ) -> tuple[Tensor, ...]:
-        ctx.arguments = host, ticket, host.version  # type: ignore[attr-defined]
+        ctx.arguments = hosted, ticket, hosted.version  # type: ignore[attr-defined]
         # Views would do in step with the others; a copy stays what it was until the backward pass.
-        if host.is_stepped_meanwhile:
-            return tuple(parameter.detach().clone() for parameter in host.parameter_list)
-        return tuple(parameter.detach() for parameter in host.parameter_list)
+        if hosted.is_stepped_meanwhile:
+            return tuple(parameter.detach().clone() for parameter in hosted.parameter_list)
+        return tuple(parameter.detach() for parameter in hosted.parameter_list)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
-        host, ticket, read_at = ctx.arguments  # type: ignore[attr-defined]
-        host.barrier.contribute(ticket, grads, read_at)
+        hosted, ticket, read_at = ctx.arguments  # type: ignore[attr-defined]
+        hosted.barrier.contribute(ticket, grads, read_at)
         return None, None, None

@@ -102,15 +102,15 @@ def exchange(
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
     """See :meth:`HostedNet.call`."""
-    host: HostedNet = _created[number]
-    return host.call(Ticket(*ticket), hidden_BH)
+    net: HostedNet = _created[number]
+    return net.call(Ticket(*ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def norm(number: int, step: int) -> torch.futures.Future[float]:
     """See :meth:`UpdateBarrier.norm`."""
-    host: Hosted = _created[number]
-    return host.barrier.norm(step)
+    hosted: Hosted = _created[number]
+    return hosted.barrier.norm(step)
 
 
 def create(find: Find, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
@@ -157,7 +157,7 @@ def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
 
 
 def invoke_barrier(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """What a public method of the update barrier of a host that lives here returns."""
+    """What a public method of the update barrier of what is hosted here returns."""
     try:
         return _invoke(_created[number].barrier, method, args)
     except Exception as error:  # comes back as a value

@@ -140,7 +140,7 @@ class Session:
         """The staleness of all updates of tables since the last call."""
         return sum(
             wire.gather(
-                [host.call_barrier(UpdateBarrier.take_staleness) for host in self._remote_tables.values()]
+                [each.call_barrier(UpdateBarrier.take_staleness) for each in self._remote_tables.values()]
             ),
             Staleness(),
         )
@@ -222,7 +222,7 @@ class Session:
         self._settle()
         bulk = BULK_TIMEOUT_SECONDS
         calls = [
-            host.call(Hosted.begin_save, is_copied, timeout_seconds=bulk) for host in self._everything_hosted
+            each.call(Hosted.begin_save, is_copied, timeout_seconds=bulk) for each in self._everything_hosted
         ]
         for trainer, name in zip(self.trainers, self._dense_files, strict=True):
             calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
@@ -254,8 +254,8 @@ class Session:
         step = stored.manifest.step
         self.recorded = recorded_steps(self._config.profile, step, self._total_steps)
         calls = [
-            host.call(Hosted.load, stored.folder, step, timeout_seconds=bulk)
-            for host in self._everything_hosted
+            each.call(Hosted.load, stored.folder, step, timeout_seconds=bulk)
+            for each in self._everything_hosted
         ]
         for index, trainer in enumerate(self.trainers):
             name = self._dense_file_of(index, stored)
@@ -294,8 +294,8 @@ class Session:
             return wire.gather(calls, lambda: self.meanwhile())
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
-            for host in self._everything_hosted:
-                host.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
+            for each in self._everything_hosted:
+                each.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
             raise
 
     def _create_tables(self, role: Role) -> wire.RemoteTables:
