@@ -25,10 +25,17 @@ WIDTH, STEPS, RATE = 3, 4, 0.5
 NAME = MASTER.rpc_name
 
 
+def filled(net: nn.Module, seed: int) -> None:
+    """With a generator of its own: a remote module may be in the making in another thread."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, generator=generator)
+
+
 def layers() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    net = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    filled(net, seed=4)
+    return net
 
 
 def scripted() -> nn.Module:
@@ -65,9 +72,8 @@ class Local(nn.Module):
     def __init__(self, remote: nn.Module) -> None:
         super().__init__()
         self.remote = remote
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.last = nn.Linear(2, 1).double()
+        self.last = nn.Linear(2, 1).double()
+        filled(self.last, seed=5)
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.last(self.remote(x))
