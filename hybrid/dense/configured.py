@@ -59,20 +59,16 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
 
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
     """The layers of ``dense.remote_mlp``, which take the interaction's output and feed the head."""
-    width = interaction_width(config, input_spec, widths)
+    net = build_dense_net(config, input_spec, widths)
+    width = _hidden_width(net.bottom, net.interaction, input_spec, widths)
     with _seeded(config.run.seed, "remote dense net"):
         return _mlp((width, *config.dense.remote_mlp))
-
-
-def interaction_width(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> int:
-    """H of the ``hidden_BH`` that the net's interaction gives."""
-    net = build_dense_net(config, input_spec, widths)
-    return _hidden_width(net.bottom, net.interaction, input_spec, widths)
 
 
 def _hidden_width(
     bottom: nn.Module, interaction: nn.Module, input_spec: InputSpec, widths: Sequence[int]
 ) -> int:
+    """H of the ``hidden_BH`` that these stages give."""
     parameters = (*bottom.parameters(), *interaction.parameters())
     dtype = next((parameter.dtype for parameter in parameters), torch.float32)
     with torch.no_grad():

@@ -7,9 +7,11 @@ contiguous ranges would put all the traffic on the worker with the first range; 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hybrid.config.rules import check_workers
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
@@ -52,6 +54,16 @@ class ShardGroup:
     num_rows: int
 
 
+class Location(NamedTuple):
+    """Where a shard lies: in the group ``number`` of a worker, from its row ``start`` on."""
+
+    worker: int
+    number: int
+    group: ShardGroup
+    shard: Shard
+    start: int
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Every shard of every table; the same value on every process of a run."""
@@ -79,6 +91,15 @@ class Placement:
                 total += shard.num_rows
             groups.append(ShardGroup(dim, optimizer, tuple(shards), tuple(starts), total))
         return tuple(groups)
+
+    def locations(self) -> Mapping[str, Sequence[Location]]:
+        """Where the shards of each table lie, worker after worker."""
+        found: dict[str, list[Location]] = defaultdict(list)
+        for worker in range(self.num_workers):
+            for number, group in enumerate(self.groups(worker)):
+                for shard, start in zip(group.shards, group.starts, strict=True):
+                    found[shard.table.name].append(Location(worker, number, group, shard, start))
+        return found
 
 
 def state_values_per_row(table: TableSpec) -> int:

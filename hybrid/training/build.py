@@ -61,18 +61,15 @@ class Blueprint:
         return make_optimizer(net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options)
 
 
-def host_remote_net(
-    config: RunConfig, input_spec: InputSpec, tables: Sequence[TableSpec], rules: UpdateRules
-) -> HostedNet:
+def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
     """The remote dense net of a run, compiled if it is to be; called on the worker that it is to live on."""
-    blueprint = Blueprint(config, input_spec, tables)
     net = blueprint.remote_net()
     assert net is not None, "dense.remote_mlp asks for one"
-    form = None
-    if config.dense.compile != "none":
+    form, mode = None, blueprint.config.dense.compile
+    if mode != "none":
         first = net[0]
         assert isinstance(first, nn.Linear)
         generator = torch.Generator().manual_seed(0)
         hidden_BH = torch.rand(2, first.in_features, dtype=blueprint.dtype, generator=generator)
-        form = compiled(net, config.dense.compile, [hidden_BH.requires_grad_()])
+        form = compiled(net, mode, [hidden_BH.requires_grad_()])
     return HostedNet(net, blueprint.optimizer(net), rules, form)

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.modules.dropout import _DropoutNd
 
-from hybrid.config import DenseSection, RunConfig
+from hybrid.config import DenseSection
 from hybrid.dense.compiled import compiled
 from hybrid.dense.replicas.replica import DataParallel
 from hybrid.dense.tensor.plan import Plan, automatic_plan, parse_plan
 from hybrid.dense.tensor.shared_stage import SharedStage
 from hybrid.dense.tensor.tensor import TensorParallel, trainer_mesh
 from hybrid.errors import ConfigError, first_line
-from hybrid.input_spec import InputSpec
 from hybrid.training.arrangement import Arrangement
+from hybrid.training.build import Blueprint
 from hybrid.training.model import HybridModel
 
 # What each stage is called with, by its name.
@@ -35,27 +35,25 @@ StageInputs = dict[str, tuple[Tensor, ...]]
 
 def arrange(
     model: HybridModel,
-    config: RunConfig,
-    input_spec: InputSpec,
-    widths: Sequence[int],
+    blueprint: Blueprint,
     devices: Sequence[torch.device],
 ) -> Arrangement:
-    """Put a model's stages into the form that ``config.dense`` says; all trainers call it at once.
+    """Put a model's stages into the form that the configuration says; all trainers call it at once.
 
     Args:
         model: changed in place: its ``stages``, and where several trainers hold a net, its parameters.
-        widths: of each sparse feature's vectors.
+        blueprint: that it was made by.
         devices: of this trainer; the first is where the model is.
 
     Raises:
         ConfigError: the net cannot take this form.
     """
     assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
-    dense = config.dense
+    dense = blueprint.config.dense
     arrangement = Arrangement(dist.group.WORLD)
     if dense.compile == dense.parallel == "none":
         return arrangement
-    inputs = _inputs(model, config, input_spec, widths, num_samples=max(2, len(devices)))
+    inputs = _inputs(model, blueprint, num_samples=max(2, len(devices)))
     if dense.compile != "none":
         for name, stage in _stages(model):
             setattr(model.stages, name, compiled(stage, dense.compile, inputs[name]))
@@ -75,22 +73,19 @@ def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
     return [(name, stage) for name, stage in named if not isinstance(stage, nn.Identity)]
 
 
-def _inputs(
-    model: HybridModel, config: RunConfig, input_spec: InputSpec, widths: Sequence[int], num_samples: int
-) -> StageInputs:
+def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> StageInputs:
     """Samples of random numbers, as each stage takes them in training."""
-    dtype: torch.dtype = getattr(torch, config.train.dtype)
     generator = torch.Generator().manual_seed(0)
 
     def make(width: int) -> Tensor:
-        return torch.rand(num_samples, width, dtype=dtype, generator=generator).to(model.device)
+        return torch.rand(num_samples, width, dtype=blueprint.dtype, generator=generator).to(model.device)
 
-    dense_BF, pooled_BE = make(len(input_spec.dense_features)), make(sum(widths))
+    dense_BF, pooled_BE = make(len(blueprint.input_spec.dense_features)), make(sum(blueprint.widths))
     with _evaluating(model):
         bottom_BH = model.net.bottom(dense_BF)
         hidden_BH = model.net.interaction(bottom_BH, pooled_BE)
-    if config.dense.remote_mlp:
-        hidden_BH = make(config.dense.remote_mlp[-1])
+    if remote_mlp := blueprint.config.dense.remote_mlp:
+        hidden_BH = make(remote_mlp[-1])
     has_parameters = any(True for _ in model.net.bottom.parameters())
     later = (bottom_BH.requires_grad_(has_parameters), pooled_BE.requires_grad_())
     return {"bottom": (dense_BF,), "interaction": later, "head": (hidden_BH.requires_grad_(),)}

@@ -11,7 +11,7 @@ from support.stock_rpc import stock_rpc
 from hybrid import wire
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.secret import Secret
-from workers.session.session import CREATED, DATA
+from workers.session.deployment import CREATED, DATA
 
 
 @pytest.fixture

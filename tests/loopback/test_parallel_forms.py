@@ -19,13 +19,14 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.ticket import Ticket
 from hybrid.training.arrangement import Arrangement
+from hybrid.training.build import Blueprint
 from hybrid.training.forms import arrange
 from hybrid.training.model import HybridModel, MicroBatch
+from hybrid.training.tables import table_specs
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
 SPEC = InputSpec(("x", "y"), (FeatureSpec("a", 5), FeatureSpec("b", 5)))
-WIDTHS = (3, 3)
 CPU = torch.device("cpu")
 REPLICAS = {"parallel": "replicas", "devices": ("cpu", "cpu", "cpu")}
 ALONE = {"parallel": "tensor", "tensor_size": 1}
@@ -49,7 +50,7 @@ class NeedsTwoRows(nn.Linear):
 
 def config(form: dict[str, Any], dtype: str = "float64") -> RunConfig:
     dense = {"device": "auto", **form}
-    return small_config(cluster={"trainers": 1}, dense=dense, train={"dtype": dtype})
+    return small_config(cluster={"trainers": 1}, dense=dense, embedding={"dim": 3}, train={"dtype": dtype})
 
 
 def dense_net(*between: nn.Module, bottom: nn.Module | None = None) -> DenseNet:
@@ -62,8 +63,9 @@ def dense_net(*between: nn.Module, bottom: nn.Module | None = None) -> DenseNet:
 
 def arranged(form: dict[str, Any], net: DenseNet, dtype: str = "float64") -> tuple[HybridModel, Arrangement]:
     model = HybridModel(net, dtype=getattr(torch, dtype))
+    configured = config(form, dtype)
     devices = [CPU] * len(form.get("devices", "1"))
-    return model, arrange(model, config(form, dtype), SPEC, WIDTHS, devices)
+    return model, arrange(model, Blueprint(configured, SPEC, table_specs(configured, SPEC)), devices)
 
 
 def passed(model: HybridModel, pooled_BE: Tensor) -> list[Tensor]:

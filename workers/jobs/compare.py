@@ -16,7 +16,6 @@ from hybrid.data.storage import PreparedDataset
 from hybrid.metrics import Metrics, Predictions
 from hybrid.reference.training import Reference
 from hybrid.topology import Topology
-from hybrid.training.build import Blueprint
 from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
@@ -86,13 +85,12 @@ class Comparison:
         return True
 
     def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
-        spec = PreparedDataset.open(data_folder, "train").input_spec
-        config = self._config
-        blueprint = Blueprint(config, spec, session.tables)
+        blueprint = session.blueprint
+        config, spec, tables = blueprint.config, blueprint.input_spec, blueprint.tables
         net, remote_net = blueprint.dense_net(), blueprint.remote_net()
         start = snapshot(session)
-        rows = {table.name: start[TensorName(f"table {table.name}")] for table in session.tables}
-        return Reference(config, spec, session.tables, rows, net, remote_net, session.total_steps)
+        rows = {table.name: start[TensorName(f"table {table.name}")] for table in tables}
+        return Reference(config, spec, tables, rows, net, remote_net, session.total_steps)
 
     def _train(self, session: DatasetSession, epoch: int, first: int, count: int, before: int) -> list[float]:
         reports = session.train(epoch, first, count, before)

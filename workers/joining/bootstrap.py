@@ -45,7 +45,7 @@ from workers.joining.heartbeat import Pulse
 from workers.joining.rendezvous import STOP, TWICE, VERDICT, Rendezvous
 from workers.joining.rhythm import Rhythm
 from workers.joining.store import Store
-from workers.session.session import CREATED, DATA
+from workers.session.deployment import CREATED, DATA
 
 _POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0

@@ -7,11 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hybrid.config import RunConfig
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.spec import TableSpec
-from hybrid.input_spec import InputSpec
 from hybrid.steps.rules import UpdateRules
+from hybrid.training.build import Blueprint
 from hybrid.wire import RemoteNet, RemoteTables
 
 
@@ -20,17 +18,15 @@ class Job:
     """What the master tells every trainer.
 
     Attributes:
-        input_spec: what the batches hold.
-        tables, placement: the tables, and where their rows are.
+        blueprint: of the nets, and of the tables.
+        placement: where the tables' rows are.
         rules: how gradients become updates.
         remote_tables: a stub for every worker that holds rows.
         remote_net: the remote dense net, or None.
         data_folder: the prepared data set; None where batches are given.
     """
 
-    config: RunConfig
-    input_spec: InputSpec
-    tables: tuple[TableSpec, ...]
+    blueprint: Blueprint
     placement: Placement
     rules: UpdateRules
     remote_tables: dict[int, RemoteTables]

@@ -1,4 +1,4 @@
-"""A checkpoint that every role holds its part of, on its way to the disk."""
+"""A checkpoint that every role holds its part of, on its way to the disk and back."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from torch import Tensor
 
 from hybrid import wire
 from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import PROGRESS_FILE, Files, write_text
+from hybrid.checkpoint.files import PROGRESS_FILE, Files, dense_file, write_text
 from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config import DenseSection
+from hybrid.config.file import CONFIG_FILE, load_config
 from hybrid.errors import CheckpointError
+from hybrid.hosting.hosted import Hosted
+from workers.session.deployment import BULK_TIMEOUT_SECONDS, Called, Deployment
+from workers.session.trainer import Trainer
 
 _POLL_SECONDS = 0.02
 
@@ -91,3 +97,39 @@ class Saving:
                 raise CheckpointError(str(error)) from error
             raise
         return files
+
+
+def hold(deployed: Deployment, dense: DenseSection, is_copied: bool) -> list[wire.Remote[Called]]:
+    """Let every role hold what it is to write, as of the steps taken; those that then have something.
+
+    Args:
+        is_copied: whether workers hold copies.
+    """
+    deployed.settle()
+    bulk = BULK_TIMEOUT_SECONDS
+    files = _dense_files(dense, len(deployed.trainers))
+    calls = [each.call(Hosted.begin_save, is_copied, timeout_seconds=bulk) for each in deployed.hosted]
+    for trainer, name in zip(deployed.trainers, files, strict=True):
+        calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
+    wire.gather(calls)
+    return [*deployed.hosted, *(t for t, name in zip(deployed.trainers, files, strict=True) if name)]
+
+
+def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
+    """Have every role take its part of a checkpoint; CheckpointError where it is of another model."""
+    bulk, folder = BULK_TIMEOUT_SECONDS, stored.folder
+    calls = [
+        each.call(Hosted.load, folder, stored.manifest.step, timeout_seconds=bulk) for each in deployed.hosted
+    ]
+    is_same_mode = load_config(folder / CONFIG_FILE).dense.ddp == dense.ddp
+    for index, trainer in enumerate(deployed.trainers):
+        own = dense_file(index - index % dense.trainers_per_net)
+        name = own if is_same_mode and own in stored.manifest.files else dense_file(0)
+        calls.append(trainer.call(Trainer.load, folder, name, timeout_seconds=bulk))
+    wire.gather(calls)
+
+
+def _dense_files(dense: DenseSection, num_trainers: int) -> list[str | None]:
+    """The file in which each trainer saves its net; None where another one saves the same net."""
+    saving = range(0, 1 if dense.ddp == "outside" else num_trainers, dense.trainers_per_net)
+    return [dense_file(index) if index in saving else None for index in range(num_trainers)]

@@ -25,7 +25,6 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.steps.ticket import Purpose, Ticket
-from hybrid.training.build import Blueprint
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
 from hybrid.training.feed import Feed, StepInput
@@ -47,19 +46,17 @@ class Trainer:
     """
 
     def __init__(self, index: int, job: Job) -> None:
-        config = job.config
-        dense = config.dense
+        blueprint = job.blueprint
+        self._config = config = blueprint.config
+        self._spec = spec = blueprint.input_spec
         self._index = index
-        self._job = job
+        dense = config.dense
         self._devices = devices = choose_devices(dense, index)
         self._device = devices[0]
         self._clock = StepClock()
-        self._embeddings = Embeddings(
-            job.tables, job.input_spec, job.placement, job.remote_tables, self._clock
-        )
-        blueprint = Blueprint(config, job.input_spec, job.tables)
+        self._embeddings = Embeddings(blueprint.tables, spec, job.placement, job.remote_tables, self._clock)
         model = blueprint.model(blueprint.dense_net().to(self._device), job.remote_net)
-        self._arrangement = arrange(model, config, job.input_spec, blueprint.widths, devices)
+        self._arrangement = arrange(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
@@ -110,7 +107,7 @@ class Trainer:
             DataError: a batch is not of the job's features, or a label not from 0 to 1.
         """
         self._close_stream()
-        spec = self._job.input_spec
+        spec = self._spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
         own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
@@ -120,7 +117,7 @@ class Trainer:
         return report
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        spec = self._job.input_spec
+        spec = self._spec
         for number, batch in enumerate(batches):
             try:
                 batch.check(len(spec.dense_features), len(spec.sparse_features))
@@ -132,7 +129,7 @@ class Trainer:
         self._model.module.train()
         report = _ReportBuilder()
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
-            seed_step(self._job.config.run.seed, self._index, step, self._devices)
+            seed_step(self._config.run.seed, self._index, step, self._devices)
             result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
             report.add(result.logits, batch.labels, result.loss, result.is_skipped)
             self._clock.end_step()
@@ -201,7 +198,7 @@ class Trainer:
 
     def _share_memory(self) -> SharedSum | None:
         """How the trainers of a net sum its gradients where they need no process group for that."""
-        config = self._job.config
+        config = self._config
         if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
             return None
         timeout_seconds = config.cluster.rpc_timeout_seconds
@@ -213,7 +210,7 @@ class Trainer:
         return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
 
     def _loader(self, data_folder: Path, split: str, shuffle: bool) -> BatchLoader:
-        config = self._job.config
+        config = self._config
         return BatchLoader(
             PreparedDataset.open(data_folder, split),
             batch_size=config.train.batch_size,

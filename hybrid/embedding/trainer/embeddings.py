@@ -3,12 +3,12 @@
 Features that hold exactly one id a sample travel as rows: each distinct row is fetched once and spread
 over the samples here, and its gradients are summed here before they go back; on skewed ids that is a
 fraction of the bytes. Multi-hot features are pooled by the worker: one vector a sample comes back,
-however many ids went there. ``hybrid/embedding/trainer/routes.py`` has the arithmetic, and
-``hybrid/embedding/trainer/lookup.py`` what becomes of a lookup.
+however many ids went there. ``hybrid/embedding/trainer/route.py`` says how a route works.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -20,8 +20,11 @@ from hybrid.clock import StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import Pooling, TableSpec, tables_of
+from hybrid.embedding.trainer.bag_route import BagRoute
+from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, TableSource
-from hybrid.embedding.trainer.routes import BatchIds, Items, Route, make_routes
+from hybrid.embedding.trainer.route import Items, Route
+from hybrid.embedding.trainer.row_route import RowRoute
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.steps.ticket import Ticket
@@ -135,3 +138,35 @@ class Embeddings:
             f"feature {self._features[k].name}, sample {sample}: id {int(sparse.ids_L[position])} is not a "
             f"row of table {self._tables[k].name} ({self._tables[k].num_rows} rows)"
         )
+
+
+def make_routes(
+    row_features: Sequence[int],
+    bag_features: Sequence[int],
+    tables: Sequence[TableSpec],
+    placement: Placement,
+) -> list[Route]:
+    """The routes of a batch in which ``row_features`` hold one id a sample, and ``bag_features`` any number.
+
+    Args:
+        tables: the table of each feature, in feature order.
+    """
+    found = placement.locations()
+    locations = [found[table.name] for table in tables]
+    of_dim: dict[int, list[int]] = defaultdict(list)
+    for k in row_features:
+        of_dim[tables[k].dim].append(k)
+    # Of one pooling, in the same groups.
+    alike: dict[tuple[Pooling, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    for k in bag_features:
+        alike[tables[k].pooling, tuple((at.worker, at.number) for at in locations[k])].append(k)
+    return [
+        *(
+            RowRoute(tuple(features), [locations[k] for k in features])
+            for _, features in sorted(of_dim.items())
+        ),
+        *(
+            BagRoute(tuple(features), [locations[k] for k in features], pooling)
+            for (pooling, _), features in alike.items()
+        ),
+    ]

@@ -23,7 +23,7 @@ from hybrid.answer import Watched
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.routes import Assembler, Items
+from hybrid.embedding.trainer.route import Assembler, Items
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
 

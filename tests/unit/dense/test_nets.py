@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from hybrid.config import DenseSection, RunConfig, RunSection
 from hybrid.config.sections import NETS
 from hybrid.dense.compiled import compiled
-from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns, interaction_width
+from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
@@ -251,30 +251,27 @@ def test_weights_are_a_function_of_the_seed_alone(net_name: str) -> None:
     torch.set_rng_state(state)
 
 
+HIDDEN_WIDTHS = {
+    "dlrm": DIM + 4 * 3 // 2,
+    "dcn_v2": 2 + NUM_SPARSE * DIM,
+    "deepfm": 1 + 2 + NUM_SPARSE * DIM,
+    "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
+}
+
+
 @pytest.mark.parametrize("net_name", NETS)
 def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
     config = _config(net_name, remote_mlp=(7, 9))
     widths = _widths(net_name)
     net = build_dense_net(config, _input_spec(2), widths).double()
     remote = build_remote_net(config, _input_spec(2), widths).double()
-    width = interaction_width(config, _input_spec(2), widths)
-    assert _mlp_shapes(remote) == [(width, 7), (7, 9)]
+    assert _mlp_shapes(remote) == [(HIDDEN_WIDTHS[net_name], 7), (7, 9)]
     assert [type(layer) for layer in remote.children()] == [nn.Linear, nn.ReLU] * 2
     assert _mlp_shapes(net.head) == [(9, 1)]
     for batch_size in (0, 4):
         dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
         hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
         assert net.head(remote(hidden_BH)).shape == (batch_size,)
-
-
-def test_interaction_widths() -> None:
-    found = {net: interaction_width(_config(net), _input_spec(2), _widths(net)) for net in NETS}
-    assert found == {
-        "dlrm": DIM + 4 * 3 // 2,
-        "dcn_v2": 2 + NUM_SPARSE * DIM,
-        "deepfm": 1 + 2 + NUM_SPARSE * DIM,
-        "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
-    }
 
 
 def test_extra_columns() -> None:

@@ -22,7 +22,7 @@ from hybrid.trust import allowed, pickler
 from hybrid.trust.allowed import Allowed, ClassName, Unpickler
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire import calls, payloads
-from workers.session.session import CREATED, DATA
+from workers.session.deployment import CREATED, DATA
 
 ALLOWED = Allowed((*payloads.DATA, *DATA), CREATED)
 ENUMS = [each for each in ALLOWED.data.values() if isinstance(each, type) and issubclass(each, Enum)]

@@ -15,8 +15,8 @@ from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.routes import BatchIds, make_routes
-from hybrid.errors import DataError
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.steps.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
@@ -217,32 +217,3 @@ def test_a_worker_is_asked_only_for_groups_that_hold_a_table_of_the_features() -
     """An empty item would make it merge the group as if it were read in two ways."""
     items = asked([A, C], [[[1], [2]], [[3, 4], [5]]], [False, True])
     assert [len(of_worker) for of_worker in items] == [1, 1]
-
-
-@pytest.mark.parametrize(
-    "offsets",
-    [[0, 5, 2, 3], [0, 1, 2, 10**6], [0, 3_000_000, 2, 3], [1, 2, 3, 3], [0, 1, 1, 2], [0, -1, 2, 3]],
-    ids=str,
-)
-def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -> None:
-    """Compiled loops would read and write what lies beyond."""
-    sparse = SparseFeatures(torch.tensor([1, 2, 3]), torch.tensor(offsets), None, 1)
-    with pytest.raises(
-        DataError, match=r"^the offsets of a batch must rise from 0 to 3, the number of its ids$"
-    ):
-        BatchIds(sparse)
-
-
-@pytest.mark.parametrize(
-    ("offsets", "weights_L", "message"),
-    [
-        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights of 3 ids"),
-        (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids"),
-        (None, None, "a batch of 2 sparse features has 3 bags of ids"),
-    ],
-)
-def test_bags_and_weights_are_those_of_the_ids(
-    offsets: Tensor | None, weights_L: Tensor | None, message: str
-) -> None:
-    with pytest.raises(DataError, match=f"^{message}$"):
-        BatchIds(SparseFeatures(torch.tensor([1, 2, 3]), offsets, weights_L, 2))

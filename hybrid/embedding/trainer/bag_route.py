@@ -1,0 +1,120 @@
+"""Features of any number of ids a sample, which workers pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from hybrid.embedding import loops
+from hybrid.embedding.bags import Bags, ids_dtype
+from hybrid.embedding.placement import Location
+from hybrid.embedding.spec import Pooling
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
+
+
+class BagRoute:
+    """Multi-hot features of one pooling whose tables lie in the same groups of the same workers.
+
+    Args:
+        features: their numbers.
+        locations: where the shards of each feature's table lie: for all of them in the same groups.
+        pooling: how bags become vectors.
+    """
+
+    def __init__(
+        self, features: tuple[int, ...], locations: Sequence[Sequence[Location]], pooling: Pooling
+    ) -> None:
+        self.features = features
+        self._pooling = pooling
+        self._dim = locations[0][0].group.dim
+        self._groups = []
+        for in_group in zip(*locations, strict=True):
+            shards_F4 = [
+                (k, at.shard.index, at.shard.count, at.start)
+                for k, at in zip(features, in_group, strict=True)
+            ]
+            self._groups.append((in_group[0], np.array(shards_F4)))
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        pooling, weights_L = self._pooling, ids.weights_L
+        if pooling is Pooling.MEAN and len(self._groups) > 1:
+            # Partial means do not add up; partial sums of 1/n shares do.
+            lengths = ids.offsets.diff()
+            share = 1.0 / lengths.clamp(min=1).double()  # rounded by the worker, to the type of its rows
+            weights_L, pooling = torch.repeat_interleave(share, lengths), Pooling.SUM
+        slots, offsets = [], []
+        for at, shards_F4 in self._groups:
+            bags = _gather(ids, shards_F4, ids_dtype(at.group.num_rows), weights_L)
+            slots.append(append(items, at.worker, (at.number, bags._replace(pooling=pooling))))
+            offsets.append(bags.offsets)
+        shape_BFD = (ids.batch_size, len(self.features), self._dim)
+        if pooling is Pooling.MAX and len(slots) > 1:
+            return _Largest(slots, shape_BFD, torch.stack([o.diff() for o in offsets if o is not None]) > 0)
+        return _Sums(slots, shape_BFD)
+
+
+def _gather(ids: BatchIds, shards_F4: npt.NDArray[Any], dtype: torch.dtype, weights_L: Tensor | None) -> Bags:
+    """The bags of one group, sample after sample and within it feature after feature."""
+    room = ids.count(shards_F4[:, 0].tolist())
+    rows = torch.empty(room, dtype=dtype)
+    offsets = torch.empty(ids.batch_size * len(shards_F4) + 1, dtype=dtype)
+    positions = torch.empty(0 if weights_L is None else room, dtype=torch.int64)
+    size = loops.gather_bags(
+        ids.ids_L.numpy(),
+        ids.offsets.numpy(),
+        ids.batch_size,
+        shards_F4,
+        rows.numpy(),
+        offsets.numpy(),
+        positions.numpy(),
+    )
+    # RPC would send all the room that a part was cut from.
+    rows = rows if size == room else rows[:size].clone()
+    return Bags(rows, offsets, None if weights_L is None else weights_L[positions[:size]])
+
+
+class _Sums:
+    """Assembles by adding up the parts of the workers, most often one."""
+
+    def __init__(self, slots: list[Slot], shape_BFD: tuple[int, int, int]) -> None:
+        self._slots = slots
+        self.shape_BFD = shape_BFD
+
+    def vectors(self, results: Results) -> Tensor:
+        parts_ND = [results[worker][place] for worker, place in self._slots]
+        sums_ND = parts_ND[0] if len(parts_ND) == 1 else torch.stack(parts_ND).sum(0)
+        return sums_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_ND = grad_BFD.flatten(0, 1)
+        return [(slot, grad_ND) for slot in self._slots]
+
+
+class _Largest:
+    """Assembles by the maximum over workers, passing over those where a bag is empty; zeros where all are.
+
+    Args:
+        filled_WN: whether each worker's part of each bag holds an id.
+    """
+
+    def __init__(self, slots: list[Slot], shape_BFD: tuple[int, int, int], filled_WN: Tensor) -> None:
+        self._slots = slots
+        self.shape_BFD = shape_BFD
+        self._filled_WN1 = filled_WN.unsqueeze(2)
+        self._winner_ND: Tensor
+
+    def vectors(self, results: Results) -> Tensor:
+        parts_WND = torch.stack([results[worker][place] for worker, place in self._slots])
+        largest_ND, self._winner_ND = parts_WND.masked_fill(~self._filled_WN1, -torch.inf).max(0)
+        largest_ND.masked_fill_(~self._filled_WN1.any(0), 0.0)
+        return largest_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        grad_ND = grad_BFD.flatten(0, 1)
+        return [(slot, grad_ND * (self._winner_ND == w)) for w, slot in enumerate(self._slots)]

@@ -1,0 +1,109 @@
+"""What a job has on the roles of a cluster: the master creates it there, and keeps a stub of each object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from hybrid import wire
+from hybrid.checkpoint.files import Files
+from hybrid.clock import Span
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.hosting.hosted import Hosted
+from hybrid.steps.rules import UpdateRules
+from hybrid.topology import Role, RoleKind, Topology
+from hybrid.training.build import Blueprint, host_remote_net
+from workers.session.capacity import check_memory
+from workers.session.job import Job, Report
+from workers.session.trainer import Trainer
+
+# What travels between the roles of a session, and what the master creates on them.
+DATA = (Blueprint, Job, Report)
+CREATED = (TableShards, host_remote_net, Trainer)
+
+# Filling, writing and reading whole tables, and making trainers.
+BULK_TIMEOUT_SECONDS = 3600.0
+
+
+class Called(Protocol):
+    """What every object of a job has: a trainer, the tables of a worker, a remote net."""
+
+    def record(self, steps: range) -> None: ...
+
+    def take_spans(self) -> list[Span]: ...
+
+    def write(self, folder: Path) -> Files: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The stubs of a job.
+
+    Attributes:
+        trainers: in the order of their index.
+        tables: by worker, of those that hold rows.
+        remote_net: the remote dense net, or None.
+    """
+
+    trainers: Sequence[wire.Remote[Trainer]]
+    tables: dict[int, wire.RemoteTables]
+    remote_net: wire.RemoteNet | None
+
+    @property
+    def hosted(self) -> list[wire.RemoteHosted[Hosted]]:
+        """All that workers update: their tables, and the remote net where there is one."""
+        return [*self.tables.values(), *([self.remote_net] if self.remote_net else [])]
+
+    @property
+    def everything(self) -> list[wire.Remote[Called]]:
+        return [*self.trainers, *self.hosted]
+
+    def settle(self) -> None:
+        """Return once the gradients of all steps are with the workers; updates may be under way."""
+        wire.gather([trainer.call(Trainer.settle) for trainer in self.trainers])
+
+
+def deploy(
+    topology: Topology,
+    blueprint: Blueprint,
+    placement: Placement,
+    rules: UpdateRules,
+    data_folder: Path | None,
+) -> Deployment:
+    """Create everything that a job needs on the roles of ``topology``; see :class:`Job`.
+
+    Raises:
+        HybridError: a worker's host has no memory for its tables.
+    """
+    holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
+    check_memory(placement, holders)
+    tables = {role.index: _create_tables(role, blueprint, placement, rules) for role in holders}
+    seed, bulk = blueprint.config.run.seed, BULK_TIMEOUT_SECONDS
+    wire.gather([t.call(TableShards.initialise, seed, timeout_seconds=bulk) for t in tables.values()])
+    remote_net = _create_remote_net(blueprint, rules)
+    job = Job(blueprint, placement, rules, tables, remote_net, data_folder)
+    trainers = [wire.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
+    return Deployment(wire.gather(trainers), tables, remote_net)
+
+
+def _create_tables(
+    role: Role, blueprint: Blueprint, placement: Placement, rules: UpdateRules
+) -> wire.RemoteTables:
+    wire_dtype = None if blueprint.config.embedding.wire_dtype == "rows" else torch.bfloat16
+    module = wire.create_module(role, TableShards, placement, role.index, rules, blueprint.dtype, wire_dtype)
+    return wire.RemoteTables(role, module)
+
+
+def _create_remote_net(blueprint: Blueprint, rules: UpdateRules) -> wire.RemoteNet | None:
+    dense = blueprint.config.dense
+    if not dense.remote_mlp:
+        return None
+    role = Role(RoleKind.WORKER, dense.remote_worker)
+    return wire.RemoteNet(role, wire.create_module(role, host_remote_net, blueprint, rules))
