@@ -6,8 +6,8 @@ import ast
 from itertools import product
 
 import pytest
-from support.failure_plans import FILES, PLANS, STARVED_PLANS, plans_of
-from support.failure_table import CASES, ROW_TEST, TESTS, Case, describe
+from support.failure_plans import HOWS, PLANS, SHORT_PLANS, STARVED_PLANS
+from support.failure_table import CASES, ROW_TEST, ROWS_FILE, TESTS, Case, describe
 
 WAYS = {"SIGKILL", "SIGSTOP", "ValueError", "MemoryError"}
 PHASES = {"start", "step", "evaluation", "checkpoint", "shutdown"}
@@ -36,13 +36,16 @@ def test_every_role_fails_in_every_way_at_every_moment() -> None:
 
 
 def test_every_plan_is_brought_about_by_the_file_that_the_page_names() -> None:
-    brought_about = [str(plan) for file in set(FILES.values()) for plan in plans_of(file)]
-    assert sorted(brought_about) == sorted(map(str, PLANS))
+    assert has_test(ROWS_FILE, ROW_TEST)
     for plan in PLANS:
         assert [row for rows in plan.launches for row in rows] == plan.rows
-        file = FILES[plan.how]
-        assert has_test(file, ROW_TEST)
-        assert f'plans_of("{file}")' in (TESTS / file).read_text()
+
+
+def test_the_short_form_has_every_role_and_every_way() -> None:
+    assert {plan.kind for plan in SHORT_PLANS} == ROLES
+    assert [plan.how for plan in SHORT_PLANS[:-1]] == list(HOWS)
+    assert {*SHORT_PLANS} <= {*PLANS, *STARVED_PLANS}
+    assert SHORT_PLANS[-1] in STARVED_PLANS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,32 @@ def split(**values: Any) -> Case:
     return Case(trainers=4, workers=1, parallel="tensor", top_mlp=(7, 6, 5), **values)
 
 
-TENSOR_CASES = [
-    split(net="dlrm", dtype="float32"),
+CASES = [
     split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
-    split(net="deepfm", ddp="inside", clip_norm=0.2),
-    split(net="wide_deep", ddp="none", clip_norm=0.2),
     split(remote=True, micro_batches=2, update="pipelined"),
     split(
         features="sum",
         inputs="uneven",
         tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
     ),
-]
-REPLICA_CASES = [
-    Case(parallel="replicas", net="dlrm", dtype="float32"),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
+]
+LONG_CASES = [
+    split(net="dlrm", dtype="float32"),
+    split(net="deepfm", ddp="inside", clip_norm=0.2),
+    split(net="wide_deep", ddp="none", clip_norm=0.2),
+    Case(parallel="replicas", net="dlrm", dtype="float32"),
     Case(compile="aot_eager", net="dlrm", dtype="float32"),
     Case(parallel="replicas", compile="aot_eager"),
 ]
 
 
-@pytest.mark.parametrize("case", [*TENSOR_CASES, *REPLICA_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in LONG_CASES)],
+    ids=attrgetter("name"),
+)
 def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, clusters.get(case.trainers, case.workers).run(train_case, case))
 

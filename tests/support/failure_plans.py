@@ -9,14 +9,7 @@ from support.faults import RAISED, STARVED, WORDS
 
 PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 ROLES = ("master", "trainer", "worker")
-# How, and the test file that brings it about.
-FILES = {
-    "SIGKILL": "cli/test_killed_roles.py",
-    "SIGSTOP": "cli/test_frozen_roles.py",
-    "ValueError": "cli/test_raising_roles.py",
-    "MemoryError": "cli/test_raising_roles.py",
-}
-HOWS = tuple(FILES)
+HOWS = ("SIGKILL", "SIGSTOP", "ValueError", "MemoryError")
 STEPS = 16  # of a run
 CHECKPOINT_STEPS = 4
 HEARTBEAT_SECONDS = 2
@@ -136,8 +129,11 @@ class Plan:
 
 PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS)]
 STARVED_PLANS = [Plan(kind, STARVED) for kind in ROLES]
-
-
-def plans_of(file: str) -> list[Plan]:
-    """The plans that a test file, by its name under tests, is to bring about."""
-    return [plan for plan in PLANS if FILES[plan.how] == file]
+# One for each way to fail, and each kind of role among them; the others take minutes.
+SHORT_PLANS = [
+    Plan("trainer", "SIGKILL"),
+    Plan("worker", "SIGSTOP"),
+    Plan("master", "ValueError"),
+    Plan("worker", "MemoryError"),
+    Plan("worker", STARVED),
+]

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-from support.failure_plans import FILES, HOWS, PHASES, ROLES, Row
+from support.failure_plans import HOWS, PHASES, ROLES, Row
 
 TESTS = Path(__file__).parents[1]
+ROWS_FILE = "cli/test_failing_roles.py"
 ROW_TEST = "test_the_run_comes_to_its_end"
-STARVED_FILE = "cli/test_raising_roles.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ CASES = [
     Case(
         "the kernel ends a role since memory has run out",
         "as SIGKILL; the line says so where the kernel's count has gone up",
-        "cli/test_raising_roles.py::test_the_kernel_ends_a_role_for_want_of_memory",
+        f"{ROWS_FILE}::test_the_kernel_ends_a_role_for_want_of_memory",
     ),
     Case(
         "the same before the first step, as while the data are prepared",
@@ -250,10 +250,11 @@ _CONSEQUENCES = """
   come again.
 - *finished*: the run has its result, and nothing is lost; `launch` ends with exit code 0.
 
-Each cell is brought about by its test, which for worker and SIGKILL has the name `[worker SIGKILL]`. The
-exceptions of a trainer come up in a call that the master has made, as those of a net of your own do, those
-of the others in their main thread. Out of memory is Python's `MemoryError` here. Where the kernel ends a role
-for want of memory, it is as SIGKILL, and [tested](../tests/{starved}) with every role.
+Each cell is brought about by a [test](../tests/{rows}), which for worker and SIGKILL has the name
+`[worker SIGKILL]`. One for each way to fail is part of `scripts/test`, the others of `scripts/test -m long`.
+The exceptions of a trainer come up in a call that the master has made, as those of a net of your own do,
+those of the others in their main thread. Out of memory is Python's `MemoryError` here. Where the kernel ends
+a role for want of memory, it is as SIGKILL, and tested there with every role.
 
 | how | `launch` says | it says so after | the run is at a step again after |
 |---|---|---:|---:|
@@ -321,13 +322,13 @@ the timeout.
 
 def describe() -> str:
     """The page."""
-    consequences = _CONSEQUENCES.format(starved=STARVED_FILE)
+    consequences = _CONSEQUENCES.format(rows=ROWS_FILE)
     measured = _MEASURED.format(on=_MEASURED_ON)
     return "".join([_INTRODUCTION, _rows(), consequences, _ways(), measured, _cases(), _CHAOS])
 
 
 def _rows() -> str:
-    heads = " | ".join(f"[{_title(how)}](../tests/{file})" for how, file in FILES.items())
+    heads = " | ".join(map(_title, HOWS))
     lines = [f"| role | when | {heads} |", "|---" * (2 + len(HOWS)) + "|"]
     for role, phase in product(ROLES, PHASES):
         cells = " | ".join(_consequence(Row(role, how, phase)) for how in HOWS)

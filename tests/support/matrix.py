@@ -25,7 +25,7 @@ from workers.session.session import Session
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 
-STEPS = 20
+STEPS = 12
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
@@ -138,7 +138,7 @@ class Case:
         if self.inputs == "even":
             sizes = [6] * STEPS
         else:  # some end early, and one of three or four has none at all
-            length = {0: STEPS if self.trainers == 1 else 13, 1: STEPS, 2: 0, 3: 5}[trainer]
+            length = {0: STEPS if self.trainers == 1 else 8, 1: STEPS, 2: 0, 3: 3}[trainer]
             sizes = torch.randint(1, 9, (length,), generator=generator).tolist()
         # Where shares are even, the trainer itself knows what all of them hold together.
         total = self.trainers * 6 if self.inputs == "even" else 0

@@ -1,18 +1,26 @@
-"""Roles that raise, or run out of memory, each at every moment of a run: rows of docs/failures.md."""
+"""Roles that fail, each in every way and at every moment of a run: the rows of docs/failures.md."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.failure_plans import STARVED_PLANS, Plan, plans_of
+from support.failure_plans import PLANS, SHORT_PLANS, STARVED_PLANS, Plan
 from support.failure_runs import live_through, shared_server
 from support.memory_group import child_group, own_group
 
 
+def parameters(plans: Sequence[Plan]) -> list[Any]:
+    return [
+        pytest.param(plan, id=str(plan), marks=() if plan in SHORT_PLANS else pytest.mark.long)
+        for plan in plans
+    ]
+
+
 @pytest.mark.usefixtures("server")
-@pytest.mark.parametrize("plan", plans_of("cli/test_raising_roles.py"), ids=str)
+@pytest.mark.parametrize("plan", parameters(PLANS))
 def test_the_run_comes_to_its_end(plan: Plan, tiny: list[str], tmp_path: Path) -> None:
     live_through(plan, tiny, tmp_path)
 
@@ -27,6 +35,6 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("plan", STARVED_PLANS, ids=str)
+@pytest.mark.parametrize("plan", parameters(STARVED_PLANS))
 def test_the_kernel_ends_a_role_for_want_of_memory(plan: Plan, tiny: list[str], tmp_path: Path) -> None:
     live_through(plan, tiny, tmp_path)
