@@ -30,7 +30,6 @@ from hybrid.training.model import MicroBatch
 
 # A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
 _STEPS_AHEAD = 2
-_MANY = 1 << 60  # steps, where nobody knows how many
 
 
 class StepInput(NamedTuple):
