@@ -23,7 +23,7 @@ import re
 import shutil
 from pathlib import Path
 
-from hybrid.checkpoint.files import MANIFEST_FILE, has_size, writing
+from hybrid.checkpoint.files import MANIFEST_FILE, misfit, writing
 from hybrid.checkpoint.manifest import PARTIAL, Manifest
 from hybrid.errors import CheckpointError
 from hybrid.private_files import make_folder, sync
@@ -65,12 +65,9 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     Raises:
         CheckpointError: a file is not there, or the folder cannot be written.
     """
-    for name, (size, _) in manifest.files.items():
-        if not has_size(partial / name, size):
-            raise CheckpointError(
-                f"{partial / name}: a role wrote this elsewhere; run.folder must be storage that all hosts "
-                "share"
-            )
+    if (path := misfit(partial, manifest.files)) is not None:
+        rule = "run.folder must be storage that all hosts share"
+        raise CheckpointError(f"{path}: a role wrote this elsewhere; {rule}")
     manifest.write(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     with writing(final):
@@ -94,18 +91,13 @@ def remove(folder: Path) -> None:
     discard(partial)
 
 
-def remove_partial(run: Path) -> None:
-    """Remove what a run that was killed has left of unfinished checkpoints."""
-    for partial in run.glob(f"{_FOLDER}/*{PARTIAL}"):
-        discard(partial)
-
-
 def drop_later(run: Path, step: int) -> None:
     """Remove what a run that goes on after ``step`` has left of later steps, and what is unfinished."""
     for folder in stored(run):
         if step_of(folder) > step:
             remove(folder)
-    remove_partial(run)
+    for partial in run.glob(f"{_FOLDER}/*{PARTIAL}"):
+        discard(partial)
 
 
 def prune(run: Path, keep_last: int, best_step: int | None) -> None:

@@ -16,16 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.faults import (
-    ERRORS,
-    FAULTS_FILE,
-    RAISING,
-    STARVED,
-    STEPPED_FILE,
-    STRUCK_FILE,
-    WORDS,
-    read_times,
-)
+from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STEPPED_FILE, STRUCK_FILE, WORDS, read_times
 from support.memory_group import starve
 from torch import Tensor, nn
 from torch.distributed import rpc
