@@ -1,19 +1,7 @@
 """The folders of checkpoints: each there whole or not at all, which are there, which are kept. Free of torch.
 
-::
-
-    RUN/checkpoints/step-00000293/
-        manifest.json                     what is in here, with sizes and checksums; written last
-        config.toml                       the effective configuration
-        features.json                     how raw values become numbers (see hybrid/data/encode.py)
-        data.json                         which samples it was trained on (see hybrid/data/manifest.py)
-        dense.safetensors                 the dense net, and its optimizer's state
-        dense.1.safetensors               that of trainer 1, where trainers have nets of their own (dense.ddp)
-        remote.safetensors                the remote dense net, where there is one
-        tables/C1.0-of-2.safetensors      rows 0, 2, 4, ... of table C1, and their optimizer state
-        progress.safetensors              what trainers have reported since the last line of metrics.jsonl
-
 Every role writes its own part into ``step-N.partial``; the manifest and one rename make it a checkpoint.
+docs/checkpoints.md draws one, and says what is in every file.
 """
 
 from __future__ import annotations
