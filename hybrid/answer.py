@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torch.futures import Future
@@ -60,9 +59,7 @@ class serving:  # as a generator it would cost twice as much
     def __enter__(self) -> None:
         _serving.caller = self._caller
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _serving.caller = None
 
 

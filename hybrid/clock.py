@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 
 PHASES = ("data", "lookup", "dense", "backward", "update")
@@ -50,44 +49,29 @@ class OpenSpan:
         num_bytes: see :class:`Span`; may be set until it ends.
     """
 
-    __slots__ = ("_cpu_ns", "_flow", "_name", "_spans", "_start_ns", "_step", "_thread", "num_bytes")
+    __slots__ = ("_begun", "_spans", "num_bytes")
 
     def __init__(
         self, spans: list[Span], name: str, step: int, thread: str | None, flow: Flow | None, num_bytes: int
     ) -> None:
         self._spans = spans
-        self._name = name
-        self._step = step
-        self._thread = thread
-        self._flow = flow
         self.num_bytes = num_bytes
-        self._cpu_ns = 0 if thread is None else time.thread_time_ns()
-        self._start_ns = time.perf_counter_ns()
+        cpu_ns = None if thread is None else time.thread_time_ns()
+        start_ns = time.perf_counter_ns()
+        self._begun = Span(name, step, start_ns, start_ns, thread, cpu_ns, flow)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """End it, once; in any thread where it was begun by :meth:`StepClock.begin`."""
         end_ns = time.perf_counter_ns()
-        cpu_ns = None if self._thread is None else time.thread_time_ns() - self._cpu_ns
-        self._spans.append(
-            Span(
-                self._name,
-                self._step,
-                self._start_ns,
-                end_ns,
-                self._thread,
-                cpu_ns,
-                self._flow,
-                self.num_bytes,
-            )
-        )
+        begun = self._begun
+        cpu_ns = None if begun.cpu_ns is None else time.thread_time_ns() - begun.cpu_ns
+        self._spans.append(begun._replace(end_ns=end_ns, cpu_ns=cpu_ns, num_bytes=self.num_bytes))
 
 
 class StepClock:

@@ -20,15 +20,11 @@ def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
     available = int(psutil.virtual_memory().available)
     limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        used = int((cgroup / "memory.current").read_text()) - _reclaimable_bytes(cgroup / "memory.stat")
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        # Cached file pages, which the kernel drops first, count as used.
+        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
         available = min(available, max(0, int(text) - used))
     return available
-
-
-def _reclaimable_bytes(stat: Path) -> int:
-    """Cached file pages that the kernel drops first; ``memory.current`` counts them as used."""
-    fields = dict(line.split() for line in stat.read_text().splitlines())
-    return int(fields["inactive_file"])
 
 
 def zeros_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ class Role:
     @property
     def rpc_name(self) -> str:
         """The name under which RPC knows this process, such as ``trainer1``."""
-        return self.kind if self.kind is RoleKind.MASTER else f"{self.kind}{self.index}"
+        return str(self).replace(" ", "")
 
     def __str__(self) -> str:
         return self.kind if self.kind is RoleKind.MASTER else f"{self.kind} {self.index}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -63,16 +63,12 @@ def damaged(path: Path) -> CheckpointError:
     return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
 
 
-def check_sizes(folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
-    """CheckpointError, naming it, where a file is missing or has another size than it had."""
-    for name, (size, _) in files.items():
-        if not has_size(folder / name, size):
-            raise damaged(folder / name)
-
-
-def has_size(path: Path, size: int) -> bool:
-    """Whether a file is there, and as large as it was."""
-    try:
-        return path.is_file() and path.stat().st_size == size
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+def misfit(folder: Path, files: Files) -> Path | None:
+    """The first file that is missing, or has another size than it had; None where all are right."""
+    for path, size in ((folder / name, size) for name, (size, _) in files.items()):
+        try:
+            if not (path.is_file() and path.stat().st_size == size):
+                return path
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    return None

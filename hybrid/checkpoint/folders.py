@@ -1,19 +1,7 @@
 """The folders of checkpoints: each there whole or not at all, which are there, which are kept. Free of torch.
 
-::
-
-    RUN/checkpoints/step-00000293/
-        manifest.json                     what is in here, with sizes and checksums; written last
-        config.toml                       the effective configuration
-        features.json                     how raw values become numbers (see hybrid/data/encode.py)
-        data.json                         which samples it was trained on (see hybrid/data/manifest.py)
-        dense.safetensors                 the dense net, and its optimizer's state
-        dense.1.safetensors               that of trainer 1, where trainers have nets of their own (dense.ddp)
-        remote.safetensors                the remote dense net, where there is one
-        tables/C1.0-of-2.safetensors      rows 0, 2, 4, ... of table C1, and their optimizer state
-        progress.safetensors              what trainers have reported since the last line of metrics.jsonl
-
 Every role writes its own part into ``step-N.partial``; the manifest and one rename make it a checkpoint.
+docs/checkpoints.md draws one, and says what is in every file.
 """
 
 from __future__ import annotations
@@ -23,7 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
-from hybrid.checkpoint.files import MANIFEST_FILE, has_size, writing
+from hybrid.checkpoint.files import MANIFEST_FILE, misfit, writing
 from hybrid.checkpoint.manifest import PARTIAL, Manifest
 from hybrid.errors import CheckpointError
 from hybrid.private_files import make_folder, sync
@@ -65,12 +53,9 @@ def commit(partial: Path, manifest: Manifest) -> Path:
     Raises:
         CheckpointError: a file is not there, or the folder cannot be written.
     """
-    for name, (size, _) in manifest.files.items():
-        if not has_size(partial / name, size):
-            raise CheckpointError(
-                f"{partial / name}: a role wrote this elsewhere; run.folder must be storage that all hosts "
-                "share"
-            )
+    if (path := misfit(partial, manifest.files)) is not None:
+        rule = "run.folder must be storage that all hosts share"
+        raise CheckpointError(f"{path}: a role wrote this elsewhere; {rule}")
     manifest.write(partial)
     final = partial.with_name(partial.name.removesuffix(PARTIAL))
     with writing(final):
@@ -94,18 +79,13 @@ def remove(folder: Path) -> None:
     discard(partial)
 
 
-def remove_partial(run: Path) -> None:
-    """Remove what a run that was killed has left of unfinished checkpoints."""
-    for partial in run.glob(f"{_FOLDER}/*{PARTIAL}"):
-        discard(partial)
-
-
 def drop_later(run: Path, step: int) -> None:
     """Remove what a run that goes on after ``step`` has left of later steps, and what is unfinished."""
     for folder in stored(run):
         if step_of(folder) > step:
             remove(folder)
-    remove_partial(run)
+    for partial in run.glob(f"{_FOLDER}/*{PARTIAL}"):
+        discard(partial)
 
 
 def prune(run: Path, keep_last: int, best_step: int | None) -> None:

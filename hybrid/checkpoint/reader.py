@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
 from torch import Tensor
 
-from hybrid.checkpoint.files import MANIFEST_FILE, check_sizes, shard_file
+from hybrid.checkpoint.files import MANIFEST_FILE, damaged, misfit, shard_file
 from hybrid.checkpoint.folders import step_folder, step_of, stored
 from hybrid.checkpoint.manifest import Best, Manifest
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
 
 
+@dataclass(eq=False, slots=True)
 class Checkpoint:
     """A checkpoint on disk, read piece by piece.
 
@@ -25,10 +27,9 @@ class Checkpoint:
         standing: what it is among those of its run, where it was chosen as :meth:`best_good`.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.standing = ""
+    folder: Path
+    manifest: Manifest
+    standing: str = ""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -40,7 +41,8 @@ class Checkpoint:
         if not (folder / MANIFEST_FILE).exists():
             raise CheckpointError(f"{folder}: there is no checkpoint here")
         manifest = Manifest.read(folder / MANIFEST_FILE)
-        check_sizes(folder, manifest.files)
+        if (path := misfit(folder, manifest.files)) is not None:
+            raise damaged(path)
         return cls(folder, manifest)
 
     @classmethod

@@ -137,7 +137,7 @@ class _Callable:
 
 @cache
 def by_value(kind: type[Any]) -> Reducer | None:
-    """How a pickle makes values of a class, of its name and what they hold; None for other classes."""
+    """How a pickle makes values of a class, of names and what they hold; None for other classes."""
     name = name_of(kind)
     if kind is ClassName:
         return lambda value: (class_named, (value.name,))
@@ -150,6 +150,8 @@ def by_value(kind: type[Any]) -> Reducer | None:
     if dataclasses.is_dataclass(kind):
         names = [field.name for field in dataclasses.fields(kind)]
         return lambda value: (made, (name, (), {each: getattr(value, each) for each in names}))
+    if issubclass(kind, rpc.PyRRef):
+        return lambda reference: (reference_to, (reference._serialize(),))
     if kind is complex:
         return lambda value: (complex, (value.real, value.imag))
     return None

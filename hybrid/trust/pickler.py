@@ -12,27 +12,18 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed import distributed_c10d, rpc
+from torch.distributed import distributed_c10d
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 
 from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code.names import name_of
-from hybrid.trust.allowed import (
-    Allowed,
-    Reduced,
-    Reducer,
-    Unpickler,
-    by_value,
-    dtype_name,
-    reference_to,
-    tensor_beside,
-)
+from hybrid.trust.allowed import Allowed, Reduced, Reducer, Unpickler, by_value, dtype_name, tensor_beside
 from hybrid.trust.failure_text import raised_later, refused
 from hybrid.trust.refusals import Refusals, RefusedPayload
 from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
@@ -60,9 +51,7 @@ class addressed_to:  # as a generator it would cost twice as much
     def __enter__(self) -> None:
         _target.name = self._name
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _target.name = None
 
 
@@ -214,17 +203,10 @@ def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = reducers = _Reducers(_REFERENCES)
+    pickler.dispatch_table = reducers = _Reducers()
     reducers[Tensor] = reduce_tensor
     pickler.dump(content)
     return file.getvalue(), tensors
-
-
-def _reduce_reference(reference: Any) -> Reduced:
-    return reference_to, (reference._serialize(),)
-
-
-_REFERENCES: dict[type[Any], Reducer] = {rpc.PyRRef: _reduce_reference, rpc.RRef: _reduce_reference}
 
 
 class _Reducers(dict[type[Any], Reducer]):

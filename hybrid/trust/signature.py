@@ -61,14 +61,6 @@ class Kind(IntEnum):
     ERROR = 4  # for the caller's sender number
 
 
-class Opened(NamedTuple):
-    """A payload whose signature is good."""
-
-    kind: Kind
-    sender: bytes
-    pickled: bytes
-
-
 class _Line(NamedTuple):
     """What one sender sends of one kind, to one receiver.
 
@@ -119,8 +111,8 @@ class Signatures:
         sealed = encrypt(_nonce(number, _OF_PICKLE | len(parts)), pickled, parts[0] if parts else None)
         return b"".join((line.start, number, *tags, sealed))
 
-    def open(self, payload: bytes, tensors: Sequence[Tensor]) -> Opened:
-        """Check a payload.
+    def open(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[Kind, bytes, bytes]:
+        """Check a payload; its kind, its sender, and the pickle.
 
         Raises:
             RefusedPayload: nobody of this run has signed it for this process, it was changed on the way, or
@@ -145,7 +137,7 @@ class Signatures:
         _, window = self._receiving.setdefault(start, known)
         if not window.admit(int.from_bytes(number, "little")):
             raise RefusedPayload("it has come before")
-        return Opened(kind, start[:_ID_BYTES], pickled)
+        return kind, start[:_ID_BYTES], pickled
 
     def _line_of(self, start: bytes) -> _Line:
         """The line that a header begins to name."""

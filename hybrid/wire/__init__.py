@@ -15,7 +15,7 @@ exception: they take part in distributed autograd, so their answer must be bare 
 
 Begin with ``stubs``, which the master and trainers call. Calls and answers are signed, and only the
 functions of ``calls.CALLS`` can be called (``hybrid/trust``), with ``payloads`` that only hold data; a role
-joins and leaves with ``start`` and ``stop`` (``group``).
+joins and leaves with ``start`` and ``stop`` (``membership``).
 """
 
 from hybrid.wire.calls import Vitals

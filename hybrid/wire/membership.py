@@ -65,10 +65,9 @@ def start(
         init_method=f"{scheme}://",
         _transports=["uv"] if is_tcp else ["shm", "uv"],
     )
-    name = str(role.rpc_name)  # not an enum: torch pickles it
-    install(
-        SignedPickler(Signatures(secret, run_id, name), CALLS, Allowed((*DATA, *data), created), Refusals())
-    )
+    name = role.rpc_name
+    signatures, allowed = Signatures(secret, run_id, name), Allowed((*DATA, *data), created)
+    install(SignedPickler(signatures, CALLS, allowed, Refusals()))
     with warnings.catch_warnings(), plain_collectives(), closed_after(names, rank, world_size):
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

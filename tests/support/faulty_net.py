@@ -15,18 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from support.faults import (
-    ERRORS,
-    FAULTS_FILE,
-    RAISING,
-    STARVED,
-    STEPPED_FILE,
-    STRUCK_FILE,
-    WORDS,
-    read_times,
-)
+from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STEPPED_FILE, STRUCK_FILE, WORDS, read_times
 from support.memory_group import starve
+from support.vectors import Concatenation
 from torch import Tensor, nn
 from torch.distributed import rpc
 
@@ -119,11 +110,6 @@ class Bottom(nn.Module):
         self._faults.reach("checkpoint")
 
 
-class SideBySide(nn.Module):
-    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([dense_BF, pooled_BE], dim=1)
-
-
 def _notice_shutdown(faults: Faults) -> None:
     """Leaving the RPC group, no role gets further than this process, whose main thread notices it here."""
     leave = rpc.shutdown
@@ -142,4 +128,4 @@ def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseN
     faults.reach("start")
     width = len(input_spec.dense_features) + sum(widths)
     head: Any = nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, 1), nn.Flatten(0))
-    return DenseNet(Bottom(faults), SideBySide(), head)
+    return DenseNet(Bottom(faults), Concatenation(), head)

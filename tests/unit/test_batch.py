@@ -64,14 +64,6 @@ def test_the_parts_of_a_batch_are_the_whole(batch: Batch, num_parts: int) -> Non
         assert (part.sparse_features.weights_L is None) == (batch.sparse_features.weights_L is None)
 
 
-@given(batches(), st.data())
-def test_any_samples_in_a_row(batch: Batch, data: st.DataObject) -> None:
-    size = len(batch.labels)
-    start, stop = sorted([data.draw(st.integers(0, size)), data.draw(st.integers(0, size))])
-    taken = bags_of(batch.sparse_features.samples(start, stop))
-    assert taken == [feature[start:stop] for feature in bags_of(batch.sparse_features)]
-
-
 def described(batch: Batch) -> list[object]:
     """What each sample is, but for its label and the order of its ids."""
     bags = bags_of(batch.sparse_features)
@@ -171,9 +163,6 @@ class TestBatch:
         assert sparse.weights_L is not None
         assert sparse.weights_L.dtype == torch.float32
         assert sparse.weights_L.tolist() == [0.5, 2.0, 1.0, 3.0]
-
-    def test_without_offsets_each_sample_has_one_id_of_each_feature(self) -> None:
-        assert SparseFeatures(torch.arange(6), None, None, 2).batch_size == 3
 
     def test_batches_of_no_samples_and_of_no_features(self) -> None:
         assert SparseFeatures.from_bags([[], []]).batch_size == 0

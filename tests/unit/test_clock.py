@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybrid.clock import PHASES, STEP, Span, StepClock
+from hybrid.clock import PHASES, STEP, StepClock
 
 
 def recording(*steps: int) -> StepClock:
@@ -46,9 +47,7 @@ def test_spans_within_each_other_and_within_phases() -> None:
     longest = time.perf_counter() - before
     clock.end_step()
     layer, bottom, head, dense, step = clock.take_spans()
-    assert [span.name for span in (layer, bottom, head, dense, step)] == [
-        *("layer", "bottom", "head", "dense", STEP)
-    ]
+    assert [s.name for s in (layer, bottom, head, dense, step)] == ["layer", "bottom", "head", "dense", STEP]
     for inner, outer in [(layer, bottom), (bottom, dense), (head, dense), (dense, step)]:
         assert outer.start_ns <= inner.start_ns <= inner.end_ns <= outer.end_ns
         assert inner.thread == outer.thread == "steps"
@@ -122,30 +121,21 @@ def test_a_span_may_begin_in_one_thread_and_end_in_another() -> None:
 
 
 def test_every_thread_has_a_name_of_its_own() -> None:
-    clock = recording(0)
+    clock, together = recording(0), threading.Barrier(2)
 
     def work() -> None:
         with clock.span("work"):
-            pass
+            together.wait(10)  # or the second could have the number of the first
 
-    held, told = threading.Event(), threading.Event()
-
-    def work_and_stay() -> None:
-        work()
-        told.set()
-        held.wait(10)
-
-    staying = threading.Thread(target=work_and_stay, name="updater")  # its number is not free meanwhile
-    staying.start()
-    assert told.wait(10)
-    in_a_thread("updater", work)
-    held.set()
-    join(staying)
-    work()
+    threads = [threading.Thread(target=work, name="updater") for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        join(thread)
+    with clock.span("own"):
+        pass
     clock.end_step()
-    first, second, own, _ = (span.thread for span in clock.take_spans())
-    assert first is not None
-    assert second is not None
+    first, second, own, _ = (str(span.thread) for span in clock.take_spans())
     assert first != second
     assert first.startswith("updater ")
     assert second.startswith("updater ")
@@ -183,17 +173,6 @@ def test_processor_time_is_that_of_the_thread() -> None:
     assert waiting.cpu_ns < 5_000_000 <= computing.cpu_ns
 
 
-def test_times_are_those_of_the_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = recording(0)
-    before = time.time_ns()
-    with clock.span("now"):
-        pass
-    after = time.time_ns()
-    (span,) = clock.take_spans()
-    slack = 1_000_000
-    assert before - slack <= span.start_ns <= span.end_ns <= after + slack
-
-
 def test_a_slow_reading_of_the_clocks_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = recording(0)
     spans = [100, 200]  # of the span itself, then the clock around each reading of the time of day
@@ -217,12 +196,10 @@ def test_many_threads_record_at_once() -> None:
             with clock.span("outer", 0), clock.span("inner", 0):
                 pass
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        join(thread)
-    spans: list[Span] = clock.take_spans()
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work) for _ in range(4)]:
+            done.result(10)
+    spans = clock.take_spans()
     assert len(spans) == 4 * 200 * 2
     assert all(span.end_ns >= span.start_ns for span in spans)
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.checkpoints import SHARDS, write_checkpoint
+from support.checkpoints import SHARDS
 
 from hybrid.checkpoint.files import DENSE_FILE, shard_file
 from hybrid.checkpoint.reader import Checkpoint
@@ -22,19 +22,15 @@ def test_a_table_name_need_not_be_a_file_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [DENSE_FILE, SHARDS[1]])
 @pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "a folder"])
 def test_files_of_another_size_are_seen_when_the_checkpoint_is_opened(
-    tmp_path: Path, name: str, damage: str
+    folder: Path, name: str, damage: str
 ) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
     path = folder / name
-    if damage == "truncated":
-        os.truncate(path, path.stat().st_size - 1)
-    elif damage == "longer":
-        path.write_bytes(path.read_bytes() + b"\0")
+    if by := {"truncated": -1, "longer": 1}.get(damage):
+        os.truncate(path, path.stat().st_size + by)
     else:
         path.unlink()
         if damage == "a folder":
             path.mkdir()
-    with pytest.raises(
-        CheckpointError, match=f"^{path}: missing or altered since the checkpoint was written$"
-    ):
+    said = f"^{path}: missing or altered since the checkpoint was written$"
+    with pytest.raises(CheckpointError, match=said):
         Checkpoint.open(folder)

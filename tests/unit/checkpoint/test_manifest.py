@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tracemalloc
 from pathlib import Path
 
 import pytest
-from support.checkpoints import SHARDS, flip_a_bit, write_checkpoint
+from support.checkpoints import SHARDS, flip_a_bit
 
 from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE
 from hybrid.checkpoint.manifest import BEST, FORMAT, Best, Manifest
@@ -22,16 +23,14 @@ def test_numbers_that_are_not_finite_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [DENSE_FILE, *SHARDS])
-def test_one_altered_bit_is_seen_when_the_checkpoint_is_verified(tmp_path: Path, name: str) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
+def test_one_altered_bit_is_seen_when_the_checkpoint_is_verified(folder: Path, name: str) -> None:
     flip_a_bit(folder / name)
     checkpoint = Checkpoint.open(folder)
     with pytest.raises(CheckpointError, match=f"^{folder / name}: missing or altered since"):
         checkpoint.manifest.verify(folder)
 
 
-def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(folder: Path) -> None:
     read = Checkpoint.open(folder).manifest
     (folder / DENSE_FILE).unlink()
     with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: No such file"):
@@ -44,60 +43,52 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) ->
         (json.dumps({"format": FORMAT + 1}), rf"written by another version \(format {FORMAT + 1}\)"),
         (json.dumps({"format": 1, "step": 1}), r"written by another version \(format 1\)"),
         (json.dumps({}), r"written by another version \(format None\)"),
-        (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest"),
-        (json.dumps({"format": FORMAT, "manifest": {}, "sha256": ""}), "altered since"),
-        ("[]", "is not a manifest"),
-        ("{", "is not a manifest"),
+        (500 * '{"a":' + "1" + 500 * "}", r"written by another version \(format None\)"),
+        (json.dumps({"format": FORMAT, "step": 1}), "is not a manifest: .*"),
+        (json.dumps({"format": FORMAT, "manifest": {}, "sha256": ""}), "altered since the checkpoint was .*"),
+        ("[]", "is not a manifest: .*"),
+        ("{", "is not a manifest: .*"),
+        (100_000 * "[", "is not a manifest: .*"),
+        (100_000 * '{"manifest":', "is not a manifest: .*"),
+        (100_000 * '{"format": 2, "sha256": "", "manifest": [[', "is not a manifest: .*"),
     ],
+    ids=lambda text: text[:60],
 )
-def test_other_manifests_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
-    (folder / MANIFEST_FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+def test_other_manifests_are_refused_in_one_line(folder: Path, text: str, message: str) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=rf"^{path}: {message}$"):
         Checkpoint.open(folder)
 
 
-def test_a_manifest_that_says_another_step_is_altered(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
+def test_a_manifest_that_says_another_step_is_altered(folder: Path) -> None:
     path = folder / MANIFEST_FILE
     path.write_text(path.read_text().replace('"step": 1', '"step": 2'))
     with pytest.raises(CheckpointError, match=f"^{path}: altered since the checkpoint was written$"):
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("opening", ["[", '{"manifest":', '{"format": 2, "sha256": "", "manifest": [['])
-def test_deep_nesting_is_one_line(tmp_path: Path, opening: str) -> None:
-    path = write_checkpoint(tmp_path / "step-1") / MANIFEST_FILE
-    path.write_text(100_000 * opening)
-    with pytest.raises(CheckpointError, match=rf"^{path}: is not a manifest: [^\n]*$"):
-        Checkpoint.open(tmp_path / "step-1")
-    path.write_text(500 * '{"a":' + "1" + 500 * "}")
-    with pytest.raises(CheckpointError, match=rf"^{path}: written by another version \(format None\)$"):
-        Checkpoint.open(tmp_path / "step-1")
-
-
 def test_a_manifest_that_is_too_large_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybrid.checkpoint.manifest._MOST_BYTES", 1 << 20)
-    path = write_checkpoint(tmp_path / "step-1") / MANIFEST_FILE
-    with path.open("wb") as file:
-        file.truncate(100 << 20)
+    path = folder / MANIFEST_FILE
+    os.truncate(path, 100 << 20)
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: it has more than 1 MiB$"):
-            Checkpoint.open(tmp_path / "step-1")
+            Checkpoint.open(folder)
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_a_manifest_that_is_no_file_is_refused(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "step-1") / MANIFEST_FILE
+def test_a_manifest_that_is_no_file_is_refused(folder: Path) -> None:
+    path = folder / MANIFEST_FILE
     path.unlink()
     path.mkdir()
     with pytest.raises(CheckpointError, match=f"^{path}: is not a manifest: it is no file$"):
-        Checkpoint.open(tmp_path / "step-1")
+        Checkpoint.open(folder)
 
 
 def test_the_best_checkpoint_is_known(tmp_path: Path) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import flip_a_bit, write_checkpoint, write_run
+from support.checkpoints import flip_a_bit, write_run
 from torch import Tensor
 
 from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, shard_file
@@ -19,13 +20,11 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
 
 
-def test_tensors_are_read_by_file(tmp_path: Path) -> None:
-    stored = Checkpoint.open(write_checkpoint(tmp_path / "step-1"))
-    assert torch.equal(stored.tensors(DENSE_FILE)["net.w"], torch.arange(4.0))
+def test_tensors_are_read_by_file(folder: Path) -> None:
+    assert torch.equal(Checkpoint.open(folder).tensors(DENSE_FILE)["net.w"], torch.arange(4.0))
 
 
-def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "step-1")
+def test_a_file_that_is_no_safetensors_is_an_error_of_one_line(folder: Path) -> None:
     size = (folder / DENSE_FILE).stat().st_size
     (folder / DENSE_FILE).write_bytes(b"x" * size)
     with pytest.raises(CheckpointError, match=f"^{folder / DENSE_FILE}: cannot be read: .*$"):
@@ -79,31 +78,29 @@ def test_rows_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
 
 
 class TestNewestGood:
-    def test_it_is_the_newest_where_nothing_is_altered(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        write_run(tmp_path, 2, 110, 30)
-        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 110
-        assert not said
-
-    @pytest.mark.parametrize("name", [DENSE_FILE, MANIFEST_FILE])
-    def test_it_is_the_one_before_where_the_newest_is_altered(self, tmp_path: Path, name: str) -> None:
-        said: list[str] = []
-        path = step_folder(write_run(tmp_path, 2, 30, 110), 110) / name
-        flip_a_bit(path)
-        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 30
-        (line,) = said
-        assert line.startswith(f"{path}: ")
-        assert line.endswith("; step-00000030 is taken instead")
-
-    def test_every_altered_one_is_said(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("altered", "step"),
+        [
+            ([], 110),
+            ([(110, DENSE_FILE)], 30),
+            ([(110, MANIFEST_FILE)], 30),
+            ([(110, DENSE_FILE), (30, DENSE_FILE)], 2),
+        ],
+        ids=["none altered", "the newest", "its manifest", "two"],
+    )
+    def test_it_is_the_newest_that_is_as_it_was_and_those_altered_are_said(
+        self, tmp_path: Path, altered: list[tuple[int, str]], step: int
+    ) -> None:
         said: list[str] = []
         write_run(tmp_path, 2, 30, 110)
-        (step_folder(tmp_path, 110) / DENSE_FILE).write_bytes(b"")
-        flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
-        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == 2
-        (line,) = said
-        assert "step-00000110/dense.safetensors: missing or altered" in line
-        assert "step-00000030/dense.safetensors: missing or altered" in line
+        paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]
+        for path in paths:
+            flip_a_bit(path)
+        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == step
+        assert len(said) == bool(paths)
+        for line in said:
+            damage = "; ".join(f"{path}: [^;]+" for path in paths)
+            assert re.fullmatch(f"{damage}; step-{step:08d} is taken instead", line)
 
     def test_there_is_none_where_all_are_altered(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
@@ -145,20 +142,21 @@ class TestBestGood:
         read = Manifest.read(folder / MANIFEST_FILE)
         dataclasses.replace(read, progress=progress).write(folder)
 
-    def test_it_is_the_best(self, run: Path) -> None:
+    @pytest.mark.parametrize(
+        ("best", "step", "standing"),
+        [
+            (30, 30, "the best (auc 0.7500); the last is step-00000110"),
+            (110, 110, "the best (auc 0.7500) and the last"),
+            (None, 110, "the last"),
+        ],
+    )
+    def test_it_is_the_best_or_the_last_where_none_is_kept_for_that(
+        self, run: Path, best: int | None, step: int, standing: str
+    ) -> None:
+        self.rank(run, best)
         found = Checkpoint.best_good(run, pytest.fail)
-        assert (found.manifest.step, found.folder) == (30, step_folder(run, 30))
-        assert found.standing == "the best (auc 0.7500); the last is step-00000110"
-
-    def test_it_may_be_the_last(self, run: Path) -> None:
-        self.rank(run, 110)
-        found = Checkpoint.best_good(run, pytest.fail)
-        assert (found.manifest.step, found.standing) == (110, "the best (auc 0.7500) and the last")
-
-    def test_it_is_the_last_where_none_is_kept_for_being_the_best(self, run: Path) -> None:
-        self.rank(run, None)
-        found = Checkpoint.best_good(run, pytest.fail)
-        assert (found.manifest.step, found.standing) == (110, "the last")
+        assert (found.manifest.step, found.folder) == (step, step_folder(run, step))
+        assert found.standing == standing
 
     @pytest.mark.parametrize("is_there", [True, False])
     def test_it_is_the_newest_where_the_best_is_altered_or_gone(self, run: Path, is_there: bool) -> None:

@@ -81,19 +81,15 @@ def test_meanwhile_the_system_may_take_it_away() -> None:
     assert memory.copy(torch.ones(LARGE)).all()
 
 
-def test_a_system_that_cannot_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("hybrid.checkpoint.reused_memory.mmap.MADV_FREE", raising=False)
-    memory = ReusedMemory()
-    place = memory.copy(torch.ones(LARGE)).data_ptr()
-    assert memory.copy(torch.ones(LARGE)).data_ptr() == place
-
-
-def test_a_system_that_refuses_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("knows", [True, False], ids=["refuses", "does not know of it"])
+def test_a_system_that_cannot_take_it_leaves_it(knows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(mmap.mmap):
         def madvise(self, *_args: int) -> None:
             raise OSError("Invalid argument")
 
     monkeypatch.setattr("hybrid.checkpoint.reused_memory.mmap.mmap", Refusing)
+    if not knows:
+        monkeypatch.delattr("hybrid.checkpoint.reused_memory.mmap.MADV_FREE", raising=False)
     memory = ReusedMemory()
     place = memory.copy(torch.ones(LARGE)).data_ptr()
     assert memory.copy(torch.ones(LARGE)).data_ptr() == place

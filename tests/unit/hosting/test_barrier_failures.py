@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 from support.barriers import (
@@ -23,8 +24,25 @@ from support.barriers import (
     nothing,
     when,
 )
+from torch.futures import Future
 
 from hybrid.errors import ClusterError
+
+
+def assert_told(
+    waiting: Iterable[Future[Any]], each: Barrier, message: str, kind: type[Exception] = ClusterError
+) -> None:
+    """See that who waits, and everybody who comes later with whatever, is told of a failure."""
+    calls: list[Callable[[], object]] = [
+        *(partial(answer, future) for future in waiting),
+        lambda: answer(when(each, 0, nothing)),
+        lambda: give(each, 0, 1),
+        lambda: answer(each.norm(1)),
+        each.drain,
+    ]
+    for call in calls:
+        with pytest.raises(kind, match=message):
+            call()
 
 
 class TestDecided:
@@ -68,9 +86,7 @@ class TestDecided:
         with barrier(1, ignore, decided=True, timeout_seconds=0.05) as each:
             waiting = when(each, 1, nothing)
             give(each, 0, 0)
-            for call in (lambda: answer(waiting), *later_calls(each)):
-                with pytest.raises(ClusterError, match=message):
-                    call()
+            assert_told([waiting], each, message)
             assert each.version == 0
 
     def test_close_ends_the_wait_for_a_decision(self) -> None:
@@ -81,16 +97,6 @@ class TestDecided:
             pool.submit(each.close).result(PATIENCE_SECONDS)
 
 
-def later_calls(each: Barrier) -> list[Callable[[], object]]:
-    """Everything that may be asked of a barrier, as of one that has failed."""
-    return [
-        lambda: answer(when(each, 0, nothing)),
-        lambda: give(each, 0, 1),
-        lambda: answer(each.norm(1)),
-        each.drain,
-    ]
-
-
 class TestFailure:
     def test_a_trainer_that_does_not_come_is_named(self) -> None:
         with barrier(3, ignore, timeout_seconds=0.05) as each:
@@ -98,15 +104,7 @@ class TestFailure:
             give(each, 1, 0)
             missing = "trainer 0, trainer 2"
             message = rf"^step 0: no gradients from {missing} for 0.05 s \(cluster.step_timeout_seconds\)$"
-            for call in (lambda: answer(waiting), *later_calls(each)):
-                with pytest.raises(ClusterError, match=message):
-                    call()
-
-    def test_draining_a_step_that_lacks_a_trainer_fails_when_the_step_does(self) -> None:
-        with barrier(2, ignore, timeout_seconds=0.05) as each:
-            give(each, 0, 0)
-            with pytest.raises(ClusterError, match="no gradients from trainer 1"):
-                each.drain()
+            assert_told([waiting], each, message)
 
     @pytest.mark.parametrize("updates_here", [False, True])
     def test_a_failing_update_reaches_waiting_and_later_callers(self, updates_here: bool) -> None:
@@ -117,28 +115,19 @@ class TestFailure:
             waiting = [when(each, 1, nothing), when(each, 5, nothing)]
             norms = [each.norm(0), each.norm(1)]
             give(each, 0, 0, updates_here=updates_here)
-            for future in waiting:
-                with pytest.raises(ArithmeticError, match=r"^bad row$"):
-                    answer(future)
-            for norm in norms:
-                with pytest.raises(ArithmeticError, match=r"^bad row$"):
-                    answer(norm)
-            for call in later_calls(each):
-                with pytest.raises(ArithmeticError, match=r"^bad row$"):
-                    call()
+            assert_told([*waiting, *norms], each, r"^bad row$", ArithmeticError)
             assert each.version == 0
 
     def test_a_failure_elsewhere_reaches_waiting_and_later_callers(self) -> None:
         with barrier(2, ignore, decided=True) as each, ThreadPoolExecutor(1) as pool:
             give(each, 0, 0)
-            lookup, norm = when(each, 1, nothing), each.norm(0)
+            waiting = when(each, 1, nothing), each.norm(0)
             draining = pool.submit(each.drain)
             assert not wait([draining], timeout=0.02).done
             each.fail("trainer 1 is gone")
-            calls = (lambda: answer(lookup), lambda: answer(norm), lambda: draining.result(PATIENCE_SECONDS))
-            for call in (*calls, *later_calls(each)):
-                with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
-                    call()
+            assert_told(waiting, each, r"^trainer 1 is gone$")
+            with pytest.raises(ClusterError, match=r"^trainer 1 is gone$"):
+                draining.result(PATIENCE_SECONDS)
 
     def test_a_failure_elsewhere_ends_the_wait_for_a_decision(self) -> None:
         with barrier(1, ignore, decided=True) as each:
@@ -186,20 +175,6 @@ def test_a_step_that_is_complete_is_never_overdue(clock: Clock) -> None:
         answer(when(each, 1, nothing))
 
 
-def test_the_time_of_a_step_counts_from_its_first_gradients(clock: Clock) -> None:
-    with barrier(3, ignore, timeout_seconds=20.0) as each:
-        waiting = when(each, 1, nothing)
-        clock.now = 1000.0
-        give(each, 0, 0)
-        clock.now = 1019.0
-        give(each, 1, 0)
-        assert not is_done(waiting)
-        clock.now = 1020.0
-        each.decide(9, None)  # whatever has the updater look again
-        with pytest.raises(ClusterError, match=r"^step 0: no gradients from trainer 2 for 20 s"):
-            answer(waiting)
-
-
 def test_draining_gives_what_it_waits_for_twice_the_time_to_fail_first(clock: Clock) -> None:
     """Where that does not, since its time stands still, draining does."""
     with barrier(2, ignore, timeout_seconds=0.05) as each:
@@ -213,16 +188,10 @@ def test_draining_gives_what_it_waits_for_twice_the_time_to_fail_first(clock: Cl
 class TestClose:
     def test_it_fails_waiting_callers_and_may_be_called_twice(self) -> None:
         with barrier(2, ignore) as each:
-            waiting, norm = when(each, 1, nothing), each.norm(0)
+            waiting = when(each, 1, nothing), each.norm(0)
             give(each, 0, 0)
             each.close()
-            with pytest.raises(ClusterError, match="the worker is stopping"):
-                answer(waiting)
-            with pytest.raises(ClusterError, match="the worker is stopping"):
-                answer(norm)
-            for call in later_calls(each):
-                with pytest.raises(ClusterError, match="the worker is stopping"):
-                    call()
+            assert_told(waiting, each, "the worker is stopping")
 
     def test_it_answers_the_lookups_of_the_update_under_way(self) -> None:
         gate = Gate()

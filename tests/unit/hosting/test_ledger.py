@@ -74,11 +74,6 @@ class TestUpdates:
                     give(each, trainer, 0, part, followed=True)
             assert update(each)
 
-    def test_the_last_step_waits_for_no_lookup(self) -> None:
-        each = ledger(1, PIPELINED)
-        give(each, 0, 0)
-        assert update(each) == "t0s0p0"
-
     @pytest.mark.parametrize("mode", [SYNC, PIPELINED])
     def test_steps_of_which_more_is_in_wait_for_the_one_before(self, mode: UpdateMode) -> None:
         each = ledger(1, mode)
@@ -121,13 +116,6 @@ class TestAsync:
         assert [is_ready(each, 8, trainer) for trainer in range(3)] == [True, False, False]
         assert is_ready(each, 7, trainer=2)
 
-    def test_an_update_is_of_whole_steps(self) -> None:
-        each = ledger(2, ASYNC, parts=2)
-        give(each, 0, 0, part=1)
-        assert not update(each)
-        give(each, 0, 0, part=0)
-        assert update(each) == "t0s0p0 t0s0p1"
-
     def test_a_trainers_steps_are_applied_in_their_order(self) -> None:
         """The gradients of its last step may overtake those before, which wait for the last lookup ahead."""
         each = ledger(2, ASYNC)
@@ -139,18 +127,6 @@ class TestAsync:
         serve(each, 0, 1)
         assert update(each) == "t0s0p0 t0s1p0"
         assert is_ready(each, 2)
-
-    def test_a_lookup_ahead_waits_for_no_gradients_that_wait_for_it(self) -> None:
-        """Those of the step before it may have come already; they are applied once it is answered."""
-        each = ledger(1, ASYNC)
-        serve(each, 0, 1)
-        give(each, 0, 0, followed=True)
-        give(each, 0, 1, followed=True)
-        assert not is_ready(each, 1)
-        assert update(each) == "t0s0p0"
-        assert is_ready(each, 1)
-        serve(each, 0, 2)
-        assert update(each) == "t0s1p0"
 
     def test_a_trainer_goes_on_after_steps_without_it(self) -> None:
         each = ledger(1, ASYNC)
@@ -182,13 +158,6 @@ class TestRefusals:
             give(each, 0, 0)
         assert each.is_settled  # what was refused has left nothing
         give(each, 0, 1)
-
-    def test_a_part_comes_once(self) -> None:
-        each = ledger(1, parts=2)
-        give(each, 0, 0, part=1)
-        with pytest.raises(ClusterError, match=r"^trainer 0 sent gradients of step 0 twice$"):
-            give(each, 0, 0, part=1)
-        give(each, 0, 0, part=0)
 
     def test_in_async_mode_every_trainer_has_steps_of_its_own(self) -> None:
         each = ledger(2, ASYNC)
@@ -247,12 +216,6 @@ class TestAbsences:
         assert not update(each)
         give(each, 1, 3)
         assert update(each) == "t0s3p0 t1s3p0 t2s3p0"
-
-    def test_where_all_have_finished_nothing_is_updated(self) -> None:
-        each = ledger(2)
-        for trainer in range(2):
-            each.finish(trainer, 0)
-        assert not update(each)
 
     @pytest.mark.parametrize("mode", list(UpdateMode))
     def test_steps_under_way_stay_those_of_before_an_absence(self, mode: UpdateMode) -> None:
@@ -317,23 +280,24 @@ class TestTime:
         assert each.seconds_left(1000.0) is None
 
 
-class TestStaleness:
-    """How many updates lie between reading rows and updating them."""
-
-    def test_each_trainer_of_an_update_counts(self) -> None:
-        each = ledger(3, version=5)
-        for trainer, read_at in enumerate((5, 2, 4)):
-            each.enter(Ticket(trainer, 5, 5), "", read_at, 0.0)
-        assert each.begin_update()
-        assert each.end_update() == Staleness(3, 4, 3)
-
-    @pytest.mark.parametrize("parts_read_at", [(4, 2), (2, 4)])
-    def test_the_oldest_part_counts(self, parts_read_at: tuple[int, int]) -> None:
-        each = ledger(1, parts=2, version=5)
-        for part, read_at in enumerate(parts_read_at):
-            each.enter(Ticket(0, 5, 5, part), "", read_at, 0.0)
-        assert each.begin_update()
-        assert each.end_update() == Staleness(1, 3, 3)
+@pytest.mark.parametrize(
+    ("read_at", "staleness"),
+    [
+        ({(0, 0): 5, (1, 0): 2, (2, 0): 4}, Staleness(3, 4, 3)),
+        ({(0, 0): 4, (0, 1): 2}, Staleness(1, 3, 3)),
+        ({(0, 0): 2, (0, 1): 4}, Staleness(1, 3, 3)),
+    ],
+    ids=["every trainer counts", "by its oldest part, the last", "or the first"],
+)
+def test_staleness_is_the_updates_between_reading_rows_and_updating_them(
+    read_at: dict[tuple[int, int], int], staleness: Staleness
+) -> None:
+    trainers, parts = (len(set(of)) for of in zip(*read_at, strict=True))
+    each = ledger(trainers, parts=parts, version=5)
+    for (trainer, part), version in read_at.items():
+        each.enter(Ticket(trainer, 5, 5, part), "", version, 0.0)
+    assert each.begin_update()
+    assert each.end_update() == staleness
 
 
 NUM_TRAINERS, NUM_PARTS, NUM_STEPS = 3, 2, 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pickle
 import subprocess
 import sys
 from itertools import islice
@@ -16,7 +15,6 @@ from torch.optim import lr_scheduler
 
 from hybrid.config import ScheduleSection
 from hybrid.config.rules import check_schedule
-from hybrid.config.sections import SCHEDULES
 from hybrid.errors import ConfigError
 from hybrid.reference.schedule import learning_rate_factors
 from hybrid.steps.schedule import Schedule
@@ -84,15 +82,6 @@ def test_one_cycle_may_have_its_peak_at_the_very_first_step() -> None:
 def test_without_arguments_it_is_one() -> None:
     assert [Schedule().factor(step) for step in (0, 1, 10**9)] == [1.0] * 3
     assert Schedule() == Schedule.of(ScheduleSection(), 0)
-
-
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_it_is_a_value_that_travels(kind: str) -> None:
-    schedule = Schedule.of(ScheduleSection(kind=kind), STEPS)
-    again = pickle.loads(pickle.dumps(schedule))
-    assert again == schedule
-    assert hash(again) == hash(schedule)
-    assert [again.factor(s) for s in range(STEPS)] == [schedule.factor(s) for s in range(STEPS)]
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])

@@ -21,13 +21,17 @@ def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
+def found_key(file: str | Path) -> bytes:
+    found = Secret.find(str(file))
+    assert found is not None
+    return found.key("calls")
+
+
 def test_a_file_that_was_written_gives_the_same_keys(tmp_path: Path) -> None:
     secret, file = Secret.fresh(), tmp_path / "secret"
     secret.write(file)
     assert file.stat().st_mode & 0o777 == 0o600
-    found = Secret.find(str(file))
-    assert found is not None
-    assert found.key("calls") == secret.key("calls")
+    assert found_key(file) == secret.key("calls")
 
 
 def test_the_environment_gives_one_where_no_file_is_named(
@@ -35,13 +39,9 @@ def test_the_environment_gives_one_where_no_file_is_named(
 ) -> None:
     assert Secret.find("") is None
     monkeypatch.setenv(VARIABLE, f" {LONG}\n")
-    found = Secret.find("")
-    assert found is not None
-    assert found.key("calls") == Secret(LONG).key("calls")
+    assert found_key("") == Secret(LONG).key("calls")
     Secret(OTHER).write(tmp_path / "secret")
-    other = Secret.find(str(tmp_path / "secret"))
-    assert other is not None
-    assert other.key("calls") == Secret(OTHER).key("calls")
+    assert found_key(tmp_path / "secret") == Secret(OTHER).key("calls")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
