@@ -63,14 +63,12 @@ class Training:
         data_folder = data()
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        train = self._config.train
         for report in session.reports:
             for line in data_notes(report):
                 view.note(line)
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
-        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         with self._open_folder() as self._folder, self._stop.listening():
             section = self._config.checkpoint
             self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
@@ -81,7 +79,7 @@ class Training:
             # Killed between its last checkpoint and its end, it has no step to take.
             if self._metrics is None and session.has_test_rows:
                 self._metrics = session.evaluate(self._step)
-            self._finish(session, self._metrics, view, f"--set {session.limit}={more}")
+            self._finish(session, view)
         return True
 
     def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
@@ -244,9 +242,7 @@ class Training:
         view.evaluation(self._step, self._metrics)
         return True
 
-    def _finish(
-        self, session: DatasetSession, metrics: Metrics | None, view: TerminalView, more: str
-    ) -> None:
+    def _finish(self, session: DatasetSession, view: TerminalView) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         self._checkpoints.write_last(self._moment(session))
@@ -254,7 +250,7 @@ class Training:
         rate = self._tally.samples / self._tally.seconds
         best = self._checkpoints.best
         result = {
-            **(metrics.as_dict() if metrics else {}),
+            **(self._metrics.as_dict() if self._metrics else {}),
             "best": best and {"step": best.step, best.metric: best.value},
             "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
@@ -265,18 +261,19 @@ class Training:
             "seconds_to_first_step": self._seconds_to_first_step,
         }
         self._folder.finish(result)
-        run_folder = self._folder.path
+        run_folder, train = self._folder.path, self._config.train
+        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         rows = "" if session.has_test_rows else " --input FILE"
         view.summary(
             Summary(
-                metrics=metrics,
+                metrics=self._metrics,
                 step=self._step,
                 best=best,
                 best_auc=session.best_auc,
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"{own_command()} launch --resume {run_folder} {more}",
+                resume=f"{own_command()} launch --resume {run_folder} --set {session.limit}={more}",
                 evaluate=f"{own_command()} evaluate {run_folder}{rows}",
                 predict=f"{own_command()} predict {run_folder}{rows} --output FILE",
                 profile=self._profile,

@@ -132,9 +132,6 @@ def _proof(secret: Secret, side: Side, public_keys: bytes) -> bytes:
 class Channel:
     """A role's side of a connection; for one thread at a time.
 
-    Silence is counted in turns, each of which waits anew: a time in which the own process was stopped does
-    not look like the silence of the master.
-
     Args:
         rhythm: says how long the master may be silent where it owes an answer.
 

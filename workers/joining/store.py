@@ -77,10 +77,8 @@ class Store(dist.Store):
             try:
                 channel.send(*parts)
                 kind, *answer = channel.receive(seconds)
-            except (
-                BaseException
-            ):  # the answer may still come, and would be taken for that of another question
-                channel.close()
+            except BaseException:
+                channel.close()  # the answer may still come, and would be taken for that of another question
                 raise
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,14 +14,11 @@ def oom_kills(root: Path = Path("/")) -> int:
         root: where proc and sys are.
     """
     for path in _counters(root):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:  # not this kind of control group, or not to be seen from inside a container
-            continue
-        for line in lines:
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
+        with suppress(OSError):  # not this kind of control group, or not to be seen from inside a container
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
     return 0
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -115,9 +114,7 @@ class _Preparation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # What is half built is removed by the thread; if it cannot in time, by the next preparation.
         self._is_wanted = False
         if self._thread.is_alive():
