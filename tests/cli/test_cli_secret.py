@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import DOING, by_hand, eventually, free_port, fresh_secret, run, settings, started
+from support.commands import DOING, by_hand, eventually, fresh_secret, run, settings, started
 
 from hybrid.trust.secret import VARIABLE
 from workers.cli import main
@@ -39,15 +39,6 @@ def test_the_command_makes_a_file_that_roles_take(tmp_path: Path, capsys: pytest
     assert file.read_text().strip() not in told
     with pytest.raises(SystemExit, match="cannot be made: File exists"):
         main(["secret", str(file)])
-
-
-def test_roles_by_hand_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
-    for role in (["master"], WORKER):
-        with pytest.raises(SystemExit) as end:
-            main([*role, *settings(cluster={"master_port": free_port()})])
-        assert str(end.value).endswith(f": cluster.secret_file: {rule}")
 
 
 def check_that_it_is_never_shown(process: psutil.Process, secret: str) -> None:

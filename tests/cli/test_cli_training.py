@@ -68,21 +68,6 @@ def test_compare_fails_where_the_results_differ(tmp_path: Path, monkeypatch: pyt
     assert not list(tmp_path.glob("hybrid-compare-*"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", 0], "--steps = 0: must be at least 1"),
-        (settings(train={"update": "async"}), "train.update = 'async': must be sync or pipelined"),
-    ],
-)
-def test_compare_refuses_what_cannot_be_compared(
-    arguments: list[object], message: str, tmp_path: Path
-) -> None:
-    ended = run(["compare", *arguments], tmp_path)
-    assert ended.code == 1
-    assert message in ended.stderr
-
-
 def test_the_own_loop_of_the_documentation_trains_a_model_to_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,12 +104,6 @@ def test_without_test_rows_nothing_is_evaluated(tmp_path: Path, monkeypatch: pyt
     assert "auc" not in json.loads(Path("run/result.json").read_text())
     with pytest.raises(SystemExit, match=r"RUN has no test rows \(data.test_fraction = 0\)$"):
         main(["evaluate", "run"])
-
-
-def test_what_is_no_function_is_refused(tmp_path: Path) -> None:
-    ended = run(["run", "own_loop"], tmp_path)
-    assert ended.code == 1
-    assert "FUNCTION = 'own_loop': must be module:function" in ended.stderr
 
 
 def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
