@@ -12,12 +12,14 @@ from typing import Any
 import psutil
 import pytest
 from support.commands import (
+    COMMAND_SECONDS,
     DOING,
-    Command,
+    ONE_EACH,
+    TRAINER,
+    WORKER,
     Ended,
     by_hand,
     eventually,
-    free_port,
     fresh_secret,
     run,
     settings,
@@ -28,16 +30,7 @@ from support.tables import write_csv
 from workers.cli import main
 from workers.joining.listener import listen
 
-START_SECONDS = 60.0
 STOP_SECONDS = 5.0
-ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
-TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
-
-
-def await_step(command: Command, step: int = 5) -> None:
-    """Wait until a run is in the middle of training."""
-    text = f"\nstep {step}/"
-    assert eventually(lambda: text in command.stdout, START_SECONDS), command.stdout + command.stderr
 
 
 def listening(connections: Iterable[Any]) -> set[int]:
@@ -53,12 +46,12 @@ def last_line(ended: Ended) -> str:
 def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path) -> None:
     overrides = settings(run={"folder": "run"}, cluster={"max_restarts": 1})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
-        await_step(command)
+        command.await_step()
         first = command.role("worker 0")
         first.kill()
         assert eventually(lambda: "starting from the beginning" in command.stderr, STOP_SECONDS)
         starts = command.stdout.count("\nstep 1/")
-        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, START_SECONDS)
+        assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, COMMAND_SECONDS)
         command.role("master").kill()
         ended = command.wait(STOP_SECONDS)
     assert ended.code == 1
@@ -78,11 +71,11 @@ def test_launch_goes_on_where_all_its_processes_are_gone(
 ) -> None:
     overrides = settings(run={"folder": "run"})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:
-        await_step(command)
+        command.await_step()
         getattr(command.role("master").parent(), end)()
-        assert eventually(lambda: command.stderr.endswith("\n"), START_SECONDS)
+        assert eventually(lambda: command.stderr.endswith("\n"), COMMAND_SECONDS)
         steps, said = command.stdout.count("\nstep "), command.stderr
-        assert eventually(lambda: command.stdout.count("\nstep ") > steps, START_SECONDS), command.stderr
+        assert eventually(lambda: command.stdout.count("\nstep ") > steps, COMMAND_SECONDS), command.stderr
     assert re.fullmatch(
         rf"hybrid launch: the process that starts the roles \(pid \d+\) {how}; steps \d+ to \d+ are lost, "
         r"(starting from the beginning|going on from step \d+)\n",
@@ -113,7 +106,7 @@ def test_roles_by_hand_hear_who_was_killed(endless: list[str], tmp_path: Path) -
         trainer,
         worker,
     ):
-        await_step(master)
+        master.await_step()
         worker.process.kill()
         stopped, told = master.wait(STOP_SECONDS), trainer.wait(STOP_SECONDS)
     assert (stopped.code, told.code) == (1, 1)
@@ -125,7 +118,7 @@ def test_roles_by_hand_hear_who_was_killed(endless: list[str], tmp_path: Path) -
 
 def test_roles_by_hand_stop_with_their_master(endless: list[str], tmp_path: Path) -> None:
     with by_hand([["master"], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (master, *others):
-        await_step(master)
+        master.await_step()
         master.process.kill()
         assert master.wait(STOP_SECONDS).code == -signal.SIGKILL
         for command, name in zip(others, ("trainer 0", "worker 0"), strict=True):
@@ -139,7 +132,7 @@ def test_nothing_outlives_a_launcher_that_was_killed(endless: list[str], tmp_pat
     run_folder = settings(run={"folder": "run"}, cluster={"namespace": "off"})
     shared_memory = set(Path("/dev/shm").iterdir())
     with started(["launch", *endless, *run_folder, *ONE_EACH], tmp_path) as command:
-        await_step(command)
+        command.await_step()
         with pytest.raises(SystemExit, match=r"^hybrid launch: run.folder = '.+': another launch is at work"):
             main(["launch", "--resume", str(tmp_path / "run")])
         assert (
@@ -186,26 +179,6 @@ def test_a_role_with_another_configuration(tiny: list[str], tmp_path: Path) -> N
         f"hybrid trainer 0: stopped by the master: {reason}",
         f"hybrid worker 0: stopped by the master: {reason}",
     ]
-
-
-def test_a_role_without_a_master(tiny: list[str], tmp_path: Path) -> None:
-    port = free_port()
-    overrides = settings(cluster={"master_port": port, "start_timeout_seconds": 0.2})
-    ended = run(["worker", "--index", 0, *tiny, *overrides, *fresh_secret(tmp_path)], tmp_path)
-    assert ended.code == 1
-    assert ended.stderr == (
-        f"hybrid worker 0: no master at 127.0.0.1:{port} after 0.2 s ([Errno 111] Connection refused); start "
-        "it, or check cluster.master_address and cluster.master_port\n"
-    )
-
-
-def test_a_role_whose_master_is_frozen_before_they_meet(tiny: list[str], tmp_path: Path) -> None:
-    with listen("127.0.0.1", 0) as listener:  # the system answers for it, as for a process that is stopped
-        cluster = {"master_port": listener.getsockname()[1], "heartbeat_timeout_seconds": 0.5}
-        arguments = [*tiny, *settings(cluster=cluster), *fresh_secret(tmp_path)]
-        ended = run(["worker", "--index", 0, *arguments], tmp_path)
-    rule = "no sign of life for 0.5 s (cluster.heartbeat_timeout_seconds)"
-    assert (ended.code, ended.stderr) == (1, f"hybrid worker 0: the master is frozen: {rule}\n")
 
 
 @pytest.mark.parametrize("command", ["launch", "master"])

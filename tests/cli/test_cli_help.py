@@ -17,17 +17,8 @@ from hybrid.config.page import describe
 from workers.cli import main
 
 COMMANDS = [
-    "launch",
-    "compare",
-    "run",
-    "master",
-    "trainer",
-    "worker",
-    "plan",
-    "evaluate",
-    "predict",
-    "config",
-    "secret",
+    *("launch", "compare", "run", "master", "trainer", "worker"),
+    *("plan", "evaluate", "predict", "config", "secret"),
 ]
 # Runs a command, then says which slow modules it has imported.
 SPY = """

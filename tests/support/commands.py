@@ -41,6 +41,10 @@ def settings(**sections: dict[str, object]) -> list[str]:
     ]
 
 
+ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
+TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
+
+
 def free_port() -> int:
     """A port that is free now; roles started by hand must all be told one beforehand.
 
@@ -87,6 +91,11 @@ class Command:
     @property
     def stderr(self) -> str:
         return self.output.with_suffix(".err").read_text()
+
+    def await_step(self, step: int = 5) -> None:
+        """Wait until a run is in the middle of training."""
+        text = f"\nstep {step}/"
+        assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
 
     def wait(self, seconds: float = COMMAND_SECONDS, left_seconds: float = LEFT_SECONDS) -> Ended:
         """Wait for the end, and see that no process of the command outlives it by ``left_seconds``."""
