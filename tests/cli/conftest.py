@@ -6,21 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 from support.commands import TrainedRun, run, settings
-from support.failure_runs import shared_server
+from support.failure_runs import JOB, shared_server
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a job that trains within a second once its cluster is up; 16 steps an epoch."""
-    return settings(
-        data={
-            "synthetic_rows": 2000,
-            "synthetic_test_rows": 500,
-            "cache_folder": tmp_path_factory.mktemp("prepared"),
-        },
-        train={"batch_size": 128, "log_every_steps": 1},
-        dense={"device": "cpu"},
-    )
+    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")})]
 
 
 @pytest.fixture(scope="session")

@@ -14,17 +14,13 @@ from workers.cli import main
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]
-SMALL = settings(
-    data={"synthetic_rows": 2000, "synthetic_test_rows": 500},
-    train={"batch_size": 100},
-    dense={"net": "my_net:build", "device": "cpu", "parallel": "tensor", "tensor_plan": PLAN},
-)
+SPLIT = settings(dense={"net": "my_net:build", "parallel": "tensor", "tensor_plan": PLAN})
 
 
-def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tmp_path: Path) -> None:
+def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tiny: list[str], tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
     (tmp_path / "my_net.py").write_text(code)
-    ended = run(["compare", "--steps", 10, *SMALL], tmp_path)
+    ended = run(["compare", "--steps", 10, *tiny, *SPLIT], tmp_path)
     assert ended.code == 0, ended.stderr
     assert "trainer 1: interaction.gate.weight" in ended.stdout
 
@@ -33,16 +29,8 @@ def test_a_run_goes_on_in_another_form(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained.copy(tmp_path)
-    replicas: dict[str, object] = {
-        "parallel": "replicas",
-        "devices": ["cpu", "cpu"],
-        "device": "auto",
-        "compile": "script",
-    }
-    ended = run(
-        ["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=replicas)],
-        tmp_path,
-    )
+    form = {"parallel": "replicas", "devices": ["cpu", "cpu"], "device": "auto", "compile": "script"}
+    ended = run(["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=form)], tmp_path)
     assert (ended.code, ended.stderr) == (0, "")
     outcome = json.loads((folder / "result.json").read_text())
     assert outcome["steps"] == 32

@@ -54,6 +54,7 @@ class Clicks:
         """What predict writes for a run or one of its checkpoints, row by row."""
         output = self.folder / f"../{uuid.uuid4().hex}.csv"
         main(["predict", *map(str, [of, *arguments]), "--output", str(output)])
+        assert not list(output.parent.glob(f".*{output.name}*")), "of what is half written nothing is left"
         rows = list(csv.DictReader(output.read_text().splitlines()))
         assert [int(row["row"]) for row in rows] == list(range(NUM_ROWS))
         return np.array([float(row["probability"]) for row in rows])
@@ -166,7 +167,8 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
     assert said[:2] == [f"checkpoint          {taken}", f"auc                 {best['auc']:.4f}"]
     by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
     assert (by_best_N == by_run_N).all()
-    assert f"; checkpoint: {taken}\n" in capsys.readouterr().out
+    told = capsys.readouterr().out.splitlines()[-2]
+    assert re.fullmatch(rf"wrote {NUM_ROWS} probabilities to \S+\.csv; checkpoint: {re.escape(taken)}", told)
 
 
 def test_the_documented_lines_predict_the_same_in_plain_pytorch(

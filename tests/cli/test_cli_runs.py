@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
@@ -57,20 +56,6 @@ def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
     folders = [trained.folder, *(path for path in trained.folder.rglob("*") if path.is_dir())]
     assert {path.name for path in folders} >= {"run", "checkpoints", "logs", "tables"}
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
-
-
-def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path) -> None:
-    ended = run(["predict", trained.folder, "--output", "out.csv"], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    taken = (
-        f"{step_folder(trained.folder, 16)}, the best (auc {result(trained.folder)['auc']:.4f}) and the last"
-    )
-    assert ended.stdout == f"wrote 500 probabilities to out.csv; checkpoint: {taken}\n"
-    rows = list(csv.reader((tmp_path / "out.csv").read_text().splitlines()))
-    assert rows[0] == ["row", "probability"]
-    assert [int(row) for row, _ in rows[1:]] == list(range(500))
-    assert all(0 < float(probability) < 1 for _, probability in rows[1:])
-    assert [path.suffix for path in tmp_path.glob("*.csv*")] == [".csv"]
 
 
 def tensor_files(folder: Path, step: int) -> dict[str, bytes]:

@@ -13,17 +13,11 @@ from support.tables import write_csv
 from workers.cli import main
 
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-SMALL = settings(
-    data={"synthetic_rows": 2000, "synthetic_test_rows": 500},
-    train={"batch_size": 100},
-    dense={"device": "cpu"},
-)
 
 # A net that is another in each process, which no comparison can miss.
 ODD_NET = """
 import os
 from hybrid.dense.configured import build_dense_net
-from hybrid.dense.nets import DenseNet
 
 def build(config, spec, widths):
     net = build_dense_net(config.replace(dense=type(config.dense)(net="dcn_v2")), spec, widths)
@@ -32,8 +26,8 @@ def build(config, spec, widths):
 """
 
 
-def test_compare_finds_the_same_in_one_process(tmp_path: Path) -> None:
-    ended = run(["compare", "--steps", 25, *SMALL, *settings(train={"update": "pipelined"})], tmp_path)
+def test_compare_finds_the_same_in_one_process(tiny: list[str], tmp_path: Path) -> None:
+    ended = run(["compare", "--steps", 25, *tiny, *settings(train={"update": "pipelined"})], tmp_path)
     assert ended.code == 0, ended.stderr
     assert "table C1 " in ended.stdout
     assert "trainer 1: head.0.weight" in ended.stdout
@@ -44,11 +38,11 @@ def test_compare_finds_the_same_in_one_process(tmp_path: Path) -> None:
 
 
 def test_an_error_that_points_to_a_log_leaves_that_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with started(
-        ["compare", "--steps", 100_000, *SMALL, *settings(train={"epochs": 10_000})], tmp_path
+        ["compare", "--steps", 100_000, *tiny, *settings(train={"epochs": 10_000})], tmp_path
     ) as command:
         assert eventually(lambda: "on the cluster" in command.stdout, COMMAND_SECONDS), command.stderr
         command.role("worker 1").kill()
@@ -59,10 +53,12 @@ def test_an_error_that_points_to_a_log_leaves_that_log(
     assert Path(log[1]).is_file()
 
 
-def test_compare_fails_where_the_results_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_fails_where_the_results_differ(
+    tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "odd_net.py").write_text(ODD_NET)
-    ended = run(["compare", "--steps", 2, *SMALL, *settings(dense={"net": "odd_net:build"})], tmp_path)
+    ended = run(["compare", "--steps", 2, *tiny, *settings(dense={"net": "odd_net:build"})], tmp_path)
     assert ended.code == 1
     assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than \S+ \+ \S+ of", ended.stderr)
     assert not list(tmp_path.glob("hybrid-compare-*"))
@@ -106,9 +102,9 @@ def test_without_test_rows_nothing_is_evaluated(tmp_path: Path, monkeypatch: pyt
         main(["evaluate", "run"])
 
 
-def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tmp_path: Path) -> None:
+def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tiny: list[str], tmp_path: Path) -> None:
     wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30})
-    ended = run(["launch", *SMALL, *wild], tmp_path)
+    ended = run(["launch", *tiny, *wild], tmp_path)
     assert ended.code == 1
     assert re.match(
         r"hybrid launch: step \d+: .* not finite|hybrid launch: step \d+: the loss of", ended.stderr
@@ -116,9 +112,9 @@ def test_a_run_whose_loss_is_not_finite_stops_and_says_where(tmp_path: Path) -> 
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
 
 
-def test_a_run_that_skips_such_steps_goes_on_and_counts_them(tmp_path: Path) -> None:
+def test_a_run_that_skips_such_steps_goes_on_and_counts_them(tiny: list[str], tmp_path: Path) -> None:
     wild = settings(dense={"optimizer": "SGD", "learning_rate": 1e30}, train={"non_finite": "skip"})
-    ended = run(["launch", *SMALL, *wild, *settings(run={"folder": "skipped"})], tmp_path)
+    ended = run(["launch", *tiny, *wild, *settings(run={"folder": "skipped"})], tmp_path)
     assert ended.code == 0, ended.stderr
     assert "skipped, since a loss or gradient was not finite" in ended.stdout
     (result,) = tmp_path.glob("skipped/result.json")

@@ -159,18 +159,11 @@ def test_without_either_there_is_none_before_the_end(start: Start) -> None:
 )
 def test_the_best_is_written_at_once_and_kept(start: Start, keep_best: str, kept: list[int]) -> None:
     run = start(keep_best=keep_best, keep_last=1)
+    run.at(1, math.nan, math.nan)  # any number is better
     for step, auc, log_loss in ((2, 0.8, 0.5), (4, 0.7, 0.6), (6, 0.8, 0.4), (8, math.nan, math.nan)):
         run.at(step, auc, log_loss)
     run.at(10)
     assert run.stored == kept
-
-
-def test_any_number_is_better_than_none(start: Start) -> None:
-    run = start(keep_last=1)
-    run.at(2, math.nan)
-    run.at(4, 0.1)
-    run.at(10)
-    assert run.stored == [4, 10]
 
 
 def test_what_is_logged_is_safe_before_the_checkpoint_that_counts_on_it(
