@@ -44,11 +44,9 @@ class Training:
     def __init__(self, config: RunConfig, task: TrainTask) -> None:
         self.doing = "at start"
         self._config = config
-        self._path = task.folder
-        self._is_resumed = task.resume
+        self._task = task
         self._folder: RunFolder
         self._checkpoints: Checkpoints
-        self._started_at = task.started_at
         self._seconds_to_first_step = math.nan
         self._step = 0
         self._metrics: Metrics | None = None  # of the last evaluation
@@ -89,17 +87,17 @@ class Training:
             CheckpointError: there are checkpoints, and none is good.
             ConfigError: the run has come to its end already.
         """
-        if not self._is_resumed:
+        if not self._task.resume:
             return {}
-        if not folders.stored(self._path):
-            view.note(f"{self._path} has no checkpoint: starting from the beginning")
+        if not folders.stored(self._task.folder):
+            view.note(f"{self._task.folder} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_good(self._path, view.note)
+        checkpoint = Checkpoint.newest_good(self._task.folder, view.note)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
-        if step > total or (step == total and (self._path / RESULT_FILE).exists()):
+        if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to go on"
             raise ConfigError(session.limit, rule)
         session.load(checkpoint)
@@ -113,10 +111,10 @@ class Training:
         return progress
 
     def _open_folder(self) -> RunFolder:
-        if not self._is_resumed:
-            return RunFolder.create(self._path, self._config)
-        folders.drop_later(self._path, self._step)
-        return RunFolder.reopen(self._path, self._config, self._step, not self._owes_evaluation)
+        if not self._task.resume:
+            return RunFolder.create(self._task.folder, self._config)
+        folders.drop_later(self._task.folder, self._step)
+        return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take every step, or as many as there is time for until the run is asked to stop."""
@@ -138,7 +136,7 @@ class Training:
         seconds = time.perf_counter() - start
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
-            self._seconds_to_first_step = time.time() - self._started_at
+            self._seconds_to_first_step = time.time() - self._task.started_at
         self._note_skipped(reports, count, view)
         self._step += count
         self._tally.add(

@@ -25,10 +25,9 @@ def oom_kills(root: Path = Path("/")) -> int:
 def _counters(root: Path) -> Iterator[Path]:
     """Files that may have a line ``oom_kill N``; see cgroups(7), and proc(5) for the last."""
     groups = root / "sys/fs/cgroup"
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2

@@ -38,7 +38,6 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
     """The master process: run a task on its cluster, from start to end.
 
     Args:
-        secret: the cluster's.
         listener: the rendezvous socket, where the launcher has bound it already.
 
     Raises:

@@ -1,16 +1,4 @@
-"""The run folder: everything that a run leaves behind.
-
-=================== ===============================================================
-config.toml         the effective configuration
-versions.json       software, machine and start time
-metrics.jsonl       one JSON line for every log step, every evaluation, and every checkpoint
-events.out.tfevents the same for TensorBoard
-curves.png          loss, AUC, throughput, and where the time of a step goes
-profile             what every role does in a step, where asked for: see workers/profile.py
-checkpoints         see hybrid/checkpoint/manifest.py and workers/jobs/checkpoints.py
-result.json         the outcome; it is there only if the run came to its end
-=================== ===============================================================
-"""
+"""The run folder: everything that a run leaves behind; README.md has its files."""
 
 from __future__ import annotations
 
