@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.commands import TrainedRun, run, settings
+from support.commands import TrainedRun, output_of, settings
 from support.failure_runs import JOB, shared_server
 
 
@@ -26,9 +26,7 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = [*tiny, *settings(run={"folder": folder / "run"}, checkpoint={"every_steps": 5})]
-    ended = run(["launch", *arguments], folder, afresh=True)
-    assert (ended.code, ended.stderr) == (0, "")
-    return TrainedRun(folder / "run", ended, tiny)
+    return TrainedRun(folder / "run", output_of(["launch", *arguments], folder, afresh=True), tiny)
 
 
 @pytest.fixture(scope="module")

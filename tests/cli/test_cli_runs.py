@@ -8,12 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chaos_run.sameness import differences
 from support.checkpoints import flip_a_bit
-from support.commands import TrainedRun, by_hand, run, settings
+from support.commands import TrainedRun, by_hand, output_of, result_of, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
@@ -27,11 +26,6 @@ def logged_steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines if line["kind"] == "train"]
 
 
-def result(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return values
-
-
 def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     names = {path.name.partition(".tfevents")[0] for path in trained.folder.iterdir()}
     assert names == {
@@ -43,9 +37,9 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
         *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
     }
     assert logged_steps(trained.folder) == list(range(1, 17))
-    outcome = result(trained.folder)
+    outcome = result_of(trained.folder)
     assert (outcome["steps"], outcome["num_samples"], outcome["bad_rows"]) == (16, 500, 0)
-    said = trained.ended.stdout
+    said = trained.said
     assert f"test AUC            {outcome['auc']:.4f} at step 16 (best reachable" in said
     assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
@@ -63,17 +57,16 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
 ) -> None:
     """In the middle of an epoch, from the checkpoint before one that was altered on the disk."""
     two = settings(train={"epochs": 2})
-    whole = run(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
+    output_of(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
     folder = trained.copy(tmp_path)
     altered = step_folder(folder, 16) / "tables/C1.0-of-1.safetensors"
     flip_a_bit(altered)
-    resumed = run(["launch", "--resume", folder, *two], tmp_path)
-    assert (whole.code, whole.stderr, resumed.code, resumed.stderr) == (0, "", 0, "")
-    assert f"{altered}: missing or altered since the checkpoint was written; step-00000015" in resumed.stdout
+    said = output_of(["launch", "--resume", folder, *two], tmp_path)
+    assert f"{altered}: missing or altered since the checkpoint was written; step-00000015" in said
     assert logged_steps(folder) == list(range(1, 33))
     assert differences(tmp_path / "whole", folder) == []
     main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
-    assert f"auc                 {result(folder)['auc']:.4f}\n" in capsys.readouterr().out
+    assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> None:
@@ -217,20 +210,19 @@ def test_files_of_every_format(
     sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache", "hash_rows": 100}
     sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 4}
     folder = tmp_path / "run"
-    ended = run(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    assert result(folder)["auc"] > 0.6
-    assert result(folder)["bad_rows"] == (name == "clicks.csv")
+    launched = output_of(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
+    assert result_of(folder)["auc"] > 0.6
+    assert result_of(folder)["bad_rows"] == (name == "clicks.csv")
     if "profile" in sections:
-        check_profile(folder, ended.stdout)
+        check_profile(folder, launched)
     if name == "clicks.csv":
-        assert "skipped 1 bad row(s): 1 unknown label" in ended.stdout
-        assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in ended.stdout
+        assert "skipped 1 bad row(s): 1 unknown label" in launched
+        assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in launched
     monkeypatch.syspath_prepend(tmp_path)  # where the own net is; a command looks into its current folder
     main(["evaluate", str(folder), "--input", str(path)])
     said = capsys.readouterr().out
     assert "num samples         400\n" in said
     assert re.search(r"^unknown values      (none|item \d)", said, re.MULTILINE)
     if name == "clicks.csv":
-        assert re.search(r"^unknown values      (none|item \d)", ended.stdout, re.MULTILINE)
+        assert re.search(r"^unknown values      (none|item \d)", launched, re.MULTILINE)
         check_changed_input(folder, path, capsys)
