@@ -196,13 +196,10 @@ def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
 
 def test_tables_that_no_memory_holds(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "rows.csv", 200)
-    overrides = settings(
-        run={"folder": "run"},
-        data={"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"]},
-        embedding={"dim": 1024},
-    )
-    hashed = settings(data={"vocabulary": "hash", "hash_rows": 2_000_000_000, "cache_folder": "cache"})
-    ended = run(["launch", *overrides, *hashed], tmp_path)
+    data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "cache_folder": "cache"}
+    hashed = {"vocabulary": "hash", "hash_rows": 2_000_000_000}
+    overrides = settings(run={"folder": "run"}, data=data | hashed, embedding={"dim": 1024})
+    ended = run(["launch", *overrides], tmp_path)
     assert ended.code == 1
     assert re.fullmatch(
         r"hybrid launch: worker 0, worker 1 on \S+: tables need 30,517.6 GiB, [\d.,]+ GiB of memory are "

@@ -214,7 +214,6 @@ class Channel:
         return ClusterError(self._rhythm.frozen("the master"))
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -227,7 +226,6 @@ class MasterChannel:
         self._seal = seal
 
     async def send(self, *parts: bytes) -> None:
-        """Send a message."""
         self._writer.write(self._seal.seal(parts))
         await self._writer.drain()
 
