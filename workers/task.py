@@ -25,11 +25,7 @@ class TrainTask:
 
 @dataclass(frozen=True, slots=True)
 class CompareTask:
-    """Train some steps on the cluster and in one process, and print what differs.
-
-    Attributes:
-        steps: how many.
-    """
+    """Train some steps on the cluster and in one process, and print what differs."""
 
     command: ClassVar = "compare"
     steps: int

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.commands import TrainedRun, run, settings
-from support.failure_runs import shared_server
+from support.commands import TrainedRun, output_of, settings
+from support.failure_runs import JOB, shared_server
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a job that trains within a second once its cluster is up; 16 steps an epoch."""
-    return settings(
-        data={
-            "synthetic_rows": 2000,
-            "synthetic_test_rows": 500,
-            "cache_folder": tmp_path_factory.mktemp("prepared"),
-        },
-        train={"batch_size": 128, "log_every_steps": 1},
-        dense={"device": "cpu"},
-    )
+    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")})]
 
 
 @pytest.fixture(scope="session")
@@ -34,9 +26,7 @@ def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> Traine
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     arguments = [*tiny, *settings(run={"folder": folder / "run"}, checkpoint={"every_steps": 5})]
-    ended = run(["launch", *arguments], folder, afresh=True)
-    assert (ended.code, ended.stderr) == (0, "")
-    return TrainedRun(folder / "run", ended, tiny)
+    return TrainedRun(folder / "run", output_of(["launch", *arguments], folder, afresh=True), tiny)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import ROOT, Ended, run, settings
+from support.commands import ROOT, output_of, result_of, settings
 
 DATA = ROOT.parent / "shared" / "data"
 ADULT = {"path": DATA / "adult" / "adult.data.gz", "test_path": DATA / "adult" / "adult.test.gz"}
@@ -19,13 +18,11 @@ def needs(files: dict[str, Path]) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"real data not here: {', '.join(missing)}")
 
 
-def launch(name: str, tmp_path: Path, **sections: dict[str, Any]) -> tuple[Ended, dict[str, float]]:
-    """Run ``configs/NAME.toml`` with some keys replaced; how it ended, and its result."""
+def launch(name: str, tmp_path: Path, **sections: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Run ``configs/NAME.toml`` with some keys replaced; what it prints, and its result."""
     overrides = settings(run={"folder": tmp_path / "run"}, **sections)
-    ended = run(["launch", "--config", ROOT / "configs" / f"{name}.toml", *overrides], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    result: dict[str, float] = json.loads((tmp_path / "run" / "result.json").read_text())
-    return ended, result
+    said = output_of(["launch", "--config", ROOT / "configs" / f"{name}.toml", *overrides], tmp_path)
+    return said, result_of(tmp_path / "run")
 
 
 def test_every_configuration_is_run_here() -> None:
@@ -33,7 +30,7 @@ def test_every_configuration_is_run_here() -> None:
 
 
 def test_default(tmp_path: Path) -> None:
-    rows: dict[str, object] = {"synthetic_rows": 20_000, "synthetic_test_rows": 5_000}
+    rows = {"synthetic_rows": 20_000, "synthetic_test_rows": 5_000}
     _, result = launch("default", tmp_path, data=rows, train={"batch_size": 500})
     assert result["steps"] == 40
     assert 0.7 < result["auc"] < result["best_reachable_auc"]
@@ -49,7 +46,7 @@ def test_criteo(tmp_path: Path) -> None:
 @needs(ADULT)
 def test_adult_reaches_the_published_accuracy(tmp_path: Path) -> None:
     # Two of the file's five epochs reach it.
-    ended, result = launch("adult", tmp_path, data=dict(ADULT), train={"epochs": 2})
+    said, result = launch("adult", tmp_path, data=dict(ADULT), train={"epochs": 2})
     assert (result["num_samples"], result["bad_rows"]) == (16_281, 1)
-    assert "adult.test.gz:1: " in ended.stdout
+    assert "adult.test.gz:1: " in said
     assert result["auc"] >= 0.90

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, run, settings
+from support.commands import ROOT, output_of, settings
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config
@@ -17,17 +17,8 @@ from hybrid.config.page import describe
 from workers.cli import main
 
 COMMANDS = [
-    "launch",
-    "compare",
-    "run",
-    "master",
-    "trainer",
-    "worker",
-    "plan",
-    "evaluate",
-    "predict",
-    "config",
-    "secret",
+    *("launch", "compare", "run", "master", "trainer", "worker"),
+    *("plan", "evaluate", "predict", "config", "secret"),
 ]
 # Runs a command, then says which slow modules it has imported.
 SPY = """
@@ -88,9 +79,8 @@ def test_config_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_plan_shows_every_table_and_worker(tiny: list[str], tmp_path: Path) -> None:
-    ended = run(["plan", *tiny, "--set", 'tables.C1.placement="row"'], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    lines = [line.rstrip() for line in ended.stdout.splitlines()]
+    said = output_of(["plan", *tiny, "--set", 'tables.C1.placement="row"'], tmp_path)
+    lines = [line.rstrip() for line in said.splitlines()]
     tables = dict(re.findall(r"^(C\d+) .* +[\d.]+ (workers? [\d, ]+)$", "\n".join(lines), re.MULTILINE))
     assert set(tables) == {f"C{k}" for k in range(1, 27)}
     assert tables["C1"] == "workers 0, 1"

@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, TrainedRun, run, settings
+from support.commands import TrainedRun, code_block, output_of, result_of, settings
 
 from hybrid.checkpoint.folders import step_folder
 from workers.cli import main
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]
-SMALL = settings(
-    data={"synthetic_rows": 2000, "synthetic_test_rows": 500},
-    train={"batch_size": 100},
-    dense={"net": "my_net:build", "device": "cpu", "parallel": "tensor", "tensor_plan": PLAN},
-)
+SPLIT = settings(dense={"net": "my_net:build", "parallel": "tensor", "tensor_plan": PLAN})
 
 
-def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tmp_path: Path) -> None:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_net.py").write_text(code)
-    ended = run(["compare", "--steps", 10, *SMALL], tmp_path)
-    assert ended.code == 0, ended.stderr
-    assert "trainer 1: interaction.gate.weight" in ended.stdout
+def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tiny: list[str], tmp_path: Path) -> None:
+    (tmp_path / "my_net.py").write_text(code_block("README.md", "python"))
+    said = output_of(["compare", "--steps", 10, *tiny, *SPLIT], tmp_path)
+    assert "trainer 1: interaction.gate.weight" in said
 
 
 def test_a_run_goes_on_in_another_form(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained.copy(tmp_path)
-    replicas: dict[str, object] = {
-        "parallel": "replicas",
-        "devices": ["cpu", "cpu"],
-        "device": "auto",
-        "compile": "script",
-    }
-    ended = run(
-        ["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=replicas)],
-        tmp_path,
-    )
-    assert (ended.code, ended.stderr) == (0, "")
-    outcome = json.loads((folder / "result.json").read_text())
+    form = {"parallel": "replicas", "devices": ["cpu", "cpu"], "device": "auto", "compile": "script"}
+    output_of(["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=form)], tmp_path)
+    outcome = result_of(folder)
     assert outcome["steps"] == 32
     main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
     assert f"auc                 {outcome['auc']:.4f}\n" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import runpy
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from support.commands import ROOT, Ended, run, settings
+from support.commands import code_block, output_of, result_of, settings
 
 from hybrid.checkpoint.folders import step_folder
 from workers.cli import main
@@ -30,18 +29,18 @@ class Clicks:
 
     Attributes:
         file: its test rows.
+        said: by its command.
 
     Its best evaluation is not its last one.
     """
 
     folder: Path
     file: Path
-    ended: Ended
+    said: str
 
     @property
     def result(self) -> dict[str, Any]:
-        values: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
-        return values
+        return result_of(self.folder)
 
     @property
     def labels(self) -> npt.NDArray[np.int64]:
@@ -54,6 +53,7 @@ class Clicks:
         """What predict writes for a run or one of its checkpoints, row by row."""
         output = self.folder / f"../{uuid.uuid4().hex}.csv"
         main(["predict", *map(str, [of, *arguments]), "--output", str(output)])
+        assert not list(output.parent.glob(f".*{output.name}*")), "of what is half written nothing is left"
         rows = list(csv.DictReader(output.read_text().splitlines()))
         assert [int(row["row"]) for row in rows] == list(range(NUM_ROWS))
         return np.array([float(row["probability"]) for row in rows])
@@ -98,9 +98,7 @@ def clicks(tmp_path_factory: pytest.TempPathFactory) -> Clicks:
         train={"batch_size": 29, "epochs": 2, "max_steps": LAST, "eval_every_steps": 1},
         checkpoint={"keep_last": 1},
     )
-    ended = run(["launch", *arguments], folder)
-    assert (ended.code, ended.stderr) == (0, "")
-    return Clicks(folder / "run", file, ended)
+    return Clicks(folder / "run", file, output_of(["launch", *arguments], folder))
 
 
 def auc_of(probabilities_N: npt.NDArray[np.float64], labels_N: npt.NDArray[np.int64]) -> float:
@@ -160,20 +158,20 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
         f"last checkpoint     {clicks.checkpoint(LAST)} (resume goes on from it)",
         f"best checkpoint     {clicks.checkpoint(BEST)} (evaluate and predict take it)",
     ):
-        assert f"{line}\n" in clicks.ended.stdout
+        assert f"{line}\n" in clicks.said
     taken = f"{clicks.checkpoint(BEST)}, the best (auc {best['auc']:.4f}); the last is step-0000000{LAST}"
     said = evaluated(clicks.folder, capsys)
     assert said[:2] == [f"checkpoint          {taken}", f"auc                 {best['auc']:.4f}"]
     by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
     assert (by_best_N == by_run_N).all()
-    assert f"; checkpoint: {taken}\n" in capsys.readouterr().out
+    told = capsys.readouterr().out.splitlines()[-2]
+    assert re.fullmatch(rf"wrote {NUM_ROWS} probabilities to \S+\.csv; checkpoint: {re.escape(taken)}", told)
 
 
 def test_the_documented_lines_predict_the_same_in_plain_pytorch(
     clicks: Clicks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+    code = code_block("docs/checkpoints.md", "python")
     assert "hybrid" not in code
     program = clicks.folder.parent / "plain.py"
     program.write_text(code)

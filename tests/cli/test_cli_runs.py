@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from chaos_run.sameness import differences
 from support.checkpoints import flip_a_bit
-from support.commands import TrainedRun, by_hand, run, settings
+from support.commands import TrainedRun, by_hand, output_of, result_of, run, settings
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
@@ -21,16 +20,10 @@ from hybrid.checkpoint.folders import step_folder, step_of, stored
 from workers.cli import main
 
 
-def records(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of one kind, without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = ("time", "samples_per_second", "phase_seconds")
-    return [{k: v for k, v in line.items() if k not in timed} for line in lines if line["kind"] == kind]
-
-
-def result(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return values
+def logged_steps(folder: Path) -> list[int]:
+    """The steps of which a run has logged a line."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["step"] for line in lines if line["kind"] == "train"]
 
 
 def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
@@ -43,10 +36,10 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
         *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
     }
-    assert [line["step"] for line in records(trained.folder, "train")] == list(range(1, 17))
-    outcome = result(trained.folder)
+    assert logged_steps(trained.folder) == list(range(1, 17))
+    outcome = result_of(trained.folder)
     assert (outcome["steps"], outcome["num_samples"], outcome["bad_rows"]) == (16, 500, 0)
-    said = trained.ended.stdout
+    said = trained.said
     assert f"test AUC            {outcome['auc']:.4f} at step 16 (best reachable" in said
     assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
@@ -59,52 +52,21 @@ def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 
-def test_evaluate_agrees_with_the_run(trained: TrainedRun, tmp_path: Path) -> None:
-    ended = run(["evaluate", trained.folder], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    outcome = result(trained.folder)
-    assert f"auc                 {outcome['auc']:.4f}\n" in ended.stdout
-    assert f"log loss            {outcome['log_loss']:.4f}\n" in ended.stdout
-
-
-def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path) -> None:
-    ended = run(["predict", trained.folder, "--output", "out.csv"], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    taken = (
-        f"{step_folder(trained.folder, 16)}, the best (auc {result(trained.folder)['auc']:.4f}) and the last"
-    )
-    assert ended.stdout == f"wrote 500 probabilities to out.csv; checkpoint: {taken}\n"
-    rows = list(csv.reader((tmp_path / "out.csv").read_text().splitlines()))
-    assert rows[0] == ["row", "probability"]
-    assert [int(row) for row, _ in rows[1:]] == list(range(500))
-    assert all(0 < float(probability) < 1 for _, probability in rows[1:])
-    assert [path.suffix for path in tmp_path.glob("*.csv*")] == [".csv"]
-
-
-def tensor_files(folder: Path, step: int) -> dict[str, bytes]:
-    """What a run has saved of its model after ``step`` steps."""
-    saved = step_folder(folder, step)
-    return {str(path.relative_to(saved)): path.read_bytes() for path in saved.rglob("*.safetensors")}
-
-
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the middle of an epoch, from the checkpoint before one that was altered on the disk."""
     two = settings(train={"epochs": 2})
-    whole = run(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
+    output_of(["launch", *trained.settings, *two, *settings(run={"folder": tmp_path / "whole"})], tmp_path)
     folder = trained.copy(tmp_path)
     altered = step_folder(folder, 16) / "tables/C1.0-of-1.safetensors"
     flip_a_bit(altered)
-    resumed = run(["launch", "--resume", folder, *two], tmp_path)
-    assert (whole.code, whole.stderr, resumed.code, resumed.stderr) == (0, "", 0, "")
-    assert f"{altered}: missing or altered since the checkpoint was written; step-00000015" in resumed.stdout
-    assert len(records(folder, "train")) == 32
-    for kind in ("train", "test"):
-        assert records(folder, kind) == records(tmp_path / "whole", kind)
-    assert tensor_files(folder, 32) == tensor_files(tmp_path / "whole", 32) != {}
+    said = output_of(["launch", "--resume", folder, *two], tmp_path)
+    assert f"{altered}: missing or altered since the checkpoint was written; step-00000015" in said
+    assert logged_steps(folder) == list(range(1, 33))
+    assert differences(tmp_path / "whole", folder) == []
     main(["evaluate", str(step_folder(folder, 32))])  # an earlier one may be better
-    assert f"auc                 {result(folder)['auc']:.4f}\n" in capsys.readouterr().out
+    assert f"auc                 {result_of(folder)['auc']:.4f}\n" in capsys.readouterr().out
 
 
 def test_a_finished_run_is_left_alone(trained: TrainedRun, tmp_path: Path) -> None:
@@ -148,8 +110,7 @@ def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) 
     with by_hand(ALL_ROLES, [*trained.settings, *settings(run={"folder": folder})], tmp_path) as commands:
         endings = [command.wait() for command in commands]
     assert [(ended.code, ended.stderr) for ended in endings] == [(0, "")] * 5
-    for kind in ("train", "test"):
-        assert records(folder, kind) == records(trained.folder, kind)
+    assert differences(trained.folder, folder) == []
 
 
 def check_profile(folder: Path, said: str) -> None:
@@ -177,17 +138,10 @@ def check_profile(folder: Path, said: str) -> None:
 
 
 OWN_NET = """
-import torch
-from torch import nn
-from hybrid.dense.nets import DenseNet
-
-class SideBySide(nn.Module):
-    def forward(self, dense_BF, pooled_BE):
-        return torch.cat([dense_BF, pooled_BE], dim=1)
+from hybrid.dense.configured import build_dense_net
 
 def build(config, input_spec, widths):
-    width = len(input_spec.dense_features) + sum(widths)
-    return DenseNet(nn.Identity(), SideBySide(), nn.Sequential(nn.Linear(width, 1), nn.Flatten(0)))
+    return build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)
 """
 
 
@@ -256,20 +210,19 @@ def test_files_of_every_format(
     sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache", "hash_rows": 100}
     sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 4}
     folder = tmp_path / "run"
-    ended = run(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
-    assert (ended.code, ended.stderr) == (0, "")
-    assert result(folder)["auc"] > 0.6
-    assert result(folder)["bad_rows"] == (name == "clicks.csv")
+    launched = output_of(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)
+    assert result_of(folder)["auc"] > 0.6
+    assert result_of(folder)["bad_rows"] == (name == "clicks.csv")
     if "profile" in sections:
-        check_profile(folder, ended.stdout)
+        check_profile(folder, launched)
     if name == "clicks.csv":
-        assert "skipped 1 bad row(s): 1 unknown label" in ended.stdout
-        assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in ended.stdout
+        assert "skipped 1 bad row(s): 1 unknown label" in launched
+        assert f"  {path}:4: label is 'maybe', expected '1' or '0'\n" in launched
     monkeypatch.syspath_prepend(tmp_path)  # where the own net is; a command looks into its current folder
     main(["evaluate", str(folder), "--input", str(path)])
     said = capsys.readouterr().out
     assert "num samples         400\n" in said
     assert re.search(r"^unknown values      (none|item \d)", said, re.MULTILINE)
     if name == "clicks.csv":
-        assert re.search(r"^unknown values      (none|item \d)", ended.stdout, re.MULTILINE)
+        assert re.search(r"^unknown values      (none|item \d)", launched, re.MULTILINE)
         check_changed_input(folder, path, capsys)

@@ -11,22 +11,30 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import DOING, by_hand, eventually, free_port, fresh_secret, run, settings, started
+from support.commands import (
+    DOING,
+    ONE_EACH,
+    TRAINER,
+    WORKER,
+    by_hand,
+    eventually,
+    fresh_secret,
+    run,
+    settings,
+    started,
+)
 
 from hybrid.trust.secret import VARIABLE
 from workers.cli import main
 
-START_SECONDS = 60.0
 HEARTBEAT_SECONDS = 2.0
 STOP_SECONDS = 5.0
-TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 
 
 @pytest.fixture
 def one_each(endless: list[str]) -> list[str]:
     """Settings of a cluster with one trainer and one worker, which trains until it is stopped."""
-    heartbeat = settings(cluster={"heartbeat_timeout_seconds": HEARTBEAT_SECONDS})
-    return [*endless, *settings(cluster={"trainers": 1, "workers": 1}), *heartbeat]
+    return [*endless, *ONE_EACH, *settings(cluster={"heartbeat_timeout_seconds": HEARTBEAT_SECONDS})]
 
 
 def test_the_command_makes_a_file_that_roles_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,15 +47,6 @@ def test_the_command_makes_a_file_that_roles_take(tmp_path: Path, capsys: pytest
     assert file.read_text().strip() not in told
     with pytest.raises(SystemExit, match="cannot be made: File exists"):
         main(["secret", str(file)])
-
-
-def test_roles_by_hand_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
-    rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
-    for role in (["master"], WORKER):
-        with pytest.raises(SystemExit) as end:
-            main([*role, *settings(cluster={"master_port": free_port()})])
-        assert str(end.value).endswith(f": cluster.secret_file: {rule}")
 
 
 def check_that_it_is_never_shown(process: psutil.Process, secret: str) -> None:
@@ -67,7 +66,7 @@ def pester(port: int) -> None:
 
 def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str], tmp_path: Path) -> None:
     with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path, afresh=True) as (master, trainer, worker):
-        assert eventually(lambda: "\nstep 5/" in master.stdout, START_SECONDS), master.stderr
+        master.await_step()
         secret = (tmp_path / "secret").read_text().strip()
         for command in (master, trainer, worker):
             check_that_it_is_never_shown(psutil.Process(command.process.pid), secret)
@@ -108,7 +107,7 @@ def test_launch_shows_its_secret_to_nobody(one_each: list[str], tmp_path: Path) 
     secret = file.read_text().strip()
     overrides = settings(cluster={"secret_file": file}, run={"folder": "run"})
     with started(["launch", *one_each, *overrides], tmp_path, afresh=True) as command:
-        assert eventually(lambda: "\nstep 5/" in command.stdout, START_SECONDS), command.stderr
+        command.await_step()
         processes = command.processes()
         assert len(processes) >= 4
         for process in processes:

@@ -15,65 +15,51 @@ from typing import Any
 import pexpect
 import pytest
 from support.commands import (
+    COMMAND_SECONDS,
     HYBRID,
     LEFT_SECONDS,
+    ONE_EACH,
+    TRAINER,
+    WORKER,
     Command,
     Ended,
     by_hand,
     eventually,
     marked,
     marked_environment,
-    run,
+    output_of,
     settings,
     started,
 )
 
 from hybrid.checkpoint.folders import step_of, stored
 
-START_SECONDS = 60.0
 STOP_SECONDS = 10.0
-ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
 RUN = settings(run={"folder": "run"})
-TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 OWN_NET = """
 import time
+from itertools import count
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from hybrid.dense.nets import DenseNet
+from hybrid.dense.configured import build_dense_net
 
 def block():
     Path("blocked").touch()
     time.sleep(60)
 
-class Bottom(nn.Module):
-    steps = 0
-
-    def forward(self, dense_BF):
-        self.steps += self.training
-        if self.steps > 3:
-            block()
-        return dense_BF
-
-class SideBySide(nn.Module):
-    def forward(self, dense_BF, pooled_BE):
-        return torch.cat([dense_BF, pooled_BE], dim=1)
-
 def build(config, input_spec, widths):
-    width = len(input_spec.dense_features) + sum(widths)
-    return DenseNet(Bottom(), SideBySide(), nn.Sequential(nn.Linear(width, 1), nn.Flatten(0)))
+    net = build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)
+    steps = count(1)
+
+    def block_after_three(bottom, inputs):
+        if bottom.training and next(steps) > 3:
+            block()
+
+    net.bottom.register_forward_pre_hook(block_after_three)
+    return net
 
 def build_never(config, input_spec, widths):
     block()
 """
-
-
-def await_step(command: Command, step: int = 5) -> None:
-    """Wait until a run is in the middle of training."""
-    text = f"\nstep {step}/"
-    assert eventually(lambda: text in command.stdout, START_SECONDS), command.stdout + command.stderr
 
 
 def check_saved(ended: Ended, folder: Path, command: str) -> int:
@@ -96,7 +82,7 @@ def test_a_signal_saves_and_stops_everything(
 ) -> None:
     """To the launcher, or to all its processes at once, as schedulers send it."""
     with started(["launch", *endless, *RUN], tmp_path) as command:
-        await_step(command)
+        command.await_step()
         others = [each for each in command.processes() if each.pid != command.process.pid]
         for each in others if number is signal.SIGTERM else []:
             each.send_signal(number)
@@ -105,15 +91,14 @@ def test_a_signal_saves_and_stops_everything(
     step = check_saved(ended, tmp_path / "run", "launch")
     if number is signal.SIGTERM:
         goes_on = ["--set", f"train.max_steps={step + 1}"]
-        ended = run(["launch", "--resume", "run", *goes_on], tmp_path)
-        assert (ended.code, ended.stderr) == (0, "")
-        assert f"\ngoing on from step {step}: run/checkpoints/step-{step:08}\n" in ended.stdout
+        said = output_of(["launch", "--resume", "run", *goes_on], tmp_path)
+        assert f"\ngoing on from step {step}: run/checkpoints/step-{step:08}\n" in said
 
 
 def test_the_master_by_hand_saves_and_stops_all(endless: list[str], tmp_path: Path) -> None:
     master = ["master", *RUN]
     with by_hand([master, TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (first, *others):
-        await_step(first)
+        first.await_step()
         first.process.send_signal(signal.SIGTERM)
         check_saved(first.wait(STOP_SECONDS), tmp_path / "run", "master")
         assert [(ended.code, ended.stderr) for ended in (each.wait(STOP_SECONDS) for each in others)] == [
@@ -127,7 +112,7 @@ def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Comma
     (folder / "own.py").write_text(OWN_NET)
     net = settings(dense={"net": f"own:{function}"})
     with started([*arguments, *ONE_EACH, *net], folder) as command:
-        assert eventually((folder / "blocked").exists, START_SECONDS), command.stderr
+        assert eventually((folder / "blocked").exists, COMMAND_SECONDS), command.stderr
         yield command
 
 
@@ -182,7 +167,8 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str
         cwd=folder,
         env=marked_environment(mark) | {"TERM": "xterm"},
         encoding="utf-8",
-        timeout=START_SECONDS,
+        codec_errors="replace",  # the ^C that the terminal shows may come in the middle of a character
+        timeout=COMMAND_SECONDS,
         dimensions=(24, 160),
         # What a script starts in the background ignores Ctrl-C, and so do its children, these tests too.
         preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
@@ -200,7 +186,7 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         if times:
             terminal.expect("step [0-9]{2}/")
         else:
-            assert eventually(lambda: len(marked(mark)) > 1, START_SECONDS)
+            assert eventually(lambda: len(marked(mark)) > 1, COMMAND_SECONDS)
         if times == 2:
             for process in marked(mark):
                 if any("worker-0.log" in file.path for file in process.open_files()):

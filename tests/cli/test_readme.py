@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import re
 import signal
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.commands import ROOT, run
+from support.commands import ROOT, code_block, output_of, result_of
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config
@@ -21,12 +20,6 @@ from workers.stopping import STOP_SIGNALS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = dataclasses.asdict(RunConfig())
-
-
-def block(language: str) -> str:
-    """The README's one block of ``language``."""
-    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    return str(text)
 
 
 def write_clicks(path: Path, num_rows: int = 2000) -> None:
@@ -45,13 +38,12 @@ def write_clicks(path: Path, num_rows: int = 2000) -> None:
 
 
 def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_net.py").write_text(block("python"))
-    (tmp_path / "clicks.toml").write_text(block("toml"))
+    (tmp_path / "my_net.py").write_text(code_block("README.md", "python"))
+    (tmp_path / "clicks.toml").write_text(code_block("README.md", "toml"))
     write_clicks(tmp_path / "clicks.csv")
     own_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]
-    ended = run(["launch", "--config", "clicks.toml", *own_net], tmp_path, afresh=True)
-    assert ended.code == 0, ended.stderr
-    assert json.loads((tmp_path / "trained/result.json").read_text())["auc"] > 0.75
+    output_of(["launch", "--config", "clicks.toml", *own_net], tmp_path, afresh=True)
+    assert result_of(tmp_path / "trained")["auc"] > 0.75
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)  # as for a command that is started there
     main(["predict", "trained", "--input", "clicks.csv", "--output", "p.csv"])
@@ -103,13 +95,12 @@ def test_its_role_script_starts_the_role_of_a_rank(
     command.write_text('#!/bin/sh\necho "$@"\nsed -n "s/SigIgn:[^0-9a-f]*//p" /proc/$$/status\n')
     command.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable: str(rank)}
-    arguments = ["bash", "-c", block("bash"), "role.sh", "--set", "run.name=a b"]
+    arguments = ["bash", "-c", code_block("README.md", "bash"), "role.sh", "--set", "run.name=a b"]
     ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     started, ignored = ended.stdout.splitlines()
     assert started == f"{role} --set run.name=a b"
-    for number in (
-        STOP_SIGNALS if rank else (signal.SIGTERM,)
-    ):  # a scheduler may send it to all: the master saves
+    # A scheduler may send it to all: the master saves.
+    for number in STOP_SIGNALS if rank else (signal.SIGTERM,):
         assert bool(int(ignored, 16) >> number - 1 & 1) == bool(rank)
 
 
@@ -127,7 +118,7 @@ def test_every_key_it_names_is_one() -> None:
 
 
 def test_its_configuration_has_ten_lines(tmp_path: Path) -> None:
-    text = block("toml")
+    text = code_block("README.md", "toml")
     (tmp_path / "clicks.toml").write_text(text)
     assert load_config(tmp_path / "clicks.toml").data.multi_hot_separator == "|"
     assert len(text.splitlines()) == 10

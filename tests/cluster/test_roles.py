@@ -16,11 +16,11 @@ from torch.distributed import rpc
 
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.topology import MASTER, Role
 from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import Cluster, announce_stop, join
 from workers.joining.listener import listen
-from workers.roles import trainer, worker
+from workers.roles.run import serve
 
 SECONDS = 10.0
 
@@ -97,7 +97,7 @@ def live(
             told.put(("during", wire.gather(members)))
             announce_stop(cluster)
     else:
-        {RoleKind.TRAINER: trainer.run, RoleKind.WORKER: worker.run}[role.kind](config, role.index, secret)
+        serve(role, config, secret)
     told.put((str(role), dist.is_initialized()))
 
 

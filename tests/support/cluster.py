@@ -20,11 +20,11 @@ from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from hybrid.config import RunConfig
-from hybrid.topology import MASTER, Role, RoleKind
+from hybrid.topology import MASTER, Role
 from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import Cluster, announce_stop, join
 from workers.joining.listener import listen
-from workers.roles import trainer, worker
+from workers.roles.run import serve
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,10 +79,8 @@ def _serve(
 ) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if role.kind is RoleKind.TRAINER:
-        trainer.run(config, role.index, secret)
-    elif role.kind is RoleKind.WORKER:
-        worker.run(config, role.index, secret)
+    if role != MASTER:
+        serve(role, config, secret)
     else:
         assert cases is not None
         with join(MASTER, config, secret, listener) as cluster:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 from support.forked_commands import ForkedCommand
@@ -31,7 +34,7 @@ _PORTS_NOT_HANDED_OUT = (20_000, 32_000)  # by Linux, as it comes
 _MARK = "HYBRID_TEST_MARK"
 
 
-def settings(**sections: dict[str, object]) -> list[str]:
+def settings(**sections: Mapping[str, object]) -> list[str]:
     """``--set`` arguments: ``settings(train={"epochs": 2})``; values are written as TOML reads them."""
     return [
         text
@@ -39,6 +42,10 @@ def settings(**sections: dict[str, object]) -> list[str]:
         for key, value in keys.items()
         for text in ("--set", f"{name}.{key}={value}")
     ]
+
+
+ONE_EACH = settings(cluster={"trainers": 1, "workers": 1})
+TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 
 
 def free_port() -> int:
@@ -87,6 +94,11 @@ class Command:
     @property
     def stderr(self) -> str:
         return self.output.with_suffix(".err").read_text()
+
+    def await_step(self, step: int = 5) -> None:
+        """Wait until a run is in the middle of training."""
+        text = f"\nstep {step}/"
+        assert eventually(lambda: text in self.stdout, COMMAND_SECONDS), self.stdout + self.stderr
 
     def wait(self, seconds: float = COMMAND_SECONDS, left_seconds: float = LEFT_SECONDS) -> Ended:
         """Wait for the end, and see that no process of the command outlives it by ``left_seconds``."""
@@ -208,12 +220,32 @@ def run(
         return command.wait(seconds)
 
 
+def output_of(arguments: Sequence[object], folder: Path, *, afresh: bool = False) -> str:
+    """What a command prints that is to come to its end, and complains of nothing; see :func:`started`."""
+    ended = run(arguments, folder, afresh=afresh)
+    assert (ended.code, ended.stderr) == (0, "")
+    return ended.stdout
+
+
+def result_of(run_folder: Path) -> dict[str, Any]:
+    """The outcome that a run has left."""
+    values: dict[str, Any] = json.loads((run_folder / "result.json").read_text())
+    return values
+
+
+def code_block(page: str, language: str) -> str:
+    """The one block of ``language`` in a page of the project."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    (code,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return str(code)
+
+
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: its folder, how its command ended, and the settings that made it."""
+    """A finished run: its folder, what its command has printed, and the settings that made it."""
 
     folder: Path
-    ended: Ended
+    said: str
     settings: list[str]
 
     def copy(self, folder: Path) -> Path:

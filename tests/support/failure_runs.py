@@ -28,7 +28,7 @@ from workers.launching.fork_server import ForkServer
 
 TEST_SAMPLES = 500
 NOTICED_SECONDS = 10.0
-_JOB = settings(
+JOB = settings(
     data={"synthetic_rows": 2000, "synthetic_test_rows": TEST_SAMPLES},
     train={"batch_size": 128, "log_every_steps": 1},
     dense={"device": "cpu"},
@@ -177,7 +177,7 @@ def _check_end(run: Path) -> None:
 def measure() -> None:
     """Print the medians of every way to fail."""
     with TemporaryDirectory() as scratch, shared_server():
-        job = [*_JOB, *settings(data={"cache_folder": f"{scratch}/prepared"})]
+        job = [*JOB, *settings(data={"cache_folder": f"{scratch}/prepared"})]
         for how in HOWS:
             took: list[Took] = []
             for plan in (plan for plan in PLANS if plan.how == how):

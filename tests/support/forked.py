@@ -8,10 +8,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import Started
+from workers.launching.forking import Ended, Started
 
 SECONDS = 10.0
 
@@ -44,6 +44,16 @@ def connect(port: int) -> None:
 def be(user: int, group: int) -> None:
     """Fail where this process is somebody else."""
     assert (os.geteuid(), os.getegid()) == (user, group)
+
+
+def exit_code(server: ForkServer, target: Callable[..., None], *args: object) -> int:
+    """How a process of the server ends that runs ``target(*args)``."""
+    server.start("one", target, args, [])
+    assert isinstance(server.event(SECONDS), Started)
+    ended = server.event(SECONDS)
+    assert isinstance(ended, Ended)
+    assert ended.name == "one"
+    return ended.exit_code
 
 
 def launch_and_wait(targets: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ class Meeting:
 
     Attributes:
         lost: what its master was told.
+        heard: what its roles have found out.
     """
 
     rendezvous: Rendezvous
@@ -44,6 +45,7 @@ class Meeting:
     port: int
     rhythm: Rhythm
     lost: list[ClusterError] = field(default_factory=list)
+    heard: list[ClusterError] = field(default_factory=list)
 
     def channel(self, patience_seconds: float | None = None) -> Channel:
         """A connection of one who has the secret.
@@ -65,11 +67,9 @@ class Meeting:
         finally:
             store.close()
 
-    def pulse(
-        self, heard: list[ClusterError], role: Role = WORKER, patience_seconds: float | None = None
-    ) -> Pulse:
-        """A role's signs of life; ``heard`` gets what they find out."""
-        return Pulse(self.channel(patience_seconds), role, self.rhythm, heard.append)
+    def pulse(self, role: Role = WORKER, patience_seconds: float | None = None) -> Pulse:
+        """A role's signs of life."""
+        return Pulse(self.channel(patience_seconds), role, self.rhythm, self.heard.append)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
                 _log_to(link, keep_stdout=True)
             if name == "metrics.jsonl":
                 RunFolder(tmp_path / "run")
-            RunFolder.create(tmp_path / "run", RunConfig()).draw_curves()
+            RunFolder.create(tmp_path / "run", RunConfig()).finish({})
 
     with pytest.raises(HybridError) as told:
         write_all()

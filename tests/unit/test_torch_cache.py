@@ -47,9 +47,8 @@ def test_torch_keeps_there_what_it_compiles(home: Path) -> None:
 
     assert cache_dir() == f"{home}/.cache/hybrid/torch/inductor"
     assert triton_cache_dir(0) == f"{home}/.cache/hybrid/torch/inductor/triton/0"
-    quack = (
-        Path(torch.__file__).with_name("_vendor") / "quack/cache/__init__.py"
-    )  # it needs packages of a GPU
+    # It needs packages of a GPU.
+    quack = Path(torch.__file__).with_name("_vendor") / "quack/cache/__init__.py"
     assert 'os.getenv("QUACK_CACHE_DIR"' in quack.read_text()
 
 

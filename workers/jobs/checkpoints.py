@@ -80,6 +80,9 @@ class Checkpoints:
         section: when, and how many are kept.
         say: told, in a line each, what the user should know.
         progress: the values in the progress that the run goes on from; empty for a new run.
+
+    Attributes:
+        best: the best one that is kept; None where none is.
     """
 
     def __init__(
@@ -94,18 +97,13 @@ class Checkpoints:
         self._run = run
         self._section = section
         self._say = say
-        self._best = Best(*progress[BEST]) if progress.get(BEST) else None
-        if self._best is not None and self._best.metric != section.keep_best:
-            self._best = None
+        self.best = Best(*progress[BEST]) if progress.get(BEST) else None
+        if self.best is not None and self.best.metric != section.keep_best:
+            self.best = None
         self._under_way: _UnderWay | None = None
         self._has_said_that_it_waits = False
         self._begun_at = time.monotonic()
         run.make_room = self._make_room
-
-    @property
-    def best(self) -> Best | None:
-        """The best one that is kept; None where none is."""
-        return self._best
 
     def steps_to_next(self, step: int) -> float:
         """Steps from ``step`` until one is due by their number; infinite where none will be."""
@@ -118,13 +116,13 @@ class Checkpoints:
         Args:
             is_evaluated: whether ``now.metrics`` are those of this very step.
         """
-        expected = self._under_way.best if self._under_way else self._best
+        expected = self._under_way.best if self._under_way else self.best
         is_best = is_evaluated and self._better(now, expected) != expected
         if is_best or self._is_due(now.step):
             start = time.perf_counter()
             self.finish()
             self._begun_at = time.monotonic()
-            best = self._better(now, self._best) if is_evaluated else self._best
+            best = self._better(now, self.best) if is_evaluated else self.best
             if self._is_there(now):
                 with self._saying_why_none(now.step):
                     self._add_evaluation(now, best)
@@ -156,7 +154,7 @@ class Checkpoints:
 
     def _write_now(self, now: Moment, is_evaluated: bool, why: str) -> None:
         self.finish()
-        best = self._better(now, self._best) if is_evaluated else self._best
+        best = self._better(now, self.best) if is_evaluated else self.best
         try:
             if self._is_there(now):  # due at this very step, or stopped at before
                 self._add_evaluation(now, best)
@@ -186,7 +184,7 @@ class Checkpoints:
             dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
             if trouble := self._prune(best):
                 self._say(trouble)
-        self._best = best
+        self.best = best
 
     def _is_there(self, now: Moment) -> bool:
         return folders.step_folder(self._run.path, now.step) in folders.stored(self._run.path)
@@ -234,7 +232,7 @@ class Checkpoints:
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         written = under_way.written.result()
-        self._best = under_way.best
+        self.best = under_way.best
         stopped = under_way.seconds_stopped
         self._run.log_checkpoint(under_way.step, stopped, written.seconds, written.num_bytes)
         if written.trouble:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
@@ -105,10 +107,8 @@ class Comparison:
 
     def _evaluate_here(self, reference: Reference, data_folder: Path) -> Metrics:
         dataset = PreparedDataset.open(data_folder, "test")
-        parts = []
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
-            for batch in batches:
-                parts.append(Predictions.of(batch, reference.logits(batch)))
+            parts = [Predictions.of(batch, reference.logits(batch)) for batch in batches]
         return Predictions.concatenate(parts).metrics()
 
     def _judge(self, found: Sequence[Difference]) -> None:
@@ -166,9 +166,6 @@ def _shares(
         )
         for index in range(config.cluster.trainers)
     ]
-    streams = [loader.batches(epoch) for loader in loaders]
-    try:
-        yield from (shares for shares, _ in zip(zip(*streams, strict=True), range(count), strict=False))
-    finally:
-        for stream in streams:
-            stream.close()
+    with ExitStack() as stack:
+        streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
+        yield from islice(zip(*streams, strict=True), count)

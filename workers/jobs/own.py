@@ -12,11 +12,7 @@ from workers.screen.terminal import TerminalView
 
 
 class OwnJob:
-    """Calls ``function(topology, config)`` in the master's process, once the cluster is there.
-
-    Args:
-        function: "module:function".
-    """
+    """Calls ``function(topology, config)`` in the master's process, once the cluster is there."""
 
     doing = "in your function"
 

@@ -104,9 +104,14 @@ def _tables(stored: Checkpoint) -> Snapshot:
 
 def _net(owner: str, packed: Mapping[str, Tensor], names: Sequence[str]) -> Snapshot:
     net, states = unpack_dense(packed)
-    found = {TensorName(f"{owner}: {name}"): tensor for name, tensor in net.items()}
-    for index, state in states.items():
-        found |= {TensorName(f"{owner}: {names[index]}", kind): tensor for kind, tensor in state.items()}
+    return _named(f"{owner}: ", net, {names[index]: state for index, state in states.items()})
+
+
+def _named(prefix: str, values: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Tensor]]) -> Snapshot:
+    """Parameters, and their optimizer state by its kind, under the names of a snapshot."""
+    found = {TensorName(f"{prefix}{name}"): tensor for name, tensor in values.items()}
+    for name, state in states.items():
+        found |= {TensorName(f"{prefix}{name}", kind): tensor for kind, tensor in state.items()}
     return found
 
 
@@ -114,17 +119,16 @@ def reference_snapshot(reference: Reference) -> Snapshot:
     """The same of one process, under the same names."""
     found: Snapshot = {}
     for table, rows_RD in reference.tables.items():
-        found[TensorName(f"table {table}")] = rows_RD
-        states = reference.table_states[table].items()
-        found |= {TensorName(f"table {table}", kind): state for kind, state in states}
+        found |= _named("table ", {table: rows_RD}, {table: reference.table_states[table]})
     nets: dict[str, nn.Module] = {f"trainer {index}": net for index, net in enumerate(reference.nets)}
     if reference.remote_net is not None:
         nets["remote net"] = reference.remote_net
     for owner, net in nets.items():
-        found |= {TensorName(f"{owner}: {name}"): tensor for name, tensor in net.state_dict().items()}
-        for name, state in reference.dense_state(net).items():
-            kept = {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
-            found |= {TensorName(f"{owner}: {name}", kind): value for kind, value in kept.items()}
+        states = {
+            name: {kind: torch.as_tensor(value) for kind, value in state.items() if value is not None}
+            for name, state in reference.dense_state(net).items()
+        }
+        found |= _named(f"{owner}: ", net.state_dict(), states)
     return found
 
 

@@ -44,11 +44,9 @@ class Training:
     def __init__(self, config: RunConfig, task: TrainTask) -> None:
         self.doing = "at start"
         self._config = config
-        self._path = task.folder
-        self._is_resumed = task.resume
+        self._task = task
         self._folder: RunFolder
         self._checkpoints: Checkpoints
-        self._started_at = task.started_at
         self._seconds_to_first_step = math.nan
         self._step = 0
         self._metrics: Metrics | None = None  # of the last evaluation
@@ -63,14 +61,12 @@ class Training:
         data_folder = data()
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        train = self._config.train
         for report in session.reports:
             for line in data_notes(report):
                 view.note(line)
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
-        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         with self._open_folder() as self._folder, self._stop.listening():
             section = self._config.checkpoint
             self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
@@ -81,7 +77,7 @@ class Training:
             # Killed between its last checkpoint and its end, it has no step to take.
             if self._metrics is None and session.has_test_rows:
                 self._metrics = session.evaluate(self._step)
-            self._finish(session, self._metrics, view, f"--set {session.limit}={more}")
+            self._finish(session, view)
         return True
 
     def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
@@ -91,17 +87,17 @@ class Training:
             CheckpointError: there are checkpoints, and none is good.
             ConfigError: the run has come to its end already.
         """
-        if not self._is_resumed:
+        if not self._task.resume:
             return {}
-        if not folders.stored(self._path):
-            view.note(f"{self._path} has no checkpoint: starting from the beginning")
+        if not folders.stored(self._task.folder):
+            view.note(f"{self._task.folder} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_good(self._path, view.note)
+        checkpoint = Checkpoint.newest_good(self._task.folder, view.note)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
-        if step > total or (step == total and (self._path / RESULT_FILE).exists()):
+        if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to go on"
             raise ConfigError(session.limit, rule)
         session.load(checkpoint)
@@ -115,10 +111,10 @@ class Training:
         return progress
 
     def _open_folder(self) -> RunFolder:
-        if not self._is_resumed:
-            return RunFolder.create(self._path, self._config)
-        folders.drop_later(self._path, self._step)
-        return RunFolder.reopen(self._path, self._config, self._step, not self._owes_evaluation)
+        if not self._task.resume:
+            return RunFolder.create(self._task.folder, self._config)
+        folders.drop_later(self._task.folder, self._step)
+        return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take every step, or as many as there is time for until the run is asked to stop."""
@@ -140,7 +136,7 @@ class Training:
         seconds = time.perf_counter() - start
         self._seconds_per_step = seconds / count
         if math.isnan(self._seconds_to_first_step):
-            self._seconds_to_first_step = time.time() - self._started_at
+            self._seconds_to_first_step = time.time() - self._task.started_at
         self._note_skipped(reports, count, view)
         self._step += count
         self._tally.add(
@@ -244,9 +240,7 @@ class Training:
         view.evaluation(self._step, self._metrics)
         return True
 
-    def _finish(
-        self, session: DatasetSession, metrics: Metrics | None, view: TerminalView, more: str
-    ) -> None:
+    def _finish(self, session: DatasetSession, view: TerminalView) -> None:
         self.doing = "while writing the checkpoint"
         view.status("writing the checkpoint")
         self._checkpoints.write_last(self._moment(session))
@@ -254,7 +248,7 @@ class Training:
         rate = self._tally.samples / self._tally.seconds
         best = self._checkpoints.best
         result = {
-            **(metrics.as_dict() if metrics else {}),
+            **(self._metrics.as_dict() if self._metrics else {}),
             "best": best and {"step": best.step, best.metric: best.value},
             "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
@@ -265,18 +259,19 @@ class Training:
             "seconds_to_first_step": self._seconds_to_first_step,
         }
         self._folder.finish(result)
-        run_folder = self._folder.path
+        run_folder, train = self._folder.path, self._config.train
+        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
         rows = "" if session.has_test_rows else " --input FILE"
         view.summary(
             Summary(
-                metrics=metrics,
+                metrics=self._metrics,
                 step=self._step,
                 best=best,
                 best_auc=session.best_auc,
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"{own_command()} launch --resume {run_folder} {more}",
+                resume=f"{own_command()} launch --resume {run_folder} --set {session.limit}={more}",
                 evaluate=f"{own_command()} evaluate {run_folder}{rows}",
                 predict=f"{own_command()} predict {run_folder}{rows} --output FILE",
                 profile=self._profile,

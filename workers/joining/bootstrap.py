@@ -90,7 +90,6 @@ def join(
     role that is gone, and Python for them.
 
     Args:
-        secret: the cluster's.
         listener: the master's listening socket, which becomes the rendezvous; None for other roles.
 
     Raises:

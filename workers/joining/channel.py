@@ -132,9 +132,6 @@ def _proof(secret: Secret, side: Side, public_keys: bytes) -> bytes:
 class Channel:
     """A role's side of a connection; for one thread at a time.
 
-    Silence is counted in turns, each of which waits anew: a time in which the own process was stopped does
-    not look like the silence of the master.
-
     Args:
         rhythm: says how long the master may be silent where it owes an answer.
 
@@ -217,7 +214,6 @@ class Channel:
         return ClusterError(self._rhythm.frozen("the master"))
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
 
@@ -230,7 +226,6 @@ class MasterChannel:
         self._seal = seal
 
     async def send(self, *parts: bytes) -> None:
-        """Send a message."""
         self._writer.write(self._seal.seal(parts))
         await self._writer.drain()
 

@@ -2,8 +2,7 @@
 
 Each role has a thread that sends the master a sign of life over a connection of its own; the answer says
 whether the run has failed. The first is its claim of its place in the cluster, so that every member is heard
-from the beginning. Silence is counted in turns of a clock that goes only while the own process does: neither
-a clock that is set nor a time in which the own process was stopped looks like the silence of another.
+from the beginning.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.topology import Role
@@ -68,9 +66,7 @@ class Pulse:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, StoppedError):
             self._last_words = last_words(error)
         self._leaving.set()

@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.trust.secret import Secret
@@ -66,9 +65,7 @@ class Rendezvous:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._call_soon(self._closing.set)
         self._thread.join(_END_SECONDS)
 

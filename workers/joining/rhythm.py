@@ -1,4 +1,8 @@
-"""How often roles hear of each other, and how long one may be silent. Free of torch."""
+"""How often roles hear of each other, and how long one may be silent. Free of torch.
+
+Silence is counted in turns, each of which waits anew: neither a clock that is set nor a time in which the own
+process was stopped looks like the silence of another.
+"""
 
 from __future__ import annotations
 

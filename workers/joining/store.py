@@ -33,7 +33,6 @@ class Store(dist.Store):
         self._idle: list[Channel] = []  # a question that waits does not keep another from being asked
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value."""
         self._ask("set", key, value)
 
     def get(self, key: str) -> bytes:
@@ -77,10 +76,8 @@ class Store(dist.Store):
             try:
                 channel.send(*parts)
                 kind, *answer = channel.receive(seconds)
-            except (
-                BaseException
-            ):  # the answer may still come, and would be taken for that of another question
-                channel.close()
+            except BaseException:
+                channel.close()  # the answer may still come, and would be taken for that of another question
                 raise
         except OSError as error:
             raise dist.DistNetworkError(str(error)) from error
@@ -98,6 +95,5 @@ class Store(dist.Store):
             return channel
 
     def close(self) -> None:
-        """Close its connections."""
         while self._idle:
             self._idle.pop().close()

@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -47,6 +46,8 @@ _LOOK_SECONDS = 2.0
 
 class ForkServer:
     """The launcher's side; leave it by ``with``, which ends the server and all that it has forked.
+
+    Every method raises ClusterError where the server has ended, and with it every process.
 
     Args:
         preload: modules to import before the first fork.
@@ -82,12 +83,8 @@ class ForkServer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.kill()  # by itself it would take torch down for seconds first
-        self._process.wait(_END_SECONDS)
-        self._await_end()
+    def __exit__(self, *_: object) -> None:
+        self._end()
         self._connection.close()
         self._socket.close()
 
@@ -100,19 +97,13 @@ class ForkServer:
 
         Raises:
             OSError: the system does not allow it.
-            ClusterError: the server has ended.
         """
         self._ask("isolate")
         self._await_answer()
         self.is_isolated = True
 
     def listen(self, address: str, port: int) -> socket.socket:
-        """A socket as of :func:`workers.joining.listener.listen`, in the network of what it starts.
-
-        Raises:
-            ConfigError: the address is not this machine's, or the port is in use.
-            ClusterError: the server has ended.
-        """
+        """A socket as of :func:`workers.joining.listener.listen`, in the network of what it starts."""
         self._ask("listen", address, port)
         self._await_answer()
         _, (descriptor,), *_ = socket.recv_fds(self._socket, len(MARKER), 1)
@@ -128,7 +119,6 @@ class ForkServer:
 
         Raises:
             BrokenServerError: something cannot be imported.
-            ClusterError: the server has ended.
         """
         if not self.has_imported:
             self._ask("preload", self._preload)
@@ -146,7 +136,7 @@ class ForkServer:
             files: file descriptors to pass on; the process gets descriptors of its own for them.
 
         Raises:
-            ClusterError: as :meth:`preload`.
+            BrokenServerError: as :meth:`preload`.
         """
         self.preload()
         self._ask("start", name, pickle.dumps((target, tuple(args))), len(files))
@@ -154,19 +144,11 @@ class ForkServer:
             socket.send_fds(self._socket, [MARKER], list(files))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a process; nothing happens where it has ended.
-
-        Raises:
-            ClusterError: the server has ended.
-        """
+        """Send a signal to a process; nothing happens where it has ended."""
         self._ask("signal", name, number)
 
     def event(self, timeout_seconds: float) -> Started | Ended | None:
-        """The next thing that has happened, or None where nothing does in time.
-
-        Raises:
-            ClusterError: the server has ended, and with it every process; one that is frozen is ended.
-        """
+        """The next thing that has happened, or None where nothing does in time; ends a frozen server."""
         message = self._receive(timeout_seconds)
         assert not isinstance(message, Answer), "nothing was asked"
         return message
@@ -198,8 +180,10 @@ class ForkServer:
             del self._pids[message.name]
         return message
 
-    def _await_end(self) -> None:
-        """Without the server its processes are ending; return once they have."""
+    def _end(self) -> None:
+        """End the server, and return once its processes, which end with it, have."""
+        self._process.kill()  # by itself it would take torch down for seconds first
+        self._process.wait(_END_SECONDS)
         deadline = time.monotonic() + _END_SECONDS
         while any(map(is_alive, self._pids.values())) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
@@ -211,9 +195,7 @@ class ForkServer:
             raise self._gone() from error
 
     def _gone(self, how: str = "has ended") -> ClusterError:
-        self._process.kill()
-        self._process.wait(_END_SECONDS)
-        self._await_end()
+        self._end()
         return ClusterError(f"the process that starts the roles (pid {self._process.pid}) {how}")
 
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -139,9 +138,7 @@ class _Screen:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
             self.is_live = True  # at least the ^C that the terminal shows
         self._leave()

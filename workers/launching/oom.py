@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -13,24 +14,20 @@ def oom_kills(root: Path = Path("/")) -> int:
         root: where proc and sys are.
     """
     for path in _counters(root):
-        try:
-            lines = path.read_text().splitlines()
-        except OSError:  # not this kind of control group, or not to be seen from inside a container
-            continue
-        for line in lines:
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
+        with suppress(OSError):  # not this kind of control group, or not to be seen from inside a container
+            for line in path.read_text().splitlines():
+                name, _, value = line.partition(" ")
+                if name == "oom_kill":
+                    return int(value)
     return 0
 
 
 def _counters(root: Path) -> Iterator[Path]:
     """Files that may have a line ``oom_kill N``; see cgroups(7), and proc(5) for the last."""
     groups = root / "sys/fs/cgroup"
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:  # version 2

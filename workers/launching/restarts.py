@@ -52,7 +52,8 @@ class Restarts:
             )
             raise ClusterError(f"{failure.message}; {rule}")
         if self._in_vain == self._maximum:
-            raise ClusterError(self._first.message + self._given_up())
+            tried = f"{self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
+            raise ClusterError(self._first.message + (f"; given up after {tried}" if self._in_vain else ""))
         self._in_vain += 1
         self._at_start = now
         lost = now.logged_step if has_stepped else now.resumed_step
@@ -63,11 +64,6 @@ class Restarts:
         """Whether the run has come to its end since the last start."""
         result = RunState.of(self._folder).result
         return result is not None and result != self._at_start.result
-
-    def _given_up(self) -> str:
-        if not self._in_vain:
-            return ""
-        return f"; given up after {self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
 
     def _log(self, failure: Outcome, step: int, resumed_step: int) -> str:
         """Add a restart to the record; why that is left out, where the disk does not take it."""

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -39,7 +38,6 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
     """The master process: run a task on its cluster, from start to end.
 
     Args:
-        secret: the cluster's.
         listener: the rendezvous socket, where the launcher has bound it already.
 
     Raises:
@@ -115,9 +113,7 @@ class _Preparation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # What is half built is removed by the thread; if it cannot in time, by the next preparation.
         self._is_wanted = False
         if self._thread.is_alive():

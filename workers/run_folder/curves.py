@@ -49,13 +49,9 @@ def matplotlib_leaving_no_files() -> Iterator[None]:
             del os.environ["MPLCONFIGDIR"]
 
 
+@matplotlib_leaving_no_files()
 def draw_curves(records: list[Record], path: Path) -> None:
     """Draw what has been logged into a PNG file."""
-    with matplotlib_leaving_no_files():
-        _draw(records, path)
-
-
-def _draw(records: list[Record], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,16 +1,4 @@
-"""The run folder: everything that a run leaves behind.
-
-=================== ===============================================================
-config.toml         the effective configuration
-versions.json       software, machine and start time
-metrics.jsonl       one JSON line for every log step, every evaluation, and every checkpoint
-events.out.tfevents the same for TensorBoard
-curves.png          loss, AUC, throughput, and where the time of a step goes
-profile             what every role does in a step, where asked for: see workers/profile.py
-checkpoints         see hybrid/checkpoint/manifest.py and workers/jobs/checkpoints.py
-result.json         the outcome; it is there only if the run came to its end
-=================== ===============================================================
-"""
+"""The run folder: everything that a run leaves behind; README.md has its files."""
 
 from __future__ import annotations
 
@@ -25,7 +13,6 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import hybrid
@@ -54,9 +41,9 @@ class RunFolder:
         self.path = path
         self._metrics_path = path / METRICS_FILE
         with writing(self._metrics_path):
-            self._metrics = AppendedFile(self._metrics_path, self._make_room)
-        self._events = _EventFile(path, self._make_room)
-        self.make_room: Callable[[], bool] = _nothing_to_remove
+            self._metrics = AppendedFile(self._metrics_path, lambda: self.make_room())
+        self._events = _EventFile(path, lambda: self.make_room())
+        self.make_room: Callable[[], bool] = lambda: False
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
@@ -95,9 +82,7 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -153,13 +138,9 @@ class RunFolder:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Draw the curves and write the outcome."""
-        self.draw_curves()
-        _write_text(self.path / RESULT_FILE, _json(result))
-
-    def draw_curves(self) -> None:
-        """Write curves.png from what has been logged so far."""
         with writing(self.curves):
             draw_curves(_read_records(self._metrics_path), self.curves)
+        _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:
         """Close the files; what has been logged is on disk before that."""
@@ -173,9 +154,6 @@ class RunFolder:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
         with writing(self._metrics_path):
             self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
-
-    def _make_room(self) -> bool:
-        return self.make_room()
 
 
 class _EventFile:
@@ -211,10 +189,6 @@ class _EventFile:
     def _add(self, **fields: Any) -> None:
         with writing(self._path):
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-
-def _nothing_to_remove() -> bool:
-    return False
 
 
 def _write_text(path: Path, text: str) -> None:

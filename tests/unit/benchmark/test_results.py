@@ -87,11 +87,6 @@ def test_a_wrong_loss_of_a_synchronous_system_is_found(step: int, sign: int) -> 
         assert [d.step for d in found] == [{20: "last"}.get(step, str(step))] * is_found
 
 
-def test_five_digits_are_five_digits() -> None:
-    rounds = [measurement("plain", 1, 10), measurement("ours", 1, 10, changed(20, 1.0001))]
-    assert len(disagreements(rounds, SYNCHRONOUS, "plain")) == 1
-
-
 def test_a_loss_that_is_not_finite_agrees_with_nothing() -> None:
     for one, other in ((math.nan, 1.0), (1.0, math.nan), (math.inf, 1.0)):
         plain = measurement("plain", 1, 10, changed(3, one))

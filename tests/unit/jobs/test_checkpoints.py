@@ -34,6 +34,8 @@ from workers.run_folder.folder import RunFolder
 from workers.session.saving import Counted, Saving
 from workers.session.session import Session
 
+NO_ROOM = "cannot write rows: No space left on device"
+
 
 @dataclass
 class Role:
@@ -68,7 +70,7 @@ class Role:
             written.set_result(write_text(partial, "rows", "text"))
         else:
             (partial / "rows").write_text("te")
-            written.set_exception(CheckpointError("cannot write rows: No space left on device"))
+            written.set_exception(CheckpointError(NO_ROOM))
         return [Call(written)]
 
 
@@ -99,9 +101,9 @@ class Run:
         return [record["step"] for record in map(json.loads, lines) if record["kind"] == "checkpoint"]
 
 
-def moment(step: int, auc: float | None = None, log_loss: float = 0.5) -> Moment:
+def moment(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> Moment:
     metrics = None if auc is None else Metrics(auc, log_loss, 1.0, 1.0, 0.5, 0.5, 10)
-    return Moment(step, 0, metrics, Tally(samples=10 * step))
+    return Moment(step, 0, metrics, Tally(samples=10 * step), owes)
 
 
 Start = Callable[..., Run]
@@ -117,12 +119,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         opened.append(RunFolder.reopen(tmp_path / "run", RunConfig(), 1 << 40))
         said: list[str] = []
         role = Role()
-        return Run(
-            role,
-            opened[-1],
-            said,
-            Checkpoints(cast(Session, role), opened[-1], section, said.append, progress or {}),
-        )
+        written = Checkpoints(cast(Session, role), opened[-1], section, said.append, progress or {})
+        return Run(role, opened[-1], said, written)
 
     yield make
     for folder in opened:
@@ -161,18 +159,11 @@ def test_without_either_there_is_none_before_the_end(start: Start) -> None:
 )
 def test_the_best_is_written_at_once_and_kept(start: Start, keep_best: str, kept: list[int]) -> None:
     run = start(keep_best=keep_best, keep_last=1)
+    run.at(1, math.nan, math.nan)  # any number is better
     for step, auc, log_loss in ((2, 0.8, 0.5), (4, 0.7, 0.6), (6, 0.8, 0.4), (8, math.nan, math.nan)):
         run.at(step, auc, log_loss)
     run.at(10)
     assert run.stored == kept
-
-
-def test_any_number_is_better_than_none(start: Start) -> None:
-    run = start(keep_last=1)
-    run.at(2, math.nan)
-    run.at(4, 0.1)
-    run.at(10)
-    assert run.stored == [4, 10]
 
 
 def test_what_is_logged_is_safe_before_the_checkpoint_that_counts_on_it(
@@ -184,13 +175,11 @@ def test_what_is_logged_is_safe_before_the_checkpoint_that_counts_on_it(
     run.at(10)
     run.at(20)
     assert stored_then == [[], [10]]
-    run.checkpoints.write_stop(moment(25)._replace(owes_evaluation=True))
-    owed_then: list[bool] = []
-    monkeypatch.setattr(
-        RunFolder, "sync", lambda self: owed_then.append(progress_of(run, 25)["owes_evaluation"])
-    )
+    run.checkpoints.write_stop(moment(25, owes=True))
+    owed: list[bool] = []
+    monkeypatch.setattr(RunFolder, "sync", lambda _: owed.append(progress_of(run, 25)["owes_evaluation"]))
     run.checkpoints.write_last(moment(25, 0.5))
-    assert owed_then == [True]
+    assert owed == [True]
 
 
 def test_a_resumed_run_knows_the_best(start: Start, tmp_path: Path) -> None:
@@ -261,9 +250,7 @@ def test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due(start
     run.role.has_room = False
     run.at(20, 0.8)
     run.at(25)
-    assert run.said == [
-        "no checkpoint of step 20: cannot write rows: No space left on device; training goes on"
-    ]
+    assert run.said == [f"no checkpoint of step 20: {NO_ROOM}; training goes on"]
     assert names(run.folder.path / "checkpoints") == ["step-00000010"]
     run.role.has_room = True
     run.at(30, 0.7)
@@ -314,9 +301,8 @@ def test_a_folder_that_cannot_be_made_is_said(start: Start) -> None:
     (run.folder.path / "checkpoints").write_text("a file in its place")
     run.at(10)
     (line,) = run.said
-    assert line.startswith(
-        f"no checkpoint of step 10: cannot write {run.folder.path}/checkpoints/step-00000010"
-    )
+    folder = step_folder(run.folder.path, 10)
+    assert line.startswith(f"no checkpoint of step 10: cannot write {folder}")
 
 
 def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,16 +319,26 @@ def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: py
     assert line.startswith("an old checkpoint is left: cannot write")
 
 
+@pytest.mark.parametrize(
+    ("write", "why"),
+    [
+        (Checkpoints.write_last, "the run is at its end"),
+        (Checkpoints.write_stop, "the run was asked to stop"),
+    ],
+    ids=["last", "stop"],
+)
 @pytest.mark.parametrize("steps", [(), (10,)], ids=["no other", "one before"])
-def test_the_last_one_must_be_written(start: Start, steps: Sequence[int]) -> None:
+def test_the_last_one_must_be_written(
+    start: Start, steps: Sequence[int], write: Callable[[Checkpoints, Moment], None], why: str
+) -> None:
     run = start()
     for step in steps:
         run.at(step)
     run.role.has_room = False
     saved = "only its state at step-00000010 is saved" if steps else "nothing of it is saved"
-    message = f"^cannot write rows: No space left on device; the run is at its end, and {saved}$"
+    message = f"^{NO_ROOM}; {why}, and {saved}$"
     with pytest.raises(CheckpointError, match=message):
-        run.checkpoints.write_last(moment(15, 0.5))
+        write(run.checkpoints, moment(15, 0.5))
     assert run.stored == list(steps)
 
 
@@ -366,21 +362,21 @@ def progress_of(run: Run, step: int) -> dict[str, Any]:
     return Checkpoint.open(step_folder(run.folder.path, step)).manifest.progress
 
 
-@pytest.mark.parametrize("owes_evaluation", [True, False])
-def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owes_evaluation: bool) -> None:
+@pytest.mark.parametrize("owes", [True, False])
+def test_that_of_a_stop_knows_the_best_so_far_and_what_is_owed(start: Start, owes: bool) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(15, 0.9)._replace(owes_evaluation=owes_evaluation))
+    run.checkpoints.write_stop(moment(15, 0.9, owes=owes))
     assert run.stored == [2, 15]
     assert progress_of(run, 15)["best"] == ["auc", 0.8, 2]  # 0.9 is of some step before
-    assert progress_of(run, 15)["owes_evaluation"] == owes_evaluation
+    assert progress_of(run, 15)["owes_evaluation"] == owes
 
 
 @pytest.mark.parametrize("is_last", [True, False])
 def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool) -> None:
     run = start(keep_last=1)
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(20)._replace(owes_evaluation=True))
+    run.checkpoints.write_stop(moment(20, owes=True))
     again = start(progress_of(run, 20), keep_last=1)
     if is_last:
         again.checkpoints.write_last(moment(20, 0.9))
@@ -388,11 +384,8 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
         again.at(20, 0.9)
     assert again.checkpoints.best == ("auc", 0.9, 20)
     assert (again.said, again.stored) == ([], [20])
-    assert progress_of(again, 20) == {
-        **progress_of(run, 20),
-        "best": ["auc", 0.9, 20],
-        "owes_evaluation": False,
-    }
+    added = {"best": ["auc", 0.9, 20], "owes_evaluation": False}
+    assert progress_of(again, 20) == progress_of(run, 20) | added
     assert Checkpoint.best_good(again.folder.path, print).manifest.metrics["auc"] == 0.9
     again.at(30)
     assert (again.said, again.stored) == ([], [20, 30])
@@ -400,7 +393,7 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
 
 def test_one_that_is_stopped_at_again_is_as_it_was(start: Start) -> None:
     run = start()
-    owing = moment(15, 0.8)._replace(owes_evaluation=True)
+    owing = moment(15, 0.8, owes=True)
     run.checkpoints.write_stop(owing)
     manifest_file = step_folder(run.folder.path, 15) / MANIFEST_FILE
     before = manifest_file.read_bytes()
@@ -411,7 +404,7 @@ def test_one_that_is_stopped_at_again_is_as_it_was(start: Start) -> None:
 def test_an_evaluation_that_is_not_the_best_is_owed_no_more(start: Start) -> None:
     run = start()
     run.at(2, 0.8)
-    run.checkpoints.write_stop(moment(15)._replace(owes_evaluation=True))
+    run.checkpoints.write_stop(moment(15, owes=True))
     again = start(progress_of(run, 15))
     again.at(15, 0.7)
     again.checkpoints.write_stop(moment(15, 0.7))
@@ -424,7 +417,7 @@ def test_one_to_which_the_evaluation_cannot_be_added_stays(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = start()
-    run.checkpoints.write_stop(moment(20)._replace(owes_evaluation=True))
+    run.checkpoints.write_stop(moment(20, owes=True))
     again = start(progress_of(run, 20))
 
     def refuse(source: Path, target: Path) -> None:
@@ -439,16 +432,6 @@ def test_one_to_which_the_evaluation_cannot_be_added_stays(
             again.checkpoints.write_last(moment(20, 0.9))
     assert again.checkpoints.best is None
     assert progress_of(again, 20)["owes_evaluation"]
-
-
-def test_that_of_a_stop_must_be_written(start: Start) -> None:
-    run = start()
-    run.role.has_room = False
-    message = (
-        "^cannot write rows: No space left on device; the run was asked to stop, and nothing of it is saved$"
-    )
-    with pytest.raises(CheckpointError, match=message):
-        run.checkpoints.write_stop(moment(15))
 
 
 def test_what_is_no_matter_of_the_disk_ends_the_run(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 from support.commands import free_port
-from support.rendezvous import ADDRESS, SECONDS, meeting
+from support.rendezvous import ADDRESS, SECONDS
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from hybrid.trust.secret import Secret
 from workers.joining.bootstrap import _connect
-from workers.joining.channel import GREETING, KEY_BYTES, LARGEST_FRAME
+from workers.joining.channel import GREETING, KEY_BYTES
 from workers.joining.listener import listen
 from workers.joining.rhythm import Rhythm
 
@@ -54,17 +54,12 @@ def test_one_who_is_there_and_silent_is_frozen_after_the_timeout(said: bytes) ->
             _connect(section, Secret.fresh(), Rhythm(TIMEOUT))
 
 
-def test_one_who_takes_no_message_is_frozen_after_the_timeout() -> None:
-    with meeting() as opened:
-        channel = opened.channel(patience_seconds=TIMEOUT)
-        channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        with opened.frozen(), pytest.raises(ClusterError, match=FROZEN):
-            channel.send(bytes(LARGEST_FRAME // 2))
-        channel.close()
-
-
 def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> None:
     port = free_port()
     section = ClusterSection(master_address=ADDRESS, master_port=port, start_timeout_seconds=0.2)
-    with pytest.raises(ClusterError, match=rf"^no master at {ADDRESS}:{port} after 0.2 s \(\[Errno 111\]"):
+    with pytest.raises(ClusterError) as raised:
         _connect(section, Secret.fresh(), Rhythm(0.01))
+    assert str(raised.value) == (
+        f"no master at {ADDRESS}:{port} after 0.2 s ([Errno 111] Connection refused); start it, or check "
+        "cluster.master_address and cluster.master_port"
+    )

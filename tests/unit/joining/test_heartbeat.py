@@ -59,12 +59,14 @@ def test_several_signs_fit_into_the_timeout(timeout: float) -> None:
 
 
 def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], None]) -> None:
-    heard: list[ClusterError] = []
-    with meeting() as opened:
-        with opened.pulse(heard):
+    """Nor does it hear of anything, when the master says that all is done."""
+    with meeting() as opened, opened.store() as store:
+        with opened.pulse():
+            await_beats()
+            store.set("stop", "done")
             await_beats()
         opened.rendezvous.await_left(SECONDS)
-    assert (opened.lost, heard) == ([], [])
+    assert (opened.lost, opened.heard) == ([], [])
 
 
 def test_a_role_that_says_nothing_is_frozen() -> None:
@@ -85,15 +87,14 @@ def test_a_role_that_is_gone_is_lost_at_once() -> None:
 
 
 def test_a_place_is_claimed_once() -> None:
-    heard: list[ClusterError] = []
-    with meeting() as opened, opened.pulse(heard), opened.store() as store:
+    with meeting() as opened, opened.pulse(), opened.store() as store:
         assert not store.check(["twice/worker 0"])
         with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster: was it started"):
-            opened.pulse([])
+            opened.pulse()
         assert store.check(["twice/worker 0"])
-        with opened.pulse([], TRAINER):
+        with opened.pulse(TRAINER):
             pass
-        assert (opened.lost, heard) == ([], []), "the first goes on"
+        assert (opened.lost, opened.heard) == ([], []), "the first goes on"
 
 
 def test_a_role_that_fails_says_why() -> None:
@@ -105,27 +106,26 @@ def test_a_role_that_fails_says_why() -> None:
             )
         ):
             with pytest.raises(type(error)):
-                with opened.pulse([], Role(RoleKind.WORKER, index)):
+                with opened.pulse(Role(RoleKind.WORKER, index)):
                     raise error
             opened.rendezvous.await_left(SECONDS)
             assert str(opened.lost.pop()).endswith(f") has ended: {words}")
         with pytest.raises(StoppedError):
-            with opened.pulse([], TRAINER):
+            with opened.pulse(TRAINER):
                 raise StoppedError("the master knows")
         opened.rendezvous.await_left(SECONDS)
         assert opened.lost == []
 
 
 def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() -> None:
-    heard: list[ClusterError] = []
     with meeting() as opened, opened.store() as store:
-        with opened.pulse(heard, TRAINER):
+        with opened.pulse(TRAINER):
             introduced(opened).close()
             # The main thread of the master would say it first, if it could.
-            assert eventually(lambda: heard, SECONDS)
+            assert eventually(lambda: opened.heard, SECONDS)
         reason = "lost worker 0 (host here, pid 7)"
-        assert [str(error) for error in heard] == [f"stopped by the master: {reason}"]
-        assert isinstance(heard[0], StoppedError)
+        assert [str(error) for error in opened.heard] == [f"stopped by the master: {reason}"]
+        assert isinstance(opened.heard[0], StoppedError)
         assert [store.get(key) for key in ("stop", "verdict")] == [reason.encode()] * 2
 
 
@@ -135,37 +135,25 @@ def test_the_first_reason_to_stop_is_the_one_that_roles_hear() -> None:
         opened.rendezvous.stop("first", 0)
         opened.rendezvous.stop("second", 0)
         assert [store.get(key) for key in ("stop", "verdict")] == [b"first", b"go"]
-        heard: list[ClusterError] = []
-        with opened.pulse(heard):
-            assert eventually(lambda: heard, SECONDS)
-        assert str(heard[0]) == "stopped by the master: first"
-
-
-def test_a_word_that_all_is_done_alarms_nobody(await_beats: Callable[[], None]) -> None:
-    heard: list[ClusterError] = []
-    with meeting() as opened, opened.store() as store:
-        with opened.pulse(heard):
-            store.set("stop", "done")
-            await_beats()
-    assert (opened.lost, heard) == ([], [])
+        with opened.pulse():
+            assert eventually(lambda: opened.heard, SECONDS)
+        assert str(opened.heard[0]) == "stopped by the master: first"
 
 
 def test_a_master_that_is_gone_is_noticed() -> None:
-    gone: list[ClusterError] = []
-    with meeting() as opened, opened.pulse(gone):
+    with meeting() as opened, opened.pulse():
         opened.rendezvous.__exit__(None, None, None)
-        assert eventually(lambda: gone, SECONDS)
-    assert str(gone[0]).startswith("the master went away: ")
-    assert isinstance(gone[0], StoppedError)
+        assert eventually(lambda: opened.heard, SECONDS)
+    assert str(opened.heard[0]).startswith("the master went away: ")
+    assert isinstance(opened.heard[0], StoppedError)
 
 
 def test_a_master_that_is_frozen_is_noticed() -> None:
-    heard: list[ClusterError] = []
-    with meeting() as opened, opened.pulse(heard, patience_seconds=TIMEOUT), opened.frozen():
-        assert eventually(lambda: heard, SECONDS)
+    with meeting() as opened, opened.pulse(patience_seconds=TIMEOUT), opened.frozen():
+        assert eventually(lambda: opened.heard, SECONDS)
     rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
-    assert [str(error) for error in heard] == [f"the master is frozen: {rule}"]
-    assert not isinstance(heard[0], StoppedError)
+    assert [str(error) for error in opened.heard] == [f"the master is frozen: {rule}"]
+    assert not isinstance(opened.heard[0], StoppedError)
 
 
 def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_noticed() -> None:
@@ -182,13 +170,12 @@ def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_
 def test_a_clock_that_is_set_means_nothing(
     monkeypatch: pytest.MonkeyPatch, await_beats: Callable[[], None]
 ) -> None:
-    heard: list[ClusterError] = []
     now = time.time
-    with meeting() as opened, opened.pulse(heard):
+    with meeting() as opened, opened.pulse():
         for days in (1, -1):
             monkeypatch.setattr(time, "time", lambda days=days: now() + days * 86_400)
             await_beats()
-        assert (opened.lost, heard) == ([], [])
+        assert (opened.lost, opened.heard) == ([], [])
 
 
 class Watched:

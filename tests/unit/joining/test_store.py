@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -73,22 +73,14 @@ def test_all_roles_see_the_same(open_meeting: Meeting, store: Store) -> None:
 
 @pytest.mark.parametrize("question", ["get", "wait"])
 def test_a_wait_ends_when_the_last_key_comes(question: str, store: Store, open_meeting: Meeting) -> None:
-    answers: list[object] = []
-
-    def ask() -> None:
-        name = f"{question} last"
-        if question == "wait":
-            store.wait([name, "wait first"])
-        answers.append(store.get(name))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    with open_meeting.store() as other:
-        other.set(f"{question} first", "")
-        assert not answers
-        store.set(f"{question} last", "word")  # the same store answers others meanwhile
-    thread.join(SECONDS)
-    assert answers == [b"word"]
+    first, last = f"{question} first", f"{question} last"
+    with ThreadPoolExecutor(1) as pool, open_meeting.store() as other:
+        asked = pool.submit(store.get, last) if question == "get" else pool.submit(store.wait, [last, first])
+        other.set(first, "")
+        with pytest.raises(TimeoutError):
+            asked.result(MOMENT.total_seconds())
+        store.set(last, "word")  # the same store answers others meanwhile
+        assert asked.result(SECONDS) == (b"word" if question == "get" else None)
 
 
 def test_a_wait_in_vain_ends_in_time(store: Store, open_meeting: Meeting) -> None:
@@ -159,20 +151,11 @@ def test_a_long_wait_is_no_silence_of_the_master_until_it_is_over() -> None:
 
 
 def test_without_the_master_there_is_an_error_at_once() -> None:
-    with meeting() as opened, opened.store() as store:
-        failed: list[str] = []
-
-        def wait() -> None:
-            try:
-                store.wait(["never"])
-            except dist.DistNetworkError as error:
-                failed.append(str(error))
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
+    with meeting() as opened, opened.store() as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ["never"])
         assert store.add("the other waits", 1) == 1
         opened.rendezvous.__exit__(None, None, None)
-        waiting.join(SECONDS)
-        assert len(failed) == 1
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result(SECONDS)
         with pytest.raises(dist.DistNetworkError, match=r"closed|refused|reset"):
             store.get("key")

@@ -31,11 +31,12 @@ def server() -> Iterator[ForkServer]:
         yield server
 
 
-def started(server: ForkServer, name: str) -> psutil.Process:
-    """The process, which is to run on, of which the server says that it is there."""
+def running(server: ForkServer, target: Callable[..., None] = forked.pause) -> psutil.Process:
+    """A process, named one, that is to run on, once the server says that it is there."""
+    server.start("one", target, (), [])
     event = server.event(SECONDS)
     assert isinstance(event, Started)
-    assert event.name == name
+    assert event.name == "one"
     return psutil.Process(event.pid)
 
 
@@ -59,12 +60,9 @@ def read_to_end(reader: int) -> str:
 
 def test_what_cannot_be_imported_is_told_and_not_tried_again() -> None:
     reason = "the process that starts the roles has failed: ModuleNotFoundError: No module named 'no_such'"
-    with ForkServer(["no_such"]) as server:
-        with pytest.raises(BrokenServerError, match=f"^{reason}$"):
-            server.start("one", forked.pause, (), [])
-    with ForkServer(["no_such"]) as server:
-        with pytest.raises(BrokenServerError, match=f"^{reason}$"):
-            server.preload()
+    for ask in (running, ForkServer.preload):
+        with ForkServer(["no_such"]) as server, pytest.raises(BrokenServerError, match=f"^{reason}$"):
+            ask(server)
     with ForkServer(["no_such"]) as server:
         outcome = launch._import(server)
     assert outcome is not None
@@ -76,8 +74,7 @@ def test_it_imports_before_the_first_start_if_it_is_asked_to(server: ForkServer)
     server.preload()
     assert (before, server.has_imported) == (False, True)
     server.preload()  # once
-    server.start("one", forked.pause, (), [])
-    started(server, "one")
+    running(server)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +85,7 @@ def test_it_imports_before_the_first_start_if_it_is_asked_to(server: ForkServer)
 def test_it_tells_how_a_process_ended(
     server: ForkServer, target: Callable[..., None], args: tuple[int, ...], exit_code: int
 ) -> None:
-    server.start("one", target, args, [])
-    assert isinstance(server.event(SECONDS), Started)
-    assert server.event(SECONDS) == Ended("one", exit_code)
+    assert forked.exit_code(server, target, *args) == exit_code
 
 
 def test_files_are_passed_on(server: ForkServer) -> None:
@@ -106,8 +101,7 @@ def test_files_are_passed_on(server: ForkServer) -> None:
 
 @pytest.mark.parametrize("target", [forked.pause, forked.freeze])
 def test_a_signal_ends_a_process_whatever_it_does(server: ForkServer, target: Callable[..., None]) -> None:
-    server.start("one", target, (), [])
-    process = started(server, "one")
+    process = running(server, target)
     if target is forked.freeze:
         assert eventually(lambda: process.status() == psutil.STATUS_STOPPED, SECONDS)
     server.signal("one", signal.SIGKILL)
@@ -116,19 +110,12 @@ def test_a_signal_ends_a_process_whatever_it_does(server: ForkServer, target: Ca
 
 
 def test_signals_that_stop_a_launch_are_not_for_its_processes(server: ForkServer) -> None:
-    server.start("one", forked.pause, (), [])
-    process = started(server, "one")
+    process = running(server)
     for each in (process, psutil.Process(process.ppid())):
         for number in STOP_SIGNALS:  # as a terminal or a scheduler sends them to all at once
             each.send_signal(number)
     assert server.event(0.1) is None
     assert process.is_running()
-
-
-def test_nothing_happens_for_a_while(server: ForkServer) -> None:
-    server.start("one", forked.pause, (), [])
-    started(server, "one")
-    assert server.event(0.01) is None
 
 
 @pytest.mark.parametrize(
@@ -139,8 +126,7 @@ def test_nothing_happens_for_a_while(server: ForkServer) -> None:
 def test_a_server_that_is_gone_takes_its_processes_with_it(
     server: ForkServer, number: signal.Signals, how: str
 ) -> None:
-    server.start("one", forked.pause, (), [])
-    process = started(server, "one")
+    process = running(server)
     psutil.Process(process.ppid()).send_signal(number)
     with pytest.raises(ClusterError, match=rf"the process that starts the roles \(pid \d+\) {how}$"):
         server.event(SECONDS)
@@ -153,8 +139,7 @@ def test_a_server_that_is_gone_takes_its_processes_with_it(
 def test_a_server_that_goes_on_in_time_was_not_frozen(
     server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.start("one", forked.pause, (), [])
-    frozen = psutil.Process(started(server, "one").ppid())
+    frozen = psutil.Process(running(server).ppid())
     looks = []
 
     def poll(seconds: float) -> bool:
@@ -171,8 +156,7 @@ def test_a_server_that_goes_on_in_time_was_not_frozen(
 
 def test_processes_end_with_the_block() -> None:
     with ForkServer(["support.forked"]) as server:
-        server.start("one", forked.freeze, (), [])
-        process = started(server, "one")
+        process = running(server, forked.freeze)
     assert is_gone(process)
 
 

@@ -17,7 +17,6 @@ from hybrid.config import ClusterSection
 from hybrid.errors import ConfigError
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import Ended, Started
 
 SECONDS = forked.SECONDS
 
@@ -47,37 +46,27 @@ def isolated() -> Iterator[ForkServer]:
         yield server
 
 
-def run(server: ForkServer, *call: object) -> int:
-    """How a process of the server ends that runs ``target(*args)``."""
-    target, *args = call
-    server.start("one", target, args, [])  # type: ignore[arg-type]
-    assert isinstance(server.event(SECONDS), Started)
-    ended = server.event(SECONDS)
-    assert isinstance(ended, Ended)
-    return ended.exit_code
-
-
 @needs_namespaces
 def test_inside_processes_reach_each_other_and_nobody_outside_does(isolated: ForkServer) -> None:
     with isolated.listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        assert run(isolated, forked.connect, port) == 0
+        assert forked.exit_code(isolated, forked.connect, port) == 0
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), SECONDS)
     with socket.create_server(("127.0.0.1", 0)) as outside:
-        assert run(isolated, forked.connect, outside.getsockname()[1]) == 1
+        assert forked.exit_code(isolated, forked.connect, outside.getsockname()[1]) == 1
 
 
 @needs_namespaces
 def test_a_second_time_changes_nothing(isolated: ForkServer) -> None:
     with isolated.listen("127.0.0.1", 0) as listener:
         isolated.isolate()
-        assert run(isolated, forked.connect, listener.getsockname()[1]) == 0
+        assert forked.exit_code(isolated, forked.connect, listener.getsockname()[1]) == 0
 
 
 @needs_namespaces
 def test_inside_one_is_who_one_was(isolated: ForkServer) -> None:
-    assert run(isolated, forked.be, os.geteuid(), os.getegid()) == 0
+    assert forked.exit_code(isolated, forked.be, os.geteuid(), os.getegid()) == 0
 
 
 def test_without_one_it_listens_where_everybody_is() -> None:

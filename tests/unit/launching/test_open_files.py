@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT
 
 from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from workers.launching.open_files import allow_open_files, files_needed
 
-ROOT = Path(__file__).parents[3]
 CLUSTER = ClusterSection(trainers=2, workers=2, transport="uv")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,26 +12,38 @@ from hybrid.topology import Role, RoleKind
 from workers.launching.oom import oom_kills
 from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 
-WORKER = Role(RoleKind.WORKER, 0)
+WORKER, LOG = Role(RoleKind.WORKER, 0), Path("worker.log")
 
 
-def ended_child(exit_code: int, told: object = None) -> Child:
-    """A child that has ended so, after it had said ``told``."""
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def ended_child(exit_code: int, told: object = None, logged: str = "") -> Child:
+    """A child that has ended so, after it had said ``told`` to the launcher and ``logged`` to its log."""
     outcomes, writer = outcome_pipe()
-    if told is None:
-        os.close(writer)
-    else:
-        with Connection(writer, readable=False) as sender:
+    child = Child(WORKER, LOG, outcomes, pid=7)
+    with Connection(writer, readable=False) as sender:
+        if told is not None:
             sender.send(told)
-    child = Child(WORKER, Path("worker.log"), outcomes, pid=7)
+    if logged:
+        with LOG.open("a") as file:
+            file.write(logged)
     child.end(exit_code)
     return child
 
 
+def failure_of(exit_code: int, logged: str = "") -> Outcome:
+    """What is known of a child that has told nothing."""
+    failure = ended_child(exit_code, logged=logged).failure
+    assert failure is not None
+    return failure
+
+
 def test_an_end_in_peace_is_no_failure() -> None:
     child = ended_child(0)
-    assert child.has_ended
-    assert child.failure is None
+    assert (child.has_ended, child.failure) == (True, None)
 
 
 def test_what_a_role_says_of_itself_counts() -> None:
@@ -53,8 +64,7 @@ def test_what_a_role_says_of_itself_counts() -> None:
 def test_of_one_that_says_nothing_the_system_tells_how_it_ended(
     exit_code: int, message: str, cause: Cause
 ) -> None:
-    failure = ended_child(exit_code).failure
-    assert failure is not None
+    failure = failure_of(exit_code)
     assert (failure.message, failure.cause) == (f"worker 0 (pid 7) {message}; see worker.log", cause)
 
 
@@ -68,46 +78,27 @@ def test_of_one_that_says_nothing_the_system_tells_how_it_ended(
         ("", f"{'x' * 10_000}\nhybrid worker 0: it is late\n", ": it is late"),
     ],
 )
-def test_of_one_that_could_only_write_it_the_log_tells_the_error(
-    earlier: str, later: str, said: str, tmp_path: Path
-) -> None:
-    log = tmp_path / "worker.log"
-    log.write_text(earlier)
-    outcomes, writer = outcome_pipe()
-    os.close(writer)
-    child = Child(WORKER, log, outcomes, pid=7)
-    log.write_text(earlier + later)
-    child.end(1)
-    assert child.failure is not None
-    assert child.failure.message == f"worker 0 (pid 7) exited with code 1{said}; see {log}"
+def test_of_one_that_could_only_write_it_the_log_tells_the_error(earlier: str, later: str, said: str) -> None:
+    LOG.write_text(earlier)
+    assert failure_of(1, later).message == f"worker 0 (pid 7) exited with code 1{said}; see worker.log"
 
 
 def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
     monkeypatch.setattr("workers.launching.outcome.oom_kills", lambda: before + 1)
-    failure = ended_child(-signal.SIGKILL).failure
-    assert failure is not None
-    assert failure.message == (
+    killed, other = failure_of(-signal.SIGKILL), failure_of(-signal.SIGSEGV)
+    assert killed.message == (
         "worker 0 (pid 7) was killed by SIGKILL, probably since memory ran out; see worker.log"
     )
-    other = ended_child(-signal.SIGSEGV).failure  # which the kernel does not use for that
-    assert other is not None
-    assert "memory" not in other.message
-    assert (failure.cause, other.cause) == (Cause.STARVED, Cause.KILLED)
+    assert "memory" not in other.message, "the kernel does not use this signal for that"
+    assert (killed.cause, other.cause) == (Cause.STARVED, Cause.KILLED)
 
 
-def test_an_abort_for_want_of_memory_is_told_by_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "worker.log"
-    outcomes, writer = outcome_pipe()
-    os.close(writer)
-    child = Child(WORKER, log, outcomes, pid=7)
-    log.write_text(
-        "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
-    )
-    child.end(-signal.SIGABRT)
-    assert child.failure is not None
-    assert child.failure.cause is Cause.STARVED
-    assert "killed by SIGABRT, probably since memory ran out" in child.failure.message
+def test_an_abort_for_want_of_memory_is_told_by_its_log() -> None:
+    what = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    aborted = failure_of(-signal.SIGABRT, what)
+    assert aborted.cause is Cause.STARVED
+    assert "killed by SIGABRT, probably since memory ran out" in aborted.message
 
 
 def test_the_first_failure_is_the_one_that_is_no_echo() -> None:

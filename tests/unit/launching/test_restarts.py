@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -33,6 +32,11 @@ def write_checkpoint(run: Path, step: int, suffix: str = "") -> None:
     (folder / "manifest.json").write_text("{}")
 
 
+@pytest.fixture
+def restarts(tmp_path: Path) -> Restarts:
+    return Restarts(tmp_path, 3)
+
+
 def told(restarts: Restarts, failure: Outcome = KILLED) -> str:
     """What is said of a restart, after the failure."""
     line = restarts.after(failure)
@@ -40,8 +44,7 @@ def told(restarts: Restarts, failure: Outcome = KILLED) -> str:
     return line.removeprefix(f"{failure.message}; ")
 
 
-def test_steps_after_the_newest_checkpoint_are_lost(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+def test_steps_after_the_newest_checkpoint_are_lost(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     assert told(restarts) == "steps 0 to 4 are lost, starting from the beginning"
     log_steps(tmp_path, 8)
@@ -50,16 +53,14 @@ def test_steps_after_the_newest_checkpoint_are_lost(tmp_path: Path) -> None:
     assert told(restarts) == "steps 6 to 7 are lost, going on from step 6"
 
 
-def test_nothing_is_lost_where_no_step_was_taken_since(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+def test_nothing_is_lost_where_no_step_was_taken_since(restarts: Restarts, tmp_path: Path) -> None:
     assert told(restarts) == "nothing is lost, starting from the beginning"
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 5)
     assert told(restarts) == "nothing is lost, going on from step 5"
 
 
-def test_steps_are_not_lost_twice(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+def test_steps_are_not_lost_twice(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 4)
     assert told(restarts) == "steps 4 to 4 are lost, going on from step 4"
@@ -86,21 +87,19 @@ def test_without_restarts_the_cause_is_all_there_is_to_say(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
-def test_what_would_come_again_ends_the_run(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+def test_what_would_come_again_ends_the_run(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     with pytest.raises(ClusterError, match=r"^a bad row$"):
         restarts.after(Outcome("a bad row", Cause.REFUSED))
 
 
 @pytest.mark.parametrize("cause", [Cause.LOST, Cause.SILENT, Cause.ECHO])
-def test_what_may_not_come_again_is_followed_by_another_start(cause: Cause, tmp_path: Path) -> None:
-    assert told(Restarts(tmp_path, 1), Outcome("it failed", cause)).startswith("nothing is lost")
+def test_what_may_not_come_again_is_followed_by_another_start(cause: Cause, restarts: Restarts) -> None:
+    assert told(restarts, Outcome("it failed", cause)).startswith("nothing is lost")
 
 
-def test_an_exception_ends_the_run_only_before_its_first_step(tmp_path: Path) -> None:
+def test_an_exception_ends_the_run_only_before_its_first_step(restarts: Restarts, tmp_path: Path) -> None:
     error = Outcome("trainer 0: KeyError: 'x'", Cause.EXCEPTION)
-    restarts = Restarts(tmp_path, 3)
     with pytest.raises(ClusterError, match=r"^trainer 0: KeyError: 'x'$"):
         restarts.after(error)
     log_steps(tmp_path, 5)
@@ -120,12 +119,11 @@ def test_a_resumed_run_has_not_finished_until_it_says_so_anew(tmp_path: Path) ->
 
 
 def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    restarts: Restarts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    restarts = Restarts(tmp_path, 3)
     with monkeypatch.context() as full:
         full.setattr("workers.run_folder.appended_file.os.write", refuse)
         line = told(restarts)
@@ -148,15 +146,12 @@ def test_what_a_stopped_run_leaves_and_how_it_goes_on(tmp_path: Path) -> None:
     assert left_behind(run, "launch") == f"step 6 is saved; {again}"
 
 
-def test_restarts_are_on_record(tmp_path: Path) -> None:
-    restarts = Restarts(tmp_path, 3)
+def test_restarts_are_on_record(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 4)
     restarts.after(KILLED)
     restarts.after(Outcome("frozen", Cause.LOST))
-    lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     assert all(line.pop("time") > 0 for line in lines)
     assert lines == [
         {"cause": "killed", "message": "worker 0 was killed", "step": 5, "resumed_step": 4},
@@ -164,13 +159,12 @@ def test_restarts_are_on_record(tmp_path: Path) -> None:
     ]
 
 
-def test_memory_that_runs_out_before_the_first_step_would_run_out_again(tmp_path: Path) -> None:
+def test_memory_that_runs_out_before_the_first_step_would_run_out_again(
+    restarts: Restarts, tmp_path: Path
+) -> None:
     starved = Outcome("master (pid 7) was killed by SIGKILL, probably since memory ran out", Cause.STARVED)
-    with pytest.raises(
-        ClusterError, match=r"^master .* since memory ran out; it would run out again before the"
-    ):
-        Restarts(tmp_path, 3).after(starved)
-    restarts = Restarts(tmp_path, 3)
+    with pytest.raises(ClusterError, match=r"^master .* memory ran out; it would run out again before the"):
+        restarts.after(starved)
     log_steps(tmp_path, 5)
     assert told(restarts, starved) == "steps 0 to 4 are lost, starting from the beginning"
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+from support.commands import ROOT
 
 
 def test_no_file_is_left_in_the_home_folder(tmp_path: Path) -> None:

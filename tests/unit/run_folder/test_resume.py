@@ -129,8 +129,3 @@ def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) ->
 def test_the_rest_may_change(setting: str) -> None:
     run = make_run("run-20260101-000000")
     resumed_config(run, [setting])
-
-
-def test_what_is_no_run_does_not_go_on() -> None:
-    with pytest.raises(ConfigError, match=r"--resume = 'nothing': holds no run"):
-        resumed_config(Path("nothing"), [])

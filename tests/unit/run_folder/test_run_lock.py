@@ -24,27 +24,27 @@ def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_whoever_has_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def killed_launch(folder: Path) -> int:
+    """Leave a lock as a launch does that was killed; the descriptor that one of its roles still has."""
     with run_lock(folder) as descriptor:
-        (folder / "kept").touch()
         kept = os.dup(descriptor)
-        (folder / ".lock").rename(folder / "aside")  # as if the holder had been killed, and not removed it
+        (folder / ".lock").rename(folder / "aside")
     (folder / "aside").rename(folder / ".lock")
+    return kept
+
+
+def test_whoever_has_the_descriptor_holds_the_lock(tmp_path: Path) -> None:
+    kept = killed_launch(tmp_path)
     with pytest.raises(ConfigError, match="another launch"):
-        with run_lock(folder):
+        with run_lock(tmp_path):
             raise AssertionError
     os.close(kept)
-    with run_lock(folder):
+    with run_lock(tmp_path):
         pass
 
 
 def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path: Path) -> None:
-    with run_lock(tmp_path) as descriptor:
-        kept = os.dup(descriptor)
-        (tmp_path / ".lock").rename(tmp_path / "aside")  # as if it had been killed
-    (tmp_path / "aside").rename(tmp_path / ".lock")
-    timer = threading.Timer(0.05, os.close, [kept])
+    timer = threading.Timer(0.05, os.close, [killed_launch(tmp_path)])
     timer.start()
     with run_lock(tmp_path):
         pass

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT
 
-ROOT = Path(__file__).parents[3]
 # Prints a lot, then says on a file of its own that it has come to its end.
 RUN = """
 import sys
