@@ -8,13 +8,15 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.steps.schedule import Schedule
+
+_OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 
 _CANNOT_STEP = {
     "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",
@@ -52,7 +54,7 @@ def make_optimizer(
         raise ConfigError("dense.optimizer", rule, name) from error
 
 
-def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer_class(name: str) -> _OptimizerClass:
     cls = getattr(torch.optim, name, None)
     if name in _CANNOT_STEP:
         raise ConfigError("dense.optimizer", _CANNOT_STEP[name], name)
@@ -65,14 +67,12 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
 
 
-def _is_optimizer(cls: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
+def _is_optimizer(cls: object) -> TypeGuard[_OptimizerClass]:
     base = torch.optim.Optimizer
     return isinstance(cls, type) and issubclass(cls, base) and cls is not base
 
 
-def _arguments(
-    cls: Callable[..., torch.optim.Optimizer], name: str, options: Sequence[str]
-) -> dict[str, object]:
+def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str]) -> dict[str, object]:
     """The options as keyword arguments of ``cls``, each of the type that its default has."""
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
@@ -116,7 +116,7 @@ def _kind(value: object) -> str:
 
 
 def _try_step(
-    cls: Callable[..., torch.optim.Optimizer],
+    cls: _OptimizerClass,
     name: str,
     like: Sequence[nn.Parameter],
     arguments: Mapping[str, object],

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from hybrid.config import DenseSection, RunConfig, RunSection
 from hybrid.config.sections import NETS
 from hybrid.dense.compiled import compiled
-from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns, interaction_width
+from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
@@ -29,6 +29,13 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
 DIM, NUM_SPARSE = 4, 3
+# Of what the interaction gives, for two dense features.
+HIDDEN_WIDTHS = {
+    "dlrm": DIM + 4 * 3 // 2,
+    "dcn_v2": 2 + NUM_SPARSE * DIM,
+    "deepfm": 1 + 2 + NUM_SPARSE * DIM,
+    "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
+}
 
 
 def _config(net: str, *, seed: int = 1, **dense: Any) -> RunConfig:
@@ -69,11 +76,8 @@ def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
     assert _mlp_shapes(net.bottom) == [(13, 512), (512, 256), (256, 64), (64, 16)]
     assert [type(layer) for layer in net.bottom.children()] == [nn.Linear, nn.ReLU] * 4
     assert _mlp_shapes(net.head) == [(367, 512), (512, 256), (256, 1)]
-    assert [type(layer) for layer in net.head.children()] == [
-        *[nn.Linear, nn.ReLU] * 2,
-        nn.Linear,
-        nn.Flatten,
-    ]
+    in_head = [*[nn.Linear, nn.ReLU] * 2, nn.Linear, nn.Flatten]
+    assert [type(layer) for layer in net.head.children()] == in_head
     assert list(net.interaction.parameters()) == []
     assert all("interaction" not in name for name in net.state_dict())
 
@@ -257,34 +261,13 @@ def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
     widths = _widths(net_name)
     net = build_dense_net(config, _input_spec(2), widths).double()
     remote = build_remote_net(config, _input_spec(2), widths).double()
-    width = interaction_width(config, _input_spec(2), widths)
-    assert _mlp_shapes(remote) == [(width, 7), (7, 9)]
+    assert _mlp_shapes(remote) == [(HIDDEN_WIDTHS[net_name], 7), (7, 9)]
     assert [type(layer) for layer in remote.children()] == [nn.Linear, nn.ReLU] * 2
     assert _mlp_shapes(net.head) == [(9, 1)]
     for batch_size in (0, 4):
         dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
         hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
         assert net.head(remote(hidden_BH)).shape == (batch_size,)
-
-
-def test_interaction_widths() -> None:
-    found = {net: interaction_width(_config(net), _input_spec(2), _widths(net)) for net in NETS}
-    assert found == {
-        "dlrm": DIM + 4 * 3 // 2,
-        "dcn_v2": 2 + NUM_SPARSE * DIM,
-        "deepfm": 1 + 2 + NUM_SPARSE * DIM,
-        "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
-    }
-
-
-def test_extra_columns() -> None:
-    assert {net: extra_columns(net) for net in (*NETS, "my:net")} == {
-        "dlrm": 0,
-        "dcn_v2": 0,
-        "deepfm": 1,
-        "wide_deep": 1,
-        "my:net": 0,
-    }
 
 
 @pytest.mark.parametrize(("net_name", "dims"), [("dlrm", "[4, 8]"), ("deepfm", "[3, 7]")])
@@ -370,6 +353,7 @@ def _own(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
 @pytest.mark.usefixtures("own_module")
 def test_a_net_of_the_users_own() -> None:
     arguments = _own("own_nets_of_a_test:linear")
+    assert extra_columns("own_nets_of_a_test:linear") == 0
     net = build_dense_net(*arguments)
     assert isinstance(net, DenseNet)
     weight = next(net.parameters())
