@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from support.vectors import Concatenation
+from torch import nn
 
 from hybrid.config import RunConfig
 from hybrid.dense.nets import DenseNet
 from hybrid.input_spec import InputSpec
-
-
-class _SideBySide(nn.Module):
-    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([dense_BF, pooled_BE], dim=1)
 
 
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:
@@ -26,4 +21,4 @@ def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseN
         nn.Linear(8, 1),
         nn.Flatten(0),
     )
-    return DenseNet(nn.Identity(), _SideBySide(), nn.Sequential(*head))
+    return DenseNet(nn.Identity(), Concatenation(), nn.Sequential(*head))
