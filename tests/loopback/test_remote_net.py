@@ -21,8 +21,7 @@ RATE, STEPS = 0.5, 4
 
 
 def two_layers() -> nn.Module:
-    net: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)))
-    return net.double()
+    return seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))).double()
 
 
 def hidden(seed: int) -> Tensor:

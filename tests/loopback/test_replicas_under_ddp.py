@@ -31,7 +31,7 @@ class Embeddings(nn.Module):
 
 
 def build_net(dtype: torch.dtype) -> nn.Module:
-    net: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     net.register_parameter("unused", nn.Parameter(torch.ones(2)))
     return net.to(dtype)
 

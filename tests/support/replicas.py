@@ -32,8 +32,7 @@ DEVICES = [
 
 
 def linear(device: str | int | torch.device = "cpu") -> nn.Linear:
-    module: nn.Linear = seeded(lambda: nn.Linear(10, 5))
-    return module.to(device)
+    return seeded(lambda: nn.Linear(10, 5)).to(device)
 
 
 def as_module(module: nn.Module, inputs: Any, devices: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -102,7 +101,11 @@ class Calls(nn.Module):
         return self.function(*self.held, *args, **kwargs)
 
 
-FAILING = Calls(lambda *_: {}["wonderful"])
+def _fail(*_: object) -> None:
+    raise KeyError("wonderful")
+
+
+FAILING = Calls(_fail)
 
 
 class ConvNet(nn.Module):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -14,7 +16,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Any:
+def seeded(make: Callable[[], M], seed: int = 0) -> M:
     """A module whose weights are drawn at random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

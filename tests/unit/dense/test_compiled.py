@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch._inductor.config
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -24,14 +25,12 @@ PATIENCE_SECONDS = 10.0
 
 
 def layers(*between: nn.Module) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(WIDTH, 6), *between, nn.Tanh(), nn.Linear(6, 2)).double()
+    net = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 6), *between, nn.Tanh(), nn.Linear(6, 2)))
+    return net.double()
 
 
 def rows(size: int = 3) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return torch.randn(size, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+    return random(size, WIDTH, seed=size, dtype=torch.float64).requires_grad_()
 
 
 def gradients(module: nn.Module, x: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -53,9 +54,8 @@ def _widths(net: str, num_sparse: int = NUM_SPARSE) -> tuple[int, ...]:
 
 
 def _inputs(batch_size: int, num_dense: int, width: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    dense_BF = torch.randn(batch_size, num_dense, generator=generator, dtype=torch.float64)
-    pooled_BE = torch.randn(batch_size, width, generator=generator, dtype=torch.float64)
+    dense_BF = random(batch_size, num_dense, seed=3, dtype=torch.float64)
+    pooled_BE = random(batch_size, width, seed=4, dtype=torch.float64)
     return dense_BF.requires_grad_(), pooled_BE.requires_grad_()
 
 
@@ -122,29 +122,24 @@ def test_cross_layers_follow_the_formula() -> None:
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_factorization_machine_is_the_double_loop_over_pairs(num_dense: int) -> None:
-    dense_BF, pooled_BE = _inputs(5, num_dense, NUM_SPARSE * (DIM + 1))
-    machine = FactorizationMachine(NUM_SPARSE, DIM + 1, num_dense).double()
-    hidden_BH = machine(dense_BF, pooled_BE)
-    weights_F = machine.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
-    for b in range(5):
-        vectors = _split(pooled_BE[b], [DIM + 1] * NUM_SPARSE)
-        score = torch.dot(weights_F, dense_BF[b]) + sum(vector[DIM] for vector in vectors)
-        score += sum(torch.dot(v[:DIM], w[:DIM]) for v, w in combinations(vectors, 2))
-        deep = torch.cat([dense_BF[b], *(vector[:DIM] for vector in vectors)])
-        torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
-
-
-@pytest.mark.parametrize("num_dense", [0, 2])
-def test_wide_and_deep_takes_tables_of_any_width(num_dense: int) -> None:
-    widths = (3, 1 + 1, 5)
+@pytest.mark.parametrize(
+    ("interaction", "widths"),
+    [("factorization machine", [DIM + 1] * NUM_SPARSE), ("wide and deep", [3, 1 + 1, 5])],
+)
+def test_a_score_is_a_linear_term_and_of_the_machine_a_double_loop_over_pairs(
+    interaction: str, widths: list[int], num_dense: int
+) -> None:
+    is_machine = interaction == "factorization machine"
     dense_BF, pooled_BE = _inputs(5, num_dense, sum(widths))
-    wide = WideAndDeepInputs(widths, num_dense).double()
-    hidden_BH = wide(dense_BF, pooled_BE)
-    weights_F = wide.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
+    machine, wide = FactorizationMachine(NUM_SPARSE, DIM + 1, num_dense), WideAndDeepInputs(widths, num_dense)
+    module = (machine if is_machine else wide).double()
+    hidden_BH = module(dense_BF, pooled_BE)
+    weights_F = module.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
     for b in range(5):
         vectors = _split(pooled_BE[b], widths)
         score = torch.dot(weights_F, dense_BF[b]) + sum(vector[-1] for vector in vectors)
+        if is_machine:
+            score += sum(torch.dot(v[:-1], w[:-1]) for v, w in combinations(vectors, 2))
         deep = torch.cat([dense_BF[b], *(vector[:-1] for vector in vectors)])
         torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.seeded import random, seeded
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
@@ -30,14 +31,11 @@ SIZE, WIDTH = 5, 3
 
 
 def make_net(between: nn.Module | None = None) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(WIDTH, 4), between or nn.Tanh(), nn.Linear(4, 2))
+    return seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 4), between or nn.Tanh(), nn.Linear(4, 2)))
 
 
 def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + trainer)
-    return torch.randn(size, WIDTH, generator=generator).requires_grad_()
+    return random(size, WIDTH, seed=10 * step + trainer).requires_grad_()
 
 
 @contextmanager

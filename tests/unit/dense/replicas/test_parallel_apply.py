@@ -18,7 +18,7 @@ from hybrid.dense.replicas.replica import parallel_apply
 def linears(devices: list[str]) -> tuple[list[nn.Module], list[torch.Tensor]]:
     """A module for each device, each with other weights, and its input."""
     modules = [seeded(lambda: nn.Linear(10, 5), seed).to(d) for seed, d in enumerate(devices)]
-    return modules, [random(2, 10, seed=seed).to(device) for seed, device in enumerate(devices)]
+    return [*modules], [random(2, 10, seed=seed).to(device) for seed, device in enumerate(devices)]
 
 
 def check(modules: list[nn.Module], inputs: list[torch.Tensor], devices: list[str] | None) -> None:

@@ -94,7 +94,8 @@ class TestScatter:
         assert second[0].features.tolist() == second[1]["b"]["c"].tolist() == [2, 3]
 
     def test_what_is_no_tensor_and_an_empty_container_go_to_every_device(self) -> None:
-        marker, inputs = object(), ((), [], {}, torch.arange(2))
+        marker = object()
+        inputs: tuple[Any, ...] = ((), [], {}, torch.arange(2))
         assert scatter((marker, 3), CPUS) == [(marker, 3), (marker, 3)]
         assert scatter("text", CPUS) == ["text", "text"]
         assert [piece[:3] for piece in scatter(inputs, CPUS)] == [((), [], {})] * 2
