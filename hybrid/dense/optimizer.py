@@ -45,8 +45,14 @@ def make_optimizer(
     cls = _optimizer_class(name)
     arguments = _arguments(cls, name, options)
     parameters = list(parameters)
-    if arguments:
-        _try_step(cls, name, parameters[:1], arguments, options)
+    if arguments:  # which several classes look at only when they step
+        tried = nn.Parameter(parameters[0].new_ones(2, 2) if parameters else torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
+        try:
+            cls([tried], **arguments).step()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            rule = f"torch.optim.{name} refuses this: {first_line(error)}"
+            raise ConfigError(_OPTIONS, rule, list(options)) from error
     try:
         return cls(parameters, lr=learning_rate, **arguments)
     except (ValueError, RuntimeError) as error:
@@ -113,23 +119,6 @@ def _kind(value: object) -> str:
     if isinstance(value, int | float):
         return "a number"
     return "a list" if isinstance(value, tuple) else ""
-
-
-def _try_step(
-    cls: _OptimizerClass,
-    name: str,
-    like: Sequence[nn.Parameter],
-    arguments: Mapping[str, object],
-    options: Sequence[str],
-) -> None:
-    """ConfigError where a step with ``arguments`` fails; several classes look at theirs only then."""
-    parameter = nn.Parameter(like[0].new_ones(2, 2) if like else torch.ones(2, 2))
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        cls([parameter], **arguments).step()
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        rule = f"torch.optim.{name} refuses this: {first_line(error)}"
-        raise ConfigError(_OPTIONS, rule, list(options)) from error
 
 
 class DenseOptimizer:

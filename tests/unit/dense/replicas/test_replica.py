@@ -13,7 +13,6 @@ from support.replicas import (
     CALLS,
     CPUS,
     DEVICES,
-    FAILING,
     NEEDS_CUDA,
     PAIRS,
     Calls,
@@ -258,12 +257,6 @@ class TestBatches:
         with torch.inference_mode():
             assert DataParallel(linear(), CPUS)(random(4, 10)).is_inference()
 
-    def test_running_statistics_are_those_of_the_first_replica(self) -> None:
-        module, plain, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), random(4, 3)
-        DataParallel(module, CPUS)(x)
-        plain(x[:2])
-        assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
-
     def test_on_a_single_device_it_is_the_modules_own_call(self) -> None:
         module, x = Calls(lambda x: (threading.current_thread(), x)), random(4, 3)
         thread, same = DataParallel(module, ["cpu"])(x)
@@ -275,11 +268,6 @@ class TestBatches:
         net, x = DataParallel(nn.Linear(1, 1), CPUS), torch.ones(2, 1)
         net(x)  # torch itself leaves some at its first call
         assert count_cycles(lambda: net(x)) == 0
-
-    def test_an_exception_of_a_replica_is_raised(self) -> None:
-        with pytest.raises(KeyError) as raised:
-            DataParallel(FAILING, CPUS)(torch.ones(2))
-        assert raised.match(r"^Caught KeyError in replica 0 on device cpu\.")
 
 
 @pytest.mark.upstream("data_parallel/__init__", "data_parallel/forward")
