@@ -54,13 +54,10 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 
 def _compile(module: nn.Module, how: str, example: tuple[Tensor, ...]) -> nn.Module:
     form: nn.Module
-    if how == "script":
+    if how in ("script", "trace"):
         with _torchscript:
-            form = torch.jit.script(module)
-        return form
-    if how == "trace":
-        with _torchscript:
-            return _traced(module, example)
+            form = torch.jit.script(module) if how == "script" else _traced(module, example)
+            return form
     for tensor in example:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # Modules of torch's own share one code object: together they would soon reach its limit, after which

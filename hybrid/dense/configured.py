@@ -25,8 +25,6 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.own_code.names import load_function
 
-Stages = tuple[nn.Module, nn.Module]
-
 
 def extra_columns(net_name: str) -> int:
     """Columns that a net needs in every table beyond the embedding: 1 for a first-order weight, else 0."""
@@ -48,7 +46,7 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     with _seeded(config.run.seed, "dense net"):
         if config.dense.net not in NETS:
             return _own_net(config, input_spec, widths)
-        bottom, interaction = _STAGES[config.dense.net](config, input_spec, widths)
+        bottom, interaction = _bottom_and_interaction(config, input_spec, widths)
         if config.dense.remote_mlp:
             return DenseNet(bottom, interaction, _logits((config.dense.remote_mlp[-1],)))
         width = _hidden_width(bottom, interaction, input_spec, widths)
@@ -89,31 +87,25 @@ def _logits(widths: Sequence[int]) -> nn.Sequential:
     return _mlp(widths).append(nn.Linear(widths[-1], 1)).append(nn.Flatten(0))
 
 
-def _dlrm(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    dim = _common_width(config, widths)
+def _bottom_and_interaction(
+    config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
+) -> tuple[nn.Module, nn.Module]:
     num_dense = len(input_spec.dense_features)
-    bottom = _mlp((num_dense, *config.dense.bottom_mlp, dim)) if num_dense else nn.Identity()
-    num_vectors = len(widths) + bool(num_dense)
-    if num_vectors < 2:
-        raise ConfigError("data.dense", "must name a column, since dlrm interacts two vectors or more")
-    return bottom, DotInteraction(num_vectors, dim)
-
-
-def _dcn_v2(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    width = len(input_spec.dense_features) + sum(widths)
-    return nn.Identity(), CrossInteraction(width, config.dense.cross_layers)
-
-
-def _deepfm(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    width = _common_width(config, widths)
-    return nn.Identity(), FactorizationMachine(len(widths), width, len(input_spec.dense_features))
-
-
-def _wide_deep(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> Stages:
-    return nn.Identity(), WideAndDeepInputs(widths, len(input_spec.dense_features))
-
-
-_STAGES = {"dlrm": _dlrm, "dcn_v2": _dcn_v2, "deepfm": _deepfm, "wide_deep": _wide_deep}
+    match config.dense.net:
+        case "dlrm":
+            dim = _common_width(config, widths)
+            bottom = _mlp((num_dense, *config.dense.bottom_mlp, dim)) if num_dense else nn.Identity()
+            num_vectors = len(widths) + bool(num_dense)
+            if num_vectors < 2:
+                rule = "must name a column, since dlrm interacts two vectors or more"
+                raise ConfigError("data.dense", rule)
+            return bottom, DotInteraction(num_vectors, dim)
+        case "dcn_v2":
+            return nn.Identity(), CrossInteraction(num_dense + sum(widths), config.dense.cross_layers)
+        case "deepfm":
+            return nn.Identity(), FactorizationMachine(len(widths), _common_width(config, widths), num_dense)
+        case _:  # wide_deep
+            return nn.Identity(), WideAndDeepInputs(widths, num_dense)
 
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:

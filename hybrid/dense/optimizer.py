@@ -8,13 +8,15 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.steps.schedule import Schedule
+
+_OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 
 _CANNOT_STEP = {
     "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",
@@ -43,8 +45,14 @@ def make_optimizer(
     cls = _optimizer_class(name)
     arguments = _arguments(cls, name, options)
     parameters = list(parameters)
-    if arguments:
-        _try_step(cls, name, parameters[:1], arguments, options)
+    if arguments:  # which several classes look at only when they step
+        tried = nn.Parameter(parameters[0].new_ones(2, 2) if parameters else torch.ones(2, 2))
+        tried.grad = torch.ones_like(tried)
+        try:
+            cls([tried], **arguments).step()
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            rule = f"torch.optim.{name} refuses this: {first_line(error)}"
+            raise ConfigError(_OPTIONS, rule, list(options)) from error
     try:
         return cls(parameters, lr=learning_rate, **arguments)
     except (ValueError, RuntimeError) as error:
@@ -52,7 +60,7 @@ def make_optimizer(
         raise ConfigError("dense.optimizer", rule, name) from error
 
 
-def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer_class(name: str) -> _OptimizerClass:
     cls = getattr(torch.optim, name, None)
     if name in _CANNOT_STEP:
         raise ConfigError("dense.optimizer", _CANNOT_STEP[name], name)
@@ -65,14 +73,12 @@ def _optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
 
 
-def _is_optimizer(cls: object) -> TypeGuard[Callable[..., torch.optim.Optimizer]]:
+def _is_optimizer(cls: object) -> TypeGuard[_OptimizerClass]:
     base = torch.optim.Optimizer
     return isinstance(cls, type) and issubclass(cls, base) and cls is not base
 
 
-def _arguments(
-    cls: Callable[..., torch.optim.Optimizer], name: str, options: Sequence[str]
-) -> dict[str, object]:
+def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str]) -> dict[str, object]:
     """The options as keyword arguments of ``cls``, each of the type that its default has."""
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
@@ -113,23 +119,6 @@ def _kind(value: object) -> str:
     if isinstance(value, int | float):
         return "a number"
     return "a list" if isinstance(value, tuple) else ""
-
-
-def _try_step(
-    cls: Callable[..., torch.optim.Optimizer],
-    name: str,
-    like: Sequence[nn.Parameter],
-    arguments: Mapping[str, object],
-    options: Sequence[str],
-) -> None:
-    """ConfigError where a step with ``arguments`` fails; several classes look at theirs only then."""
-    parameter = nn.Parameter(like[0].new_ones(2, 2) if like else torch.ones(2, 2))
-    parameter.grad = torch.ones_like(parameter)
-    try:
-        cls([parameter], **arguments).step()
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        rule = f"torch.optim.{name} refuses this: {first_line(error)}"
-        raise ConfigError(_OPTIONS, rule, list(options)) from error
 
 
 class DenseOptimizer:

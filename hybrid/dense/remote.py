@@ -106,10 +106,13 @@ class HostedNet(Hosted):
         merged = [gradient.clone() for gradient in contributions[0]]
         for contribution in contributions[1:]:
             torch._foreach_add_(merged, list(contribution))
-        update = NetUpdate(self, step, merged)
         if self._rules.check_finite:
-            update.check_finite(self._names)
-        return update
+            for name, gradient in zip(self._names, merged, strict=True):
+                if not gradient.isfinite().all():
+                    raise NonFiniteError(
+                        f"step {step}: the gradient of the remote net's {name} is not finite"
+                    )
+        return NetUpdate(self, step, merged)
 
 
 def _submodule(module: nn.Module, path: str) -> Any:
@@ -124,14 +127,6 @@ class NetUpdate:
         self._hosted = hosted
         self._step = step
         self._gradients = gradients
-
-    def check_finite(self, names: Sequence[str]) -> None:
-        """NonFiniteError, naming the parameter, where a gradient is not finite."""
-        for name, gradient in zip(names, self._gradients, strict=True):
-            if not gradient.isfinite().all():
-                raise NonFiniteError(
-                    f"step {self._step}: the gradient of the remote net's {name} is not finite"
-                )
 
     def squared_norm(self) -> float:
         return squared_norm(self._gradients)

@@ -44,6 +44,9 @@ def update_rows(
 ) -> None:
     """One optimizer step of the distinct rows ``ids_U``, in place; all else is left alone."""
     rows_UD = table_RD[ids_U]
+    # AdamW shrinks the rows, and FTRL penalises them; elsewhere decay is a part of the gradient.
+    if spec.weight_decay and spec.name not in ("adamw", "ftrl"):
+        grad_UD = grad_UD.add(rows_UD, alpha=spec.weight_decay)
     state_U = {name: whole[ids_U] for name, whole in state.items()}
     _RULES[spec.name](rows_UD, grad_UD, state_U, spec, learning_rate)
     table_RD[ids_U] = rows_UD
@@ -52,16 +55,15 @@ def update_rows(
 
 
 def _sgd(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    rows_UD.add_(_decayed(grad_UD, rows_UD, spec), alpha=-rate)
+    rows_UD.add_(grad_UD, alpha=-rate)
 
 
 def _momentum(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    state["buffer"].mul_(spec.momentum).add_(_decayed(grad_UD, rows_UD, spec))
+    state["buffer"].mul_(spec.momentum).add_(grad_UD)
     rows_UD.add_(state["buffer"], alpha=-rate)
 
 
 def _adagrad(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    grad_UD = _decayed(grad_UD, rows_UD, spec)
     state["sum"].addcmul_(grad_UD, grad_UD)
     rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps), value=-rate)
 
@@ -69,21 +71,11 @@ def _adagrad(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec
 def _rowwise_adagrad(
     rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float
 ) -> None:
-    grad_UD = _decayed(grad_UD, rows_UD, spec)
     state["sum"] += grad_UD.square().mean(dim=1)
     rows_UD.addcdiv_(grad_UD, state["sum"].sqrt().add_(spec.eps).unsqueeze(1), value=-rate)
 
 
 def _adam(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    _adam_step(rows_UD, _decayed(grad_UD, rows_UD, spec), state, spec, rate)
-
-
-def _adamw(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
-    rows_UD.mul_(1 - rate * spec.weight_decay)
-    _adam_step(rows_UD, grad_UD, state, spec, rate)
-
-
-def _adam_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
     """torch's, but that each row has a count of its own."""
     beta1, beta2 = spec.betas
     state["steps"] += 1
@@ -99,6 +91,11 @@ def _adam_step(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSp
     rows_UD.add_(-step_size_U1 * state["mean"] / denominator_UD)
 
 
+def _adamw(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
+    rows_UD.mul_(1 - rate * spec.weight_decay)
+    _adam(rows_UD, grad_UD, state, spec, rate)
+
+
 def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, rate: float) -> None:
     """FTRL-Proximal (McMahan et al. 2013), from any initial values and at rates that may change."""
     if rate < _SMALLEST_FTRL_RATE:
@@ -112,10 +109,6 @@ def _ftrl(rows_UD: Tensor, grad_UD: Tensor, state: State, spec: OptimizerSpec, r
     n_UD += grad_UD.square()
     solution_UD = -(z_UD - z_UD.sign() * l1) / ((spec.ftrl_beta + n_UD.sqrt()) / rate + l2)
     rows_UD.copy_(torch.where(z_UD.abs() <= l1, 0.0, solution_UD))
-
-
-def _decayed(grad_UD: Tensor, rows_UD: Tensor, spec: OptimizerSpec) -> Tensor:
-    return grad_UD.add(rows_UD, alpha=spec.weight_decay) if spec.weight_decay else grad_UD
 
 
 _RULES: dict[str, _Rule] = {

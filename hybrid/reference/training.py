@@ -113,7 +113,7 @@ class Reference:
         parts = [self._loss(t, share, touched) for t, share in enumerate(shares)]
         loss = torch.stack(parts).sum()
         loss.backward()
-        self._show_last_update()
+        self.see_all_updates()  # but for this step's, which is still to come
         if self._is_finite(loss, touched):
             self._update(touched, factor)
         elif self._config.train.non_finite == "stop":
@@ -124,7 +124,8 @@ class Reference:
 
     def see_all_updates(self) -> None:
         """Let the next step read every update so far, as the first step of an epoch does."""
-        self._show_last_update()
+        for name, ids_U in self._last_updated.items():
+            self._visible[name][ids_U] = self.tables[name][ids_U]
 
     @torch.no_grad()
     def logits(self, batch: Batch, trainer: int = 0) -> Tensor:
@@ -197,11 +198,6 @@ class Reference:
             per_sample_weights=None if weights_L is None else weights_L.to(self._dtype),
             include_last_offset=True,
         )
-
-    def _show_last_update(self) -> None:
-        """Let the next step read the update of the step before this one; this step's is still to come."""
-        for name, ids_U in self._last_updated.items():
-            self._visible[name][ids_U] = self.tables[name][ids_U]
 
     def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
         gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]

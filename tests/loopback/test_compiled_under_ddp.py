@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.vectors import Vectors
+from support.seeded import random, seeded
+from support.vectors import micro_batch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed import autograd as dist_autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import DenseNet, DotInteraction
-from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
@@ -39,16 +39,13 @@ HIDDEN = DIM + 3  # the bottom's vector, and the pairs of three vectors
 
 
 def dense_net() -> DenseNet:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        bottom = nn.Sequential(nn.Linear(NUM_DENSE, DIM), nn.ReLU())
-        head = nn.Sequential(nn.Linear(HIDDEN, 5), nn.Tanh(), nn.Linear(5, 1))
-        return DenseNet(bottom, DotInteraction(1 + NUM_SPARSE, DIM), head).double()
+    bottom = seeded(lambda: nn.Sequential(nn.Linear(NUM_DENSE, DIM), nn.ReLU()))
+    head = seeded(lambda: nn.Sequential(nn.Linear(HIDDEN, 5), nn.Tanh(), nn.Linear(5, 1)))
+    return DenseNet(bottom, DotInteraction(1 + NUM_SPARSE, DIM), head).double()
 
 
-def random(size: int, width: int, step: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + size)
-    return torch.randn(size, width, generator=generator, dtype=torch.float64)
+def rows(size: int, width: int, step: int = 0) -> Tensor:
+    return random(size, width, seed=100 * step + size, dtype=torch.float64).requires_grad_()
 
 
 def num_graphs() -> int:
@@ -56,7 +53,7 @@ def num_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def assert_close(found: Tensor, expected: Tensor) -> None:
+def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
@@ -75,11 +72,11 @@ def test_a_compiled_net_under_ddp_has_the_gradients_of_the_eager_one(
     how: str, options: dict[str, bool]
 ) -> None:
     net, plain = dense_net().head, dense_net().head
-    form = compiled(net, how, [random(3, HIDDEN).requires_grad_()])
+    form = compiled(net, how, [rows(3, HIDDEN)])
     ddp = DistributedDataParallel(form, **options)  # type: ignore[arg-type]
     graphs = num_graphs()
     for step in range(STEPS):
-        x, copy = (random(5 + step, HIDDEN).requires_grad_() for _ in range(2))
+        x, copy = (rows(5 + step, HIDDEN) for _ in range(2))
         found = head_gradients(ddp, net, x)
         plain(2 * copy).square().sum().backward()
         expected = [tensor.grad for tensor in (*plain.parameters(), copy)]
@@ -87,24 +84,21 @@ def test_a_compiled_net_under_ddp_has_the_gradients_of_the_eager_one(
             for parameters in (net.parameters(), plain.parameters()):
                 for parameter, gradient in zip(parameters, found, strict=False):
                     parameter.sub_(gradient, alpha=RATE)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert theirs is not None
-            assert_close(ours, theirs)
+        assert_close(found, expected)
         plain.zero_grad()
     assert num_graphs() == graphs  # nothing is compiled again
 
 
 def test_ddp_around_the_compiled_net_is_compiled_and_compiled_ddp_is_not() -> None:
     net = dense_net().head
-    x = random(3, HIDDEN).requires_grad_()
+    x = rows(3, HIDDEN)
     ddp = DistributedDataParallel(net)
     graphs = num_graphs()
     found = head_gradients(torch.compile(ddp, backend="aot_eager"), net, x)
     assert num_graphs() == graphs
     compiled(net, "aot_eager", [x])
     assert num_graphs() == graphs + 1
-    for ours, theirs in zip(found, head_gradients(ddp, net, x), strict=True):
-        assert_close(ours, theirs)
+    assert_close(found, head_gradients(ddp, net, x))
 
 
 def test_ddp_refuses_a_frozen_net() -> None:
@@ -117,10 +111,8 @@ def test_ddp_refuses_a_frozen_net() -> None:
 def micro_batches(step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
     """The parts of a step's batch, each with its vectors; the last is empty."""
     for part, size in enumerate(SIZES):
-        dense_BF, pooled_BE = random(size, NUM_DENSE, step), random(size, NUM_SPARSE * DIM, step)
-        batch = Batch.empty(NUM_DENSE, 0)._replace(dense_features=dense_BF, labels=torch.zeros(size))
-        vectors = Vectors(pooled_BE.requires_grad_())
-        yield MicroBatch(batch, Ticket(0, step, step, part), vectors.start), pooled_BE
+        dense_BF, pooled_BE = rows(size, NUM_DENSE, step).detach(), rows(size, NUM_SPARSE * DIM, step)
+        yield micro_batch(dense_BF, pooled_BE, step, part), pooled_BE
 
 
 @pytest.mark.parametrize(
@@ -129,11 +121,10 @@ def micro_batches(step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
 )
 def test_a_model_of_compiled_stages_has_the_gradients_of_the_eager_one(how: str, mode: DdpMode) -> None:
     hybrid, plain = (HybridModel(dense_net(), dtype=torch.float64) for _ in range(2))
-    bottom_BH, pooled_BE = random(3, DIM).requires_grad_(), random(3, NUM_SPARSE * DIM).requires_grad_()
     examples = {
-        "bottom": [random(3, NUM_DENSE)],
-        "interaction": [bottom_BH, pooled_BE],
-        "head": [random(3, HIDDEN).requires_grad_()],
+        "bottom": [rows(3, NUM_DENSE).detach()],
+        "interaction": [rows(3, DIM), rows(3, NUM_SPARSE * DIM)],
+        "head": [rows(3, HIDDEN)],
     }
     for name, stage in hybrid.net.named_children():
         setattr(hybrid.stages, name, compiled(stage, how, examples[name]))
@@ -147,9 +138,7 @@ def test_a_model_of_compiled_stages_has_the_gradients_of_the_eager_one(how: str,
                 gradients = dist_autograd.get_gradients(context)
                 model.collect(gradients, is_last)
             plain(micro, StepClock()).square().sum().backward()
-            assert pooled_BE.grad is not None
             assert_close(gradients[pooled_BE], pooled_BE.grad)
-        for ours, theirs in zip(model.net.parameters(), plain.net.parameters(), strict=True):
-            assert theirs.grad is not None
-            assert_close(model.gradients[ours], theirs.grad)
+        found = [model.gradients[parameter] for parameter in model.net.parameters()]
+        assert_close(found, [parameter.grad for parameter in plain.net.parameters()])
         plain.zero_grad()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.vectors import Concatenation, Vectors
+from support.seeded import random, seeded
+from support.vectors import Concatenation, micro_batch
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
-from hybrid.steps.ticket import Ticket
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.model import HybridModel, MicroBatch
@@ -24,23 +23,16 @@ NUM_DENSE, WIDTH, SIZE = 2, 4, 7
 
 
 def dense_net() -> DenseNet:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        head = nn.Sequential(nn.Linear(3 + WIDTH, 5), nn.ReLU(), nn.Linear(5, 1))
-        return DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), head)
+    head = seeded(lambda: nn.Sequential(nn.Linear(3 + WIDTH, 5), nn.ReLU(), nn.Linear(5, 1)))
+    return DenseNet(seeded(lambda: nn.Linear(NUM_DENSE, 3)), Concatenation(), head)
 
 
 def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:
     """The parts of a batch of ``SIZE`` samples, each with its vectors; the last has none of them."""
-    generator = torch.Generator().manual_seed(step)
-    dense_BF = torch.randn(SIZE, NUM_DENSE, generator=generator)
-    whole = Batch.empty(NUM_DENSE, 0)._replace(dense_features=dense_BF, labels=torch.zeros(SIZE))
-    pooled_BE = torch.randn(SIZE, WIDTH, generator=generator)
-    batches = [*whole.split(max(1, num_parts - 1)), Batch.empty(NUM_DENSE, 0)][:num_parts]
-    vectors = pooled_BE.split([len(batch.labels) for batch in batches])
+    whole = random(SIZE, NUM_DENSE + WIDTH, seed=step)
+    parts = [*whole.tensor_split(max(1, num_parts - 1)), whole[:0]][:num_parts]
     return [
-        MicroBatch(batch, Ticket(0, step, step, part), Vectors(pooled).start)
-        for part, (batch, pooled) in enumerate(zip(batches, vectors, strict=True))
+        micro_batch(part[:, :NUM_DENSE], part[:, NUM_DENSE:], step, place) for place, part in enumerate(parts)
     ]
 
 

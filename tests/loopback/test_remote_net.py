@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
 from hybrid import wire
+from hybrid.dense.compiled import compiled
 from hybrid.dense.remote import HostedNet
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
@@ -17,32 +17,21 @@ from hybrid.topology import MASTER
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
-RATE = 0.5
+RATE, STEPS = 0.5, 4
 
 
-def two_layers() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(4)
-        return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-class TwoLayers(HostedNet):
-    def __init__(self, rules: UpdateRules) -> None:
-        net = two_layers()
-        super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
-
-
-@pytest.fixture
-def remote() -> Iterator[wire.RemoteNet]:
-    """A net that two trainers share."""
-    rules = UpdateRules(2, timeout_seconds=5.0)
-    net = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, rules))
-    yield net
-    net.call(TwoLayers.close).wait()
+def two_layers() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))).double()
 
 
 def hidden(seed: int) -> Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return random(5, 3, seed=seed, dtype=torch.float64).requires_grad_()
+
+
+class TwoLayers(HostedNet):
+    def __init__(self, is_script: bool, rules: UpdateRules) -> None:
+        net = compiled(two_layers(), "script", [hidden(0)]) if is_script else two_layers()
+        super().__init__(net, torch.optim.Adagrad(net.parameters(), lr=RATE, eps=1.0), rules)
 
 
 def train(net: wire.RemoteNet, trainer: int, step: int, hidden_BH: Tensor) -> Tensor:
@@ -57,18 +46,27 @@ def predict(net: wire.RemoteNet, step: int) -> Tensor:
         return net(Ticket(0, step, step, purpose=Purpose.PREDICT), hidden(99))
 
 
-def test_trainers_take_one_step_together_as_one_process_bit_for_bit(remote: wire.RemoteNet) -> None:
+@pytest.mark.parametrize(("is_script", "tolerance"), [(False, 0.0), (True, 1e-12)])
+def test_trainers_take_one_step_together_as_one_process(is_script: bool, tolerance: float) -> None:
+    """Bit for bit, but where TorchScript rounds in its own way."""
+
+    def assert_same(ours: Tensor, theirs: Tensor | None) -> None:
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+    rules = UpdateRules(2, timeout_seconds=5.0)
+    remote = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, is_script, rules))
     plain = two_layers()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=RATE)
-    for step in range(4):
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=RATE, eps=1.0)
+    for step in range(STEPS):
         inputs = [hidden(2 * step + trainer) for trainer in range(2)]
         for hidden_BH in inputs:
             plain(hidden_BH).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         for trainer in (1, 0):
-            gradient = train(remote, trainer, step, hidden(2 * step + trainer))
-            expected = inputs[trainer].grad
-            assert expected is not None
-            assert torch.equal(gradient, expected)
-        assert torch.equal(predict(remote, step + 1), plain(hidden(99)))
+            assert_same(train(remote, trainer, step, hidden(2 * step + trainer)), inputs[trainer].grad)
+        assert_same(predict(remote, step + 1), plain(hidden(99)))
+    hosted: HostedNet = remote.local_value()
+    assert isinstance(hosted.net, torch.jit.ScriptModule) == is_script
+    assert hosted.version == STEPS
+    remote.call(TwoLayers.close).wait()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.replicas import NEEDS_CUDA, random, seeded
+from support.replicas import CPUS, NEEDS_CUDA
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.distributed.nn import RemoteModule
@@ -30,7 +31,7 @@ class Embeddings(nn.Module):
 
 
 def build_net(dtype: torch.dtype) -> nn.Module:
-    net: nn.Module = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    net = seeded(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     net.register_parameter("unused", nn.Parameter(torch.ones(2)))
     return net.to(dtype)
 
@@ -38,8 +39,8 @@ def build_net(dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize(
     ("devices", "dtype", "tolerance"),
     [
-        (["cpu", "cpu"], torch.float64, 1e-12),
-        (["cpu", "cpu"], torch.float32, 1e-6),
+        (CPUS, torch.float64, 1e-12),
+        (CPUS, torch.float32, 1e-6),
         pytest.param(["cuda:0", "cpu"], torch.float64, 1e-12, marks=[pytest.mark.gpu, NEEDS_CUDA]),
     ],
 )

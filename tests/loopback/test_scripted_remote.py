@@ -1,27 +1,23 @@
-"""TorchScript modules across RPC: torch's own ways, and a net host of ours that holds one."""
+"""TorchScript modules across RPC, in torch's own ways; ``test_remote_net.py`` has one that is hosted."""
 
 # No postponed annotations here: TorchScript reads those of an interface, as types.
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from support.seeded import random
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
-from hybrid import wire
 from hybrid.dense.compiled import compiled
-from hybrid.dense.remote import HostedNet
-from hybrid.steps.rules import UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import MASTER
 
 pytestmark = pytest.mark.usefixtures("loopback", "unsigned")
 
-WIDTH, STEPS, RATE = 3, 4, 0.5
+WIDTH, STEPS = 3, 4
 NAME = MASTER.rpc_name
 
 
@@ -44,8 +40,7 @@ def scripted() -> nn.Module:
 
 
 def rows(seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(5, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+    return random(5, WIDTH, seed=seed, dtype=torch.float64).requires_grad_()
 
 
 @torch.jit.interface
@@ -142,44 +137,3 @@ def test_a_scripted_model_calls_a_scripted_remote_module(remote_script: Any) -> 
         x = rows(step)
         with dist_autograd.context() as context:
             assert_gradients(model(x), context, x, plain)
-
-
-class ScriptedHost(HostedNet):
-    """A net host that makes a script of its net."""
-
-    def __init__(self, rules: UpdateRules) -> None:
-        net = scripted()
-        super().__init__(net, torch.optim.Adagrad(net.parameters(), lr=RATE, eps=1.0), rules)
-
-
-@pytest.fixture
-def net() -> Iterator[wire.RemoteNet]:
-    """A scripted net that two trainers share."""
-    rules = UpdateRules(2, timeout_seconds=5.0)
-    remote = wire.RemoteNet(MASTER, wire.create_module(MASTER, ScriptedHost, rules))
-    yield remote
-    remote.call(ScriptedHost.close).wait()
-
-
-def test_a_hosted_script_trains_as_a_plain_net(net: wire.RemoteNet) -> None:
-    plain = layers()
-    optimizer = torch.optim.Adagrad(plain.parameters(), lr=RATE, eps=1.0)
-    for step in range(STEPS):
-        for trainer in range(2):
-            x = rows(2 * step + trainer)
-            with dist_autograd.context() as context:
-                output = net(Ticket(trainer, step, step), x)
-                dist_autograd.backward(context, [output.square().sum()])
-                found = dist_autograd.get_gradients(context)
-            copy = x.detach().requires_grad_()
-            plain(copy).square().sum().backward()
-            assert copy.grad is not None
-            torch.testing.assert_close(found[x], copy.grad, rtol=1e-12, atol=1e-13)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            predicted = net(Ticket(0, step + 1, step + 1, purpose=Purpose.PREDICT), rows(99))
-        torch.testing.assert_close(predicted, plain(rows(99)), rtol=1e-12, atol=1e-13)
-    host: HostedNet = net.local_value()
-    assert isinstance(host.net, torch.jit.ScriptModule)
-    assert host.version == STEPS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.seeded import seeded
 from support.shards import PATIENCE_SECONDS
 from support.vectors import Concatenation
 from torch import Tensor, nn
@@ -62,9 +63,12 @@ TABLES = [
 
 
 def dense_net() -> DenseNet:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return DenseNet(nn.Linear(2, 3), Concatenation(), nn.Linear(HIDDEN, 1))
+    bottom, head = seeded(lambda: nn.Linear(2, 3)), seeded(lambda: nn.Linear(HIDDEN, 1))
+    return DenseNet(bottom, Concatenation(), head)
+
+
+def make_layer() -> nn.Linear:
+    return seeded(lambda: nn.Linear(HIDDEN, HIDDEN))
 
 
 class RemoteLayer(HostedNet):
@@ -73,31 +77,24 @@ class RemoteLayer(HostedNet):
         super().__init__(net, torch.optim.SGD(net.parameters(), lr=RATE), rules)
 
 
-def make_layer() -> nn.Linear:
-    with torch.random.fork_rng():
-        torch.manual_seed(9)
-        return nn.Linear(HIDDEN, HIDDEN)
-
-
 class Job:
     """All that a run consists of, in this process: tables and perhaps a net across RPC, and one trainer."""
 
     def __init__(self, rules: UpdateRules, multi_hot: bool, remote: bool) -> None:
         self._placement = place(TABLES, 1)
-        module = wire.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
-        self.tables = wire.RemoteTables(MASTER, module)
+        shards = wire.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
+        self.tables = wire.RemoteTables(MASTER, shards)
         self.tables.call(TableShards.initialise, 5).wait()
         self.spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
         self.embeddings = Embeddings(TABLES, self.spec, self._placement, {0: self.tables})
+        self.hosts: list[wire.RemoteHosted[Any]] = [self.tables]
         self.remote_net: wire.RemoteNet | None = None
         if remote:
-            layer = wire.create_module(MASTER, RemoteLayer, rules)
-            self.remote_net = wire.RemoteNet(MASTER, layer)
-        self.hosts: list[wire.RemoteHosted[Any]] = [self.tables]
-        self.hosts += [self.remote_net] if self.remote_net else []
+            self.remote_net = wire.RemoteNet(MASTER, wire.create_module(MASTER, RemoteLayer, rules))
+            self.hosts.append(self.remote_net)
         self.net, self.clock = dense_net(), StepClock()
-        assert dist.group.WORLD is not None
         group = dist.group.WORLD
+        assert group is not None
         self.model = HybridModel(self.net, self.remote_net, DTYPE)
         self._model = DdpModel(self.model, DdpMode.OUTSIDE, Arrangement(group))
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
@@ -181,21 +178,12 @@ def test_micro_batches_add_up_to_the_whole_batch(mode: UpdateMode, multi_hot: bo
         assert all(seconds[phase] > 0 for phase in PHASES)
 
 
-BAD_STEP = 5
-
-
-def with_a_bad_batch() -> list[Batch]:
-    made = make_batches(multi_hot=False)
-    dense_BF = made[BAD_STEP].dense_features.clone()
-    dense_BF[2, 1] = math.nan
-    made[BAD_STEP] = made[BAD_STEP]._replace(dense_features=dense_BF)
-    return made
-
-
 def test_a_loss_that_is_not_finite_stops_training() -> None:
+    batches = make_batches(multi_hot=False)
+    batches[5].dense_features[2, 1] = math.nan
     with running(UpdateRules(1)) as job:
-        with pytest.raises(NonFiniteError, match=rf"^step {BAD_STEP}: the loss of trainer 0 is nan: the num"):
-            job.train(with_a_bad_batch())
+        with pytest.raises(NonFiniteError, match=r"^step 5: the loss of trainer 0 is nan: the num"):
+            job.train(batches)
 
 
 class _Refusing(torch.autograd.Function):

@@ -8,13 +8,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import psutil
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
+from torch.futures import Future
 
 from hybrid import wire
 from hybrid.batch import SparseFeatures
@@ -25,7 +27,6 @@ from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ConfigError
-from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
@@ -149,10 +150,10 @@ def test_nothing_listens_beyond_loopback() -> None:
 @pytest.mark.usefixtures("unsigned")
 def test_a_future_completed_by_another_thread_keeps_its_gradient() -> None:
     """What lookups rely on: an answer computed later, elsewhere, is still part of the graph."""
-    rref = torch.distributed.rpc.RRef(Scale())
-    with torch.distributed.autograd.context() as context_id:
-        answer = torch.distributed.rpc.rpc_sync("master", scaled, args=(rref, torch.ones(2)))
-        torch.distributed.autograd.backward(context_id, [answer.sum()])
+    rref = rpc.RRef(Scale())
+    with dist_autograd.context() as context_id:
+        answer = rpc.rpc_sync("master", scaled, args=(rref, torch.ones(2)))
+        dist_autograd.backward(context_id, [answer.sum()])
     assert rref.local_value().gradients == [[1.0, 1.0]]
 
 
@@ -161,11 +162,9 @@ class Scale:
         self.gradients: list[list[float]] = []
 
 
-@torch.distributed.rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def scaled(
-    rref: torch.distributed.rpc.RRef[Scale], value: torch.Tensor
-) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def scaled(rref: rpc.RRef[Scale], value: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
 
     def later() -> None:
         weight = torch.full_like(value, 3.0, requires_grad=True)
@@ -207,6 +206,18 @@ Method: TypeAlias = Callable[[Caller, int], None]
 ONE_ROW = (0, Bags(torch.tensor([1])))
 
 
+@contextmanager
+def hosted_table(rules: UpdateRules, rate: float = 1.0) -> Iterator[wire.RemoteTables]:
+    """Six rows of two values."""
+    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", rate), 1.0)
+    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
+    tables.call(TableShards.initialise, 1).wait()
+    try:
+        yield tables
+    finally:
+        tables.call(TableShards.close).wait()
+
+
 class SmallNet(HostedNet):
     def __init__(self, rules: UpdateRules) -> None:
         net = nn.Linear(2, 2)
@@ -215,16 +226,13 @@ class SmallNet(HostedNet):
 
 @pytest.fixture
 def caller() -> Iterator[wire.Remote[Caller]]:
-    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
     rules = UpdateRules(1, clip_norm=1.0, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
     net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
-    tables.call(TableShards.initialise, 1).wait()
-    for step in range(2):
-        tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
-    yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
-    for host in (tables, net):
-        host.call(Hosted.close).wait()
+    with hosted_table(rules) as tables:
+        for step in range(2):
+            tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
+        yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
+    net.call(SmallNet.close).wait()
 
 
 @pytest.mark.parametrize(
@@ -295,12 +303,8 @@ class AheadTrainer:
 
 @pytest.fixture
 def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
-    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 0.25), 1.0)
-    rules = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
-    tables.call(TableShards.initialise, 1).wait()
-    yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
-    tables.call(TableShards.close).wait()
+    with hosted_table(UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=5.0), rate=0.25) as tables:
+        yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
 
 
 def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remote[AheadTrainer]) -> None:
@@ -369,20 +373,10 @@ class AsyncCaller:
         self._tables.exchange(ticket, [torch.ones(1, 2)], following, [ONE_ROW]).wait()
 
 
-ONE_ROW = (0, Bags(torch.tensor([1])))
-
-
 def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
-    table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", 1.0), 1.0)
-    rules = UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
-    tables.call(TableShards.initialise, 1).wait()
-    caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5.0).wait()
-    try:
+    message = r"^step 0: the gradient of table t, row 1, is not finite$"
+    with hosted_table(UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)) as tables:
+        caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5).wait()
         for method in (AsyncCaller.send_nan_and_drain, AsyncCaller.exchange):
-            with pytest.raises(
-                wire.RemoteError, match=r"^step 0: the gradient of table t, row 1, is not finite$"
-            ):
+            with pytest.raises(wire.RemoteError, match=message):
                 caller.call(method).wait()
-    finally:
-        tables.call(TableShards.close).wait()

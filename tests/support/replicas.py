@@ -3,48 +3,36 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from support.seeded import seeded
 from torch import Tensor, nn
 
 from hybrid.dense.replicas.replica import DataParallel, data_parallel
 
+CPUS = ["cpu", "cpu"]
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 # With one GPU, a GPU and the CPU stand for two GPUs.
 PAIRS = [
-    pytest.param(["cpu", "cpu"], id="cpu,cpu"),
+    pytest.param(CPUS, id="cpu,cpu"),
     pytest.param(["cuda:0", "cpu"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cuda,cpu"),
     pytest.param(["cpu", "cuda:0"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cpu,cuda"),
 ]
 DEVICES = [
     pytest.param(["cpu"], id="cpu"),
-    pytest.param(["cpu", "cpu"], id="cpu,cpu"),
+    pytest.param(CPUS, id="cpu,cpu"),
     pytest.param(["cpu", "cpu", "cpu"], id="cpu,cpu,cpu"),
     pytest.param(["cuda:0", "cpu"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cuda,cpu"),
     pytest.param(["cpu", "cuda:0"], marks=[pytest.mark.gpu, NEEDS_CUDA], id="cpu,cuda"),
 ]
 
 
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normally distributed values, the same in every call."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Any:
-    """A module whose random weights are the same in every call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
-
-
 def linear(device: str | int | torch.device = "cpu") -> nn.Linear:
-    module: nn.Linear = seeded(lambda: nn.Linear(10, 5))
-    return module.to(device)
+    return seeded(lambda: nn.Linear(10, 5)).to(device)
 
 
 def as_module(module: nn.Module, inputs: Any, devices: Any, kwargs: dict[str, Any] | None = None) -> Any:
@@ -101,106 +89,23 @@ class ScaleAndShift(nn.Module):
         return x * self.scale + self.shift
 
 
-class Recurrent(nn.Module):
-    """A bidirectional LSTM; (N, L, inputs) gives (N, L, 2 x hidden), and its last states."""
-
-    def __init__(self, inputs: int, hidden: int) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(inputs, hidden, num_layers=1, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        self.rnn.flatten_parameters()
-        outputs: tuple[Tensor, tuple[Tensor, Tensor]] = self.rnn(x)
-        return outputs
-
-
-class Failing(nn.Module):
-    def forward(self, *_: object) -> object:
-        nothing: dict[str, object] = {}
-        return nothing["wonderful"]
-
-
-class ScaledProduct(nn.Module):
-    def forward(self, a: Tensor, b: Tensor, scale: float, c: Tensor | None = None) -> Tensor:
-        return scale * (a * b if c is None else a * b + c)
-
-
-class Ones(nn.Module):
-    """Takes no arguments."""
-
-    def forward(self) -> Tensor:
-        return torch.ones(2, 3)
-
-
-class NotRecorded(nn.Module):
-    """Passes on its input, and insists that autograd does not record."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert not torch.is_grad_enabled(), "autograd records here"
-        return x
-
-
 class Calls(nn.Module):
-    """Passes its arguments to a function."""
+    """Calls a function with the modules that it holds, and its own arguments."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *held: nn.Module) -> None:
         super().__init__()
         self.function = function
+        self.held = nn.ModuleList(held)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
+        return self.function(*self.held, *args, **kwargs)
 
 
-def nested(t: Tensor) -> list[Any]:
-    """An output of lists, tuples and a dict, of two keys."""
-    return [t, (t.sin(), t.cos(), [t + 1]), t, OrderedDict(a=t, b=[t.sin()])]
+def _fail(*_: object) -> None:
+    raise KeyError("wonderful")
 
 
-class Keywords(nn.Module):
-    """Takes its input as a keyword, within a dict."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, input: dict[str, Any]) -> Any:
-        return self.inner(input["data"])
-
-
-class ZeroesGradients(nn.Module):
-    """Calls ``zero_grad`` on itself in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.zero_grad()
-        output: Tensor = self.layer(x)
-        return output
-
-
-class UnderAutocast(nn.Module):
-    """A layer whose own forward pass runs in ``dtype``."""
-
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.autocast = device_type, dtype
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast(*self.autocast):
-            output: Tensor = self.layer(x)
-        return output
-
-
-class ComplexShift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(1, 10, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
+FAILING = Calls(_fail)
 
 
 class ConvNet(nn.Module):
@@ -219,17 +124,4 @@ class ConvNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer, dtype in zip(self.layers, self.dtypes, strict=True):
             x = layer(x.to(dtype))
-        return x
-
-
-class Checked(nn.Module):
-    """Holds parameters in a list or dict, and lets ``check`` look at them in its forward pass."""
-
-    def __init__(self, parameters: nn.ParameterList | nn.ParameterDict, check: Callable[[Any], None]) -> None:
-        super().__init__()
-        self.held = parameters
-        self.check = check
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.check(self.held)
         return x

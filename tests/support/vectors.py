@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
+
+from hybrid.batch import Batch
+from hybrid.steps.ticket import Ticket
+from hybrid.training.model import MicroBatch
 
 
-class Vectors:
-    """A lookup that is answered with values at hand."""
-
-    def __init__(self, pooled_BE: Tensor) -> None:
-        self.pooled_BE = pooled_BE
-
-    def start(self) -> Vectors:
-        return self
-
-    def wait(self) -> Tensor:
-        return self.pooled_BE
+def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch:
+    """Samples whose lookup is answered with ``pooled_BE``."""
+    batch = Batch.empty(0, 0)._replace(dense_features=dense_BF, labels=torch.zeros(len(dense_BF)))
+    vectors: Future[Tensor] = Future()
+    vectors.set_result(pooled_BE)
+    return MicroBatch(batch, Ticket(0, step, step, part), lambda: vectors)
 
 
 class Concatenation(nn.Module):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -49,7 +48,7 @@ def parallel_apply(
                 f"The number of modules {len(modules)} is not equal to the number of {name} {len(sequence)}"
             )
     calls = [
-        partial(_Settings.of_caller(device).call, place, *call)
+        partial(_call, _settings_of_caller(device), place, device, *call)
         for place, (device, *call) in enumerate(zip(places, modules, inputs, kwargs_tup, strict=True))
     ]
     if len(calls) == 1:
@@ -69,54 +68,43 @@ def _find_devices(inputs: Sequence[Any]) -> list[torch.device]:
     return [default if tensor is None else tensor.device for tensor in first_tensors]
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """What torch keeps for each thread, as far as it changes what a module computes on ``device``."""
+def _settings_of_caller(device: torch.device) -> list[AbstractContextManager[object]]:
+    """What torch keeps for each thread, as far as it changes what a module computes on ``device``.
 
-    device: torch.device
-    stream: torch.cuda.Stream | None
-    is_grad_enabled: bool
-    is_inference: bool
-    is_autocast_cached: bool
-    # By device type, whether it is on and to which type it casts.
-    autocast: dict[str, tuple[bool, torch.dtype]]
-
-    @classmethod
-    def of_caller(cls, device: torch.device) -> _Settings:
-        """Those of the calling thread."""
-        return cls(
-            device,
-            torch.cuda.current_stream(device) if device.type == "cuda" else None,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            torch.is_autocast_cache_enabled(),
-            {
-                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
-            },
+    Another thread that enters all of them has the settings of this one.
+    """
+    settings: list[AbstractContextManager[object]] = [
+        torch.inference_mode(torch.is_inference_mode_enabled()),
+        torch.set_grad_enabled(torch.is_grad_enabled()),
+    ]
+    if device.type == "cuda":
+        settings += [torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device))]
+    settings += [
+        torch.autocast(
+            kind,
+            dtype=torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
         )
+        for kind in (("cpu", "cuda") if torch.cuda.is_available() else ("cpu",))
+    ]
+    return settings
 
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """In here, they are those of the calling thread."""
+
+def _call(
+    settings: Sequence[AbstractContextManager[object]],
+    place: int,
+    device: torch.device,
+    module: nn.Module,
+    inputs: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """The module's output, or its exception for the caller to raise."""
+    try:
         with ExitStack() as stack:
-            if self.stream is not None:
-                stack.enter_context(torch.cuda.device(self.device))
-                stack.enter_context(torch.cuda.stream(self.stream))
-            stack.enter_context(torch.inference_mode(self.is_inference))
-            stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
-            for kind, (is_enabled, dtype) in self.autocast.items():
-                autocast = torch.autocast(
-                    kind, dtype=dtype, enabled=is_enabled, cache_enabled=self.is_autocast_cached
-                )
-                stack.enter_context(autocast)
-            yield
-
-    def call(self, place: int, module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> Any:
-        """The module's output, or its exception for the caller to raise."""
-        try:
-            with self.applied():
-                return module(*(inputs if isinstance(inputs, (list, tuple)) else (inputs,)), **kwargs)
-        except Exception:
-            name = self.device.type if self.device.index is None else self.device.index
-            return ExceptionWrapper(where=f"in replica {place} on device {name}")
+            for setting in settings:
+                stack.enter_context(setting)
+            return module(*(inputs if isinstance(inputs, (list, tuple)) else (inputs,)), **kwargs)
+    except Exception:
+        name = device.type if device.index is None else device.index
+        return ExceptionWrapper(where=f"in replica {place} on device {name}")

@@ -145,7 +145,11 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.devices = _resolve(devices)
+        if devices is None:
+            devices = range(torch.cuda.device_count()) or ["cpu"]
+        if not devices:
+            raise ValueError("there must be a device to compute on")
+        self.devices = [resolve_device(device) for device in devices]
         self.output_device = self.devices[0] if output_device is None else resolve_device(output_device)
         self.dim = dim
 
@@ -186,14 +190,6 @@ def data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))
-
-
-def _resolve(devices: Sequence[Device] | None) -> list[torch.device]:
-    if devices is None:
-        devices = range(torch.cuda.device_count()) or ["cpu"]
-    if not devices:
-        raise ValueError("there must be a device to compute on")
-    return [resolve_device(device) for device in devices]
 
 
 def _check_device(module: nn.Module, device: torch.device) -> None:

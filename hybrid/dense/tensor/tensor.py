@@ -9,6 +9,8 @@ gradient hook to each of them at every one; this one does neither.
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -27,8 +29,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
-from hybrid.dense.tensor.thread_state import keep_thread_state
 from hybrid.trust.sockets import closed_after
+
+_kept = threading.local()
 
 
 def trainer_mesh(tensor_size: int, device_type: str) -> DeviceMesh:
@@ -106,12 +109,7 @@ def own_shard(tensor: Tensor, layout: DTensorSpec) -> Tensor:
 def _dtensor(local: Tensor, layout: DTensorSpec) -> DTensor:
     # Without its shape and stride, torch would take uneven shards for equal ones.
     return DTensor.from_local(
-        local,
-        layout.mesh,
-        layout.placements,
-        run_check=False,
-        shape=layout.shape,
-        stride=layout.stride,
+        local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
     )
 
 
@@ -156,7 +154,7 @@ class TensorParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole module gives, as plain tensors; an output that the plan leaves split is gathered."""
-        keep_thread_state()
+        _keep_thread_state()
         dtensors: dict[str, Tensor] = {
             name: unflatten_tensor(self.module.get_parameter(name), layout)
             for name, layout in self._layouts.items()
@@ -181,8 +179,22 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> Tensor:
-        keep_thread_state()
+        _keep_thread_state()
         return grads[0]
+
+
+def _keep_thread_state() -> None:
+    """Let the calling thread keep its Python state until it ends.
+
+    RPC and distributed autograd run Python in threads of torch's own. These get a state when they come
+    and lose it when they go, and with it all that is thread-local in Python. DTensor keeps there how it
+    shards each operation, which takes it milliseconds to find out anew. Their pools are of fixed size, so
+    that no more than a few states are kept.
+    """
+    if not hasattr(_kept, "is_kept"):
+        # Never released: the count of who needs the state does not come back to zero.
+        ctypes.pythonapi.PyGILState_Ensure()
+        _kept.is_kept = True
 
 
 def _refuse_tied(module: nn.Module, paths: Iterable[str]) -> None:

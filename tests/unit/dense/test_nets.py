@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -29,6 +30,13 @@ from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
 DIM, NUM_SPARSE = 4, 3
+# Of what the interaction gives, for two dense features.
+HIDDEN_WIDTHS = {
+    "dlrm": DIM + 4 * 3 // 2,
+    "dcn_v2": 2 + NUM_SPARSE * DIM,
+    "deepfm": 1 + 2 + NUM_SPARSE * DIM,
+    "wide_deep": 1 + 2 + NUM_SPARSE * DIM,
+}
 
 
 def _config(net: str, *, seed: int = 1, **dense: Any) -> RunConfig:
@@ -46,9 +54,8 @@ def _widths(net: str, num_sparse: int = NUM_SPARSE) -> tuple[int, ...]:
 
 
 def _inputs(batch_size: int, num_dense: int, width: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    dense_BF = torch.randn(batch_size, num_dense, generator=generator, dtype=torch.float64)
-    pooled_BE = torch.randn(batch_size, width, generator=generator, dtype=torch.float64)
+    dense_BF = random(batch_size, num_dense, seed=3, dtype=torch.float64)
+    pooled_BE = random(batch_size, width, seed=4, dtype=torch.float64)
     return dense_BF.requires_grad_(), pooled_BE.requires_grad_()
 
 
@@ -69,11 +76,8 @@ def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
     assert _mlp_shapes(net.bottom) == [(13, 512), (512, 256), (256, 64), (64, 16)]
     assert [type(layer) for layer in net.bottom.children()] == [nn.Linear, nn.ReLU] * 4
     assert _mlp_shapes(net.head) == [(367, 512), (512, 256), (256, 1)]
-    assert [type(layer) for layer in net.head.children()] == [
-        *[nn.Linear, nn.ReLU] * 2,
-        nn.Linear,
-        nn.Flatten,
-    ]
+    in_head = [*[nn.Linear, nn.ReLU] * 2, nn.Linear, nn.Flatten]
+    assert [type(layer) for layer in net.head.children()] == in_head
     assert list(net.interaction.parameters()) == []
     assert all("interaction" not in name for name in net.state_dict())
 
@@ -118,29 +122,24 @@ def test_cross_layers_follow_the_formula() -> None:
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])
-def test_factorization_machine_is_the_double_loop_over_pairs(num_dense: int) -> None:
-    dense_BF, pooled_BE = _inputs(5, num_dense, NUM_SPARSE * (DIM + 1))
-    machine = FactorizationMachine(NUM_SPARSE, DIM + 1, num_dense).double()
-    hidden_BH = machine(dense_BF, pooled_BE)
-    weights_F = machine.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
-    for b in range(5):
-        vectors = _split(pooled_BE[b], [DIM + 1] * NUM_SPARSE)
-        score = torch.dot(weights_F, dense_BF[b]) + sum(vector[DIM] for vector in vectors)
-        score += sum(torch.dot(v[:DIM], w[:DIM]) for v, w in combinations(vectors, 2))
-        deep = torch.cat([dense_BF[b], *(vector[:DIM] for vector in vectors)])
-        torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
-
-
-@pytest.mark.parametrize("num_dense", [0, 2])
-def test_wide_and_deep_takes_tables_of_any_width(num_dense: int) -> None:
-    widths = (3, 1 + 1, 5)
+@pytest.mark.parametrize(
+    ("interaction", "widths"),
+    [("factorization machine", [DIM + 1] * NUM_SPARSE), ("wide and deep", [3, 1 + 1, 5])],
+)
+def test_a_score_is_a_linear_term_and_of_the_machine_a_double_loop_over_pairs(
+    interaction: str, widths: list[int], num_dense: int
+) -> None:
+    is_machine = interaction == "factorization machine"
     dense_BF, pooled_BE = _inputs(5, num_dense, sum(widths))
-    wide = WideAndDeepInputs(widths, num_dense).double()
-    hidden_BH = wide(dense_BF, pooled_BE)
-    weights_F = wide.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
+    machine, wide = FactorizationMachine(NUM_SPARSE, DIM + 1, num_dense), WideAndDeepInputs(widths, num_dense)
+    module = (machine if is_machine else wide).double()
+    hidden_BH = module(dense_BF, pooled_BE)
+    weights_F = module.linear.dense_weights.weight[0] if num_dense else torch.zeros(0, dtype=torch.float64)  # type: ignore[union-attr]
     for b in range(5):
         vectors = _split(pooled_BE[b], widths)
         score = torch.dot(weights_F, dense_BF[b]) + sum(vector[-1] for vector in vectors)
+        if is_machine:
+            score += sum(torch.dot(v[:-1], w[:-1]) for v, w in combinations(vectors, 2))
         deep = torch.cat([dense_BF[b], *(vector[:-1] for vector in vectors)])
         torch.testing.assert_close(hidden_BH[b], torch.cat([score.unsqueeze(0), deep]))
 
@@ -274,16 +273,6 @@ def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
         assert net.head(remote(hidden_BH)).shape == (batch_size,)
 
 
-def test_extra_columns() -> None:
-    assert {net: extra_columns(net) for net in (*NETS, "my:net")} == {
-        "dlrm": 0,
-        "dcn_v2": 0,
-        "deepfm": 1,
-        "wide_deep": 1,
-        "my:net": 0,
-    }
-
-
 @pytest.mark.parametrize(("net_name", "dims"), [("dlrm", "[4, 8]"), ("deepfm", "[3, 7]")])
 def test_nets_of_pairs_need_equal_widths(net_name: str, dims: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -367,6 +356,7 @@ def _own(name: str, **dense: Any) -> tuple[RunConfig, InputSpec, Sequence[int]]:
 @pytest.mark.usefixtures("own_module")
 def test_a_net_of_the_users_own() -> None:
     arguments = _own("own_nets_of_a_test:linear")
+    assert extra_columns("own_nets_of_a_test:linear") == 0
     net = build_dense_net(*arguments)
     assert isinstance(net, DenseNet)
     weight = next(net.parameters())

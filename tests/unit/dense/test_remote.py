@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.seeded import random, seeded
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
@@ -30,14 +31,11 @@ SIZE, WIDTH = 5, 3
 
 
 def make_net(between: nn.Module | None = None) -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Linear(WIDTH, 4), between or nn.Tanh(), nn.Linear(4, 2))
+    return seeded(lambda: nn.Sequential(nn.Linear(WIDTH, 4), between or nn.Tanh(), nn.Linear(4, 2)))
 
 
 def hidden(step: int, trainer: int = 0, size: int = SIZE) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + trainer)
-    return torch.randn(size, WIDTH, generator=generator).requires_grad_()
+    return random(size, WIDTH, seed=10 * step + trainer).requires_grad_()
 
 
 @contextmanager
@@ -78,9 +76,8 @@ class Plain:
         return [hidden_BH.grad for hidden_BH in inputs if hidden_BH.grad is not None]
 
 
-def assert_same_bits(host: HostedNet, plain: Plain) -> None:
-    for ours, theirs in zip(host.net.parameters(), plain.net.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+def assert_same_bits(host: HostedNet, plain: Plain | HostedNet) -> None:
+    torch.testing.assert_close([*host.net.parameters()], [*plain.net.parameters()], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
@@ -158,8 +155,7 @@ def test_a_compiled_net_trains_as_an_eager_one(how: str) -> None:
             torch.testing.assert_close(found, plain.step(inputs(step)), rtol=1e-12, atol=1e-13)
         predicted = host.call(evaluate(3), inputs(9)[0]).wait()
         torch.testing.assert_close(predicted, plain.net(inputs(9)[0]), rtol=1e-12, atol=1e-13)
-        for ours, theirs in zip(net.parameters(), plain.net.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close([*net.parameters()], [*plain.net.parameters()], rtol=1e-12, atol=1e-13)
 
 
 class Meeting(nn.Module):
@@ -338,8 +334,7 @@ class TestCheckpoints:
                 self.run(resumed, 3, 3)
                 for host in (straight, resumed):
                     host.barrier.drain()
-                for ours, theirs in zip(resumed.net.parameters(), straight.net.parameters(), strict=True):
-                    assert torch.equal(ours, theirs)
+                assert_same_bits(resumed, straight)
 
     def test_it_is_refused_where_it_is_of_another_net(self, tmp_path: Path) -> None:
         with hosting(UpdateRules(1)) as host, hosting(UpdateRules(1), nn.Linear(WIDTH, 1)) as other:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.replicas import Weighted, random, seeded
+from support.replicas import Weighted
+from support.seeded import random, seeded
 from torch import nn
 from torch.testing import assert_close
 

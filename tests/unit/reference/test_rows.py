@@ -50,9 +50,13 @@ def steps(dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]
         yield ids_U, torch.randn(len(ids_U), DIM, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def train(spec: OptimizerSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, State]:
+def begin(spec: OptimizerSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, State]:
     table_RD = initial(dtype)
-    state = initial_state(spec, table_RD)
+    return table_RD, initial_state(spec, table_RD)
+
+
+def train(spec: OptimizerSpec, dtype: torch.dtype = torch.float64) -> tuple[Tensor, State]:
+    table_RD, state = begin(spec, dtype)
     for ids_U, grad_UD in steps(dtype):
         update_rows(spec, RATE, table_RD, state, ids_U, grad_UD)
     return table_RD, state
@@ -97,8 +101,8 @@ def test_rowwise_adagrad_follows_its_formula(decay: float) -> None:
 @pytest.mark.parametrize("rate_change", [1.0, 0.8])
 def test_ftrl_without_penalties_is_adagrad_with_its_beta_as_eps(rate_change: float) -> None:
     """McMahan et al. 2013: without a penalty, FTRL-Proximal is gradient descent with these rates."""
-    spec, table_RD, parameter = make_spec("ftrl"), initial(), nn.Parameter(initial())
-    state = initial_state(spec, table_RD)
+    spec, parameter = make_spec("ftrl"), nn.Parameter(initial())
+    table_RD, state = begin(spec)
     adagrad = torch.optim.Adagrad([parameter], RATE, eps=spec.ftrl_beta)
     for ids_U, grad_UD in steps():
         update_rows(spec, adagrad.param_groups[0]["lr"], table_RD, state, ids_U, grad_UD)
@@ -116,8 +120,7 @@ def test_ftrl_minimises_its_penalised_objective() -> None:
     """
     beta, l1, l2 = 0.5, 1.0, 0.3
     spec = make_spec("ftrl", l2, beta, l1)
-    table_RD = initial()
-    state = initial_state(spec, table_RD)
+    table_RD, state = begin(spec)
     linear_RD = -table_RD * (beta / RATE + l2) - table_RD.sign() * l1
     quadratic_RD = torch.full_like(table_RD, beta / RATE + l2)
     square_RD = torch.zeros_like(table_RD)
@@ -139,17 +142,14 @@ def test_ftrl_minimises_its_penalised_objective() -> None:
 @pytest.mark.parametrize("l1", [0.0, 0.5])
 def test_ftrl_starts_from_the_row_as_it_is(l1: float) -> None:
     spec = make_spec("ftrl", DECAY, ftrl_l1=l1)
-    table_RD = initial()
-    update_rows(
-        spec, RATE, table_RD, initial_state(spec, table_RD), torch.arange(ROWS), torch.zeros(ROWS, DIM)
-    )
+    table_RD, state = begin(spec)
+    update_rows(spec, RATE, table_RD, state, torch.arange(ROWS), torch.zeros(ROWS, DIM))
     torch.testing.assert_close(table_RD, initial(), rtol=1e-14, atol=0)
 
 
 def test_ftrl_leaves_all_alone_at_a_rate_of_zero() -> None:
     spec = make_spec("ftrl", DECAY)
-    table_RD = initial()
-    state = initial_state(spec, table_RD)
+    table_RD, state = begin(spec)
     update_rows(spec, 0.0, table_RD, state, torch.arange(ROWS), torch.ones(ROWS, DIM))
     assert torch.equal(table_RD, initial())
     assert not any(tensor.any() for tensor in state.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -194,46 +194,58 @@ def assert_same(reference: Reference, plain: Plain, tolerance: float = 0.0, trai
     assert not torch.equal(reference.tables["items"], initial_rows()["items"].to(plain.items.weight.dtype))
 
 
+def sgd(plain: Plain) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
+
+
+def train_both(
+    plain: Plain, reference: Reference, steps: Iterable[Samples], *optimizers: torch.optim.Optimizer
+) -> None:
+    """All steps in both, which lose and learn the same, bit for bit."""
+    for step in steps:
+        plain.zero_grad()
+        loss = plain.loss(step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert reference.step([step.batch()]) == loss.item()
+    assert_same(reference, plain)
+
+
 EPS, BETAS = 1e-4, (0.8, 0.95)
 
 
-@pytest.mark.parametrize(("remote", "dtype"), [(False, "float32"), (True, "float64")])
-def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str) -> None:
-    """With other optimizers of rows too: unit/reference/test_rows.py has each of them."""
+@pytest.mark.parametrize(
+    ("remote", "dtype", "autocast"),
+    [(False, "float32", "none"), (True, "float64", "none"), (True, "float32", "bfloat16")],
+)
+def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: str) -> None:
+    """Autocast holds for the local stages only; test_rows.py has each optimizer of rows."""
     remote_net = make_remote_net() if remote else None
-    plain = Plain(getattr(torch, dtype), remote_net=copy.deepcopy(remote_net))
+    plain = Plain(getattr(torch, dtype), "sum", copy.deepcopy(remote_net), autocast == "bfloat16")
     dense = {"optimizer": "Adam", "learning_rate": 0.02, "optimizer_options": ("betas = [0.5, 0.9]",)}
+    dense["autocast"] = autocast
     spec = OptimizerSpec("adagrad", 0.3, EPS)
     reference = make_reference(spec, remote_net=remote_net, dense=dense, dtype=dtype)
     rows = torch.optim.Adagrad(plain.tables(), 0.3, eps=EPS)
     adam = torch.optim.Adam(plain.dense(), 0.02, (0.5, 0.9))
-    for step in samples(dtype=getattr(torch, dtype)):
-        plain.zero_grad()
-        loss = plain.loss(step)
-        loss.backward()
-        rows.step()
-        adam.step()
-        assert reference.step([step.batch()]) == loss.item()
-    assert_same(reference, plain)
+    steps = list(samples(dtype=getattr(torch, dtype)))
+    train_both(plain, reference, steps, rows, adam)
     for name_in_net, parameter in plain.net.named_parameters():
         for key, value in reference.dense_state(reference.nets[0])[name_in_net].items():
             assert torch.equal(value, adam.state[parameter][key])
-    assert torch.equal(reference.logits(step.batch()), plain(step))
+    logits_B = reference.logits(steps[-1].batch())
+    assert torch.equal(logits_B, plain(steps[-1]))
+    plain.autocast = False
+    assert torch.equal(logits_B, plain(steps[-1])) == (autocast == "none")
 
 
 @pytest.mark.parametrize(
     ("pooling", "weighted"), [("sum", False), ("mean", False), ("max", False), ("sum", True)]
 )
 def test_bags_pool_as_torch_pools_them_and_untouched_rows_stay(pooling: str, weighted: bool) -> None:
-    plain = Plain(mode=pooling)
-    reference = make_reference(pooling=pooling)
-    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
-    for step in samples(every_row=False, weighted=weighted):
-        plain.zero_grad()
-        plain.loss(step).backward()
-        optimizer.step()
-        reference.step([step.batch()])
-    assert_same(reference, plain)
+    plain, reference = Plain(mode=pooling), make_reference(pooling=pooling)
+    train_both(plain, reference, samples(every_row=False, weighted=weighted), sgd(plain))
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
 
 
@@ -241,15 +253,13 @@ def test_bags_pool_as_torch_pools_them_and_untouched_rows_stay(pooling: str, wei
 def test_clipping_is_that_of_torch_over_all_gradients(clip_norm: float) -> None:
     plain = Plain(torch.float64, remote_net=make_remote_net())
     reference = make_reference(remote_net=make_remote_net(), dtype="float64", clip_norm=clip_norm)
-    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
-    clipped = 0
+    optimizer = sgd(plain)
     for step in samples(dtype=torch.float64):
         plain.zero_grad()
         plain.loss(step).backward()
-        clipped += bool(nn.utils.clip_grad_norm_(plain.parameters(), clip_norm) > clip_norm)
+        assert (nn.utils.clip_grad_norm_(plain.parameters(), clip_norm) > clip_norm) == (clip_norm < 1)
         optimizer.step()
         reference.step([step.batch()])
-    assert clipped == (STEPS if clip_norm < 1 else 0)
     assert_same(reference, plain, 1e-13)
 
 
@@ -350,21 +360,6 @@ def test_a_gradient_that_is_not_finite_stops_the_run() -> None:
 def test_async_has_no_reference() -> None:
     with pytest.raises(ConfigError, match=r"train\.update"):
         make_reference(update="async")
-
-
-def test_autocast_holds_for_the_local_stages_only() -> None:
-    plain = Plain(remote_net=make_remote_net(), autocast=True)
-    reference = make_reference(remote_net=make_remote_net(), dense={"autocast": "bfloat16"})
-    optimizer = torch.optim.SGD([{"params": plain.tables(), "lr": 0.3}, {"params": plain.dense(), "lr": 0.1}])
-    for step in samples():
-        plain.zero_grad()
-        plain.loss(step).backward()
-        optimizer.step()
-        reference.step([step.batch()])
-    assert_same(reference, plain)
-    assert torch.equal(reference.logits(step.batch()), plain(step))
-    plain.autocast = False
-    assert not torch.equal(reference.logits(step.batch()), plain(step))
 
 
 def test_a_row_is_touched_even_if_its_gradient_is_zero() -> None:

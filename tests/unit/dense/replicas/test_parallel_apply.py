@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import DEVICES, NEEDS_CUDA, PAIRS, Calls, Failing, NotRecorded, random, seeded
+from support.replicas import CPUS, DEVICES, FAILING, NEEDS_CUDA, Calls
+from support.seeded import random, seeded
 from torch import nn
 
 from hybrid.dense.replicas.replica import parallel_apply
-
-CPUS = ["cpu", "cpu"]
 
 
 def linears(devices: list[str]) -> tuple[list[nn.Module], list[torch.Tensor]]:
     """A module for each device, each with other weights, and its input."""
     modules = [seeded(lambda: nn.Linear(10, 5), seed).to(d) for seed, d in enumerate(devices)]
-    return modules, [random(2, 10, seed=seed).to(device) for seed, device in enumerate(devices)]
+    return [*modules], [random(2, 10, seed=seed).to(device) for seed, device in enumerate(devices)]
 
 
 def check(modules: list[nn.Module], inputs: list[torch.Tensor], devices: list[str] | None) -> None:
@@ -37,19 +36,19 @@ def test_each_module_gets_its_own_input(devices: list[str]) -> None:
     check(*linears(devices), None)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.half])
+@pytest.mark.parametrize(
+    ("devices", "cpu_dtype"),
+    [
+        (CPUS, torch.bfloat16),
+        (CPUS, torch.half),
+        pytest.param(["cuda:0", "cpu"], torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_CUDA]),
+    ],
+)
 @pytest.mark.upstream("data_parallel/test_parallel_apply_autocast")
-def test_autocast_of_the_caller_holds_in_the_threads(dtype: torch.dtype) -> None:
-    with torch.autocast("cpu", dtype):
-        check(*linears(CPUS), CPUS)
-
-
-@pytest.mark.gpu
-@NEEDS_CUDA
-@pytest.mark.upstream("data_parallel/test_parallel_apply_autocast")
-def test_autocast_of_each_device_type_holds_in_the_threads() -> None:
-    with torch.autocast("cuda", torch.half), torch.autocast("cpu", torch.bfloat16):
-        check(*linears(["cuda:0", "cpu"]), ["cuda:0", "cpu"])
+def test_autocast_of_the_caller_holds_in_the_threads(devices: list[str], cpu_dtype: torch.dtype) -> None:
+    on_gpu = torch.autocast("cuda", torch.half, enabled="cuda:0" in devices)
+    with on_gpu, torch.autocast("cpu", cpu_dtype):
+        check(*linears(devices), devices)
 
 
 def test_keyword_arguments_go_to_their_module() -> None:
@@ -87,15 +86,6 @@ def test_the_threads_take_over_what_torch_keeps_for_each_thread(
     assert parallel_apply(modules, [()] * num_modules) == [settings()] * num_modules
 
 
-@pytest.mark.upstream("data_parallel/Layer")
-def test_recording_is_off_in_the_threads_only_if_it_is_off_in_the_caller() -> None:
-    inputs = [torch.ones(1), torch.ones(1)]
-    with torch.no_grad():
-        parallel_apply([NotRecorded()] * 2, inputs)
-    with pytest.raises(AssertionError, match="autograd records here"):
-        parallel_apply([NotRecorded()] * 2, inputs)
-
-
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_each_thread_is_on_its_device_and_on_the_stream_of_the_caller() -> None:
@@ -115,37 +105,31 @@ def test_a_single_module_runs_in_the_callers_thread() -> None:
 
 
 class TestFailures:
-    @pytest.mark.parametrize(
-        ("device", "name"), [("cpu", "cpu"), pytest.param("cuda:0", "0", marks=[pytest.mark.gpu, NEEDS_CUDA])]
-    )
-    @pytest.mark.parametrize("num_modules", [1, 2])
+    @pytest.mark.parametrize("devices", DEVICES)
     @pytest.mark.upstream("data_parallel/test_parallel_apply_passes_exception", "data_parallel/TestModule")
     def test_an_exception_is_raised_in_the_caller_and_says_where_it_comes_from(
-        self, device: str, name: str, num_modules: int
+        self, devices: list[str]
     ) -> None:
-        where = rf"^Caught KeyError in replica 0 on device {name}.\nOriginal Traceback[\s\S]+wonderful"
+        *others, device = devices
+        where = rf"replica {len(others)} on device {'cpu' if device == 'cpu' else '0'}"
+        modules = [*[Calls(lambda _: None)] * len(others), FAILING]
         with pytest.raises(KeyError) as raised:
-            parallel_apply([Failing()] * num_modules, [None] * num_modules, devices=[device] * num_modules)
-        assert raised.match(where)
+            parallel_apply(modules, [None] * len(devices), devices=devices)
+        assert raised.match(rf"^Caught KeyError in {where}\.\nOriginal Traceback[\s\S]+wonderful")
 
-    @pytest.mark.parametrize("devices", PAIRS)
-    def test_the_failing_replica_is_named(self, devices: list[str]) -> None:
-        names = {"cpu": "cpu", "cuda:0": "0"}
+    @pytest.mark.parametrize(
+        ("inputs", "name"),
+        [
+            ([("text", {"x": [torch.ones(1, device="meta"), torch.ones(1)]})], "meta"),
+            ([None, None], "0" if torch.cuda.is_available() else "cpu"),
+        ],
+    )
+    def test_without_devices_that_of_the_first_tensor_or_else_the_current_one_is_taken(
+        self, inputs: list[Any], name: str
+    ) -> None:
         with pytest.raises(KeyError) as raised:
-            parallel_apply([Calls(lambda _: None), Failing()], [None, None], devices=devices)
-        assert raised.match(rf"^Caught KeyError in replica 1 on device {names[devices[1]]}\.")
-
-    def test_without_devices_that_of_the_first_tensor_is_taken(self) -> None:
-        inputs = [("text", {"x": [torch.ones(1, device="meta"), torch.ones(1)]})]
-        with pytest.raises(KeyError) as raised:
-            parallel_apply([Failing()], inputs)
-        assert raised.match(r"^Caught KeyError in replica 0 on device meta\.")
-
-    def test_without_devices_and_tensors_the_current_device_is_taken(self) -> None:
-        name = "0" if torch.cuda.is_available() else "cpu"
-        with pytest.raises(KeyError) as raised:
-            parallel_apply([Failing(), Failing()], [None, None])
-        assert raised.match(rf"^Caught KeyError in replica \d on device {name}\.")
+            parallel_apply([FAILING] * len(inputs), inputs)
+        assert raised.match(rf"^Caught KeyError in replica 0 on device {name}\.")
 
     def test_all_modules_have_ended_before_an_exception_is_raised(self) -> None:
         failed, returned = threading.Event(), threading.Event()
@@ -170,4 +154,4 @@ class TestFailures:
         with pytest.raises(
             ValueError, match=f"The number of modules 1 is not equal to the number of {name} 0"
         ):
-            parallel_apply([Failing()], **arguments)
+            parallel_apply([FAILING], **arguments)

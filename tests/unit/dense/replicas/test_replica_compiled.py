@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import random, seeded
+from support.replicas import CPUS
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
@@ -17,8 +18,6 @@ from hybrid.dense.replicas.replica import DataParallel, parallel_apply, replicat
 
 # torch itself hides this warning while it compiles, but not where warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-
-CPUS = ["cpu", "cpu"]
 
 
 class Net(nn.Module):

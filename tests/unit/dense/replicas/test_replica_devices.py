@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import CALLS, NEEDS_CUDA, PAIRS, linear, random
+from support.replicas import CALLS, CPUS, NEEDS_CUDA, PAIRS, linear
+from support.seeded import random
 from torch import nn
 from torch.testing import assert_close
 
 from hybrid.dense.replicas.replica import DataParallel, data_parallel
-
-CPUS = ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("devices", [*PAIRS, [torch.device("cpu"), -1]])

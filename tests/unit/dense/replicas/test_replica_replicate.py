@@ -9,26 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import (
-    DEVICES,
-    PAIRS,
-    Checked,
-    ComplexShift,
-    ConvNet,
-    ScaleAndShift,
-    Weighted,
-    ZeroesGradients,
-    gradients,
-    random,
-    seeded,
-)
+from support.replicas import CPUS, DEVICES, PAIRS, Calls, ConvNet, ScaleAndShift, Weighted, gradients
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from hybrid.dense.replicas.replica import DataParallel, data_parallel, replicate
 
-CPUS = ["cpu", "cpu"]
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 
 
@@ -108,10 +96,10 @@ class TestReplicate:
 
     @pytest.mark.upstream("data_parallel/test_zero_grad", "data_parallel/Net")
     def test_zero_grad_of_a_replica_warns_that_it_does_nothing(self) -> None:
-        net = DataParallel(ZeroesGradients(), CPUS)
+        net = DataParallel(Calls(lambda layer, x: layer.zero_grad(), nn.Linear(5, 5)), CPUS)
         reason = r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect\."
         with pytest.warns(UserWarning, match=reason):
-            net(torch.ones(4, 3, 6, 5))
+            net(torch.ones(4, 5))
 
     @pytest.mark.parametrize("detach", [False, True])
     @pytest.mark.upstream("data_parallel/test_save_replica_module")
@@ -129,18 +117,15 @@ class TestReplicate:
     )
     def test_lists_and_dicts_of_parameters_hold_those_of_the_replica(self, kind: type[Any]) -> None:
         values = [random(10), random(10, seed=1)]
-        held = kind(values) if kind is nn.ParameterList else kind({"0": values[0], "1": values[1]})
-        checked = []
+        seen: list[Tensor] = []
 
-        def check(held: Any) -> None:
-            for key, value in zip([0, 1] if kind is nn.ParameterList else ["0", "1"], values, strict=True):
-                assert torch.equal(held[key], value)
-                assert held[key].requires_grad
-                assert held[key].grad_fn is not None
-                checked.append(key)
+        def see(held: Any, x: Tensor) -> None:
+            seen.extend(held.values() if kind is nn.ParameterDict else held)
 
-        data_parallel(Checked(held, check), torch.ones(8, 8), CPUS)
-        assert len(checked) == 4
+        held = kind(values if kind is nn.ParameterList else {"a": values[0], "b": values[1]})
+        data_parallel(Calls(see, held), torch.ones(8, 8), CPUS)
+        assert_close(seen, values * 2)
+        assert all(parameter.grad_fn is not None for parameter in seen)
 
 
 class TestGradients:
@@ -197,16 +182,14 @@ class TestGradients:
         module = seeded(lambda: nn.Embedding(10, 5, sparse=True, dtype=torch.float64)).to(devices[0])
         ids = torch.randint(10, (20, 5), generator=torch.Generator().manual_seed(1)).to(devices[-1])
         expected = module(ids.to(devices[0]))
-        expected.sum().backward()
-        expected_grad, module.weight.grad = module.weight.grad.coalesce(), None
+        (expected_grad,) = torch.autograd.grad(expected.sum(), module.weight)
         assert torch.equal(data_parallel(module, ids.to(devices[0])), expected)
         output = data_parallel(module, ids, devices)
         assert torch.equal(output, expected)
-        output.sum().backward()
-        assert module.weight.grad.is_sparse
-        coalesced = module.weight.grad.coalesce()
-        assert torch.equal(coalesced.indices(), expected_grad.indices())
-        assert torch.equal(coalesced.values(), expected_grad.values())
+        (grad,) = torch.autograd.grad(output.sum(), module.weight)
+        assert grad.is_sparse
+        assert torch.equal(grad.coalesce().indices(), expected_grad.coalesce().indices())
+        assert torch.equal(grad.coalesce().values(), expected_grad.coalesce().values())
 
     @pytest.mark.parametrize("dense_first", [False, True])
     def test_a_sparse_and_a_dense_one_add_up(self, dense_first: bool) -> None:
@@ -225,13 +208,13 @@ class TestGradients:
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.upstream("data_parallel/test_data_parallel_complex", "data_parallel/Cplx")
     def test_complex_parameters_stay_complex(self, devices: list[str]) -> None:
-        module = ComplexShift().to(devices[0])
-        x = torch.complex(random(2, 10), random(2, 10, seed=1)).to(devices[0])
+        x, weight = (torch.complex(random(2, 10, seed=s), random(2, 10, seed=s + 1)) for s in (0, 2))
+        module, x = Weighted(weight[:1]).to(devices[0]), x.to(devices[0])
         output = data_parallel(module, x, devices)
-        assert torch.equal(output, x)
+        assert torch.equal(output, module(x))
         (output * output.conj()).real.sum().backward()
-        assert module.shift.grad is not None
-        assert_close(module.shift.grad, 2 * x.sum(0, keepdim=True))
+        assert module.weight.grad is not None
+        assert_close(module.weight.grad, 2 * (x * x.conj()).sum(0, keepdim=True) * module.weight.detach())
 
     @pytest.mark.parametrize("devices", PAIRS)
     @pytest.mark.parametrize(
@@ -263,8 +246,9 @@ class TestGradients:
                 optimizer.zero_grad()
                 nn.functional.mse_loss(each(x), target).backward()
             for ours, theirs, memory_format in zip(inner.layers, plain.layers, formats, strict=True):
-                assert ours.weight.grad.is_contiguous(memory_format=memory_format)
-                assert theirs.weight.grad.is_contiguous(memory_format=memory_format)
+                of_weight, expected = gradients(ours)[0], gradients(theirs)[0]
+                assert of_weight.is_contiguous(memory_format=memory_format)
+                assert expected.is_contiguous(memory_format=memory_format)
                 assert_close(gradients(ours), gradients(theirs), rtol=tolerance, atol=tolerance)
             for optimizer in optimizers:
                 optimizer.step()

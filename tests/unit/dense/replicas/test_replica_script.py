@@ -7,68 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.replicas import PAIRS, random, seeded
+from support.replicas import CPUS, PAIRS
+from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from hybrid.dense.replicas.replica import DataParallel, replicate, shadow
 
-CPUS = ["cpu", "cpu"]
 
-
-class PythonNet(nn.Module):
-    """Layers that TorchScript does not look into."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2))
-
-    @torch.jit.ignore  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.m(x)
-        return output
-
-
-class PythonBlock(nn.Module):
-    """A Python module around another."""
-
-    def __init__(self, block: Any) -> None:
-        super().__init__()
-        self.m = block
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.m.forward(x)
-        return output
-
-
-class PythonChain(nn.Module):
-    """A Python module around two in a row."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        super().__init__()
-        self.first = first
-        self.second = second
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.second.forward(self.first.forward(x))
-        return output
-
-
-class ScriptNet(torch.jit.ScriptModule):
-    """The same layers as a script module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.m = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2))
-
-    @torch.jit.script_method  # type: ignore[untyped-decorator]
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.m(x)
-        return output
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2))
 
 
 class ScriptBlock(torch.jit.ScriptModule):
-    """A script module around another."""
+    """A script module around another module."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -78,6 +30,10 @@ class ScriptBlock(torch.jit.ScriptModule):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.m(x)
         return output
+
+
+def script_net() -> nn.Module:
+    return ScriptBlock(layers())
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -118,34 +74,34 @@ def check_replicas(module: nn.Module, replicas: list[Any], devices: list[str]) -
     "jit/forward",
 )
 def test_a_script_module_inside_a_python_module_is_replicated(devices: list[str]) -> None:
-    module = PythonBlock(seeded(ScriptNet)).to(devices[0])
+    module = nn.Sequential(seeded(script_net)).to(devices[0])
     check_replicas(module, replicate(module, devices), devices)
 
 
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.upstream("jit/test_shared_module", "jit/Mpy2", "jit/Msm1", "jit/check_replicas")
 def test_a_script_module_in_two_places_is_replicated_once(devices: list[str]) -> None:
-    shared = seeded(ScriptNet)
-    module = PythonChain(shared, ScriptBlock(shared)).to(devices[0])
+    shared = seeded(script_net)
+    module = nn.Sequential(shared, ScriptBlock(shared)).to(devices[0])
     replicas: list[Any] = replicate(module, devices)
     check_replicas(module, replicas, devices)
     for replica in replicas:
-        assert replica.first is replica.second.m
+        assert replica[0] is replica[1].m
 
 
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.upstream("jit/test_traced_module", "jit/Mpy", "jit/Mpy1", "jit/Mpy2", "jit/check_replicas")
 def test_a_traced_module_is_replicated(devices: list[str]) -> None:
     # Tracing warns of the check of the batch's size in training.
-    chain = seeded(lambda: PythonChain(PythonBlock(PythonNet()), PythonNet())).to(devices[0]).eval()
-    traced = torch.jit.trace(chain, torch.ones(3, 2, device=devices[0]))
+    net = seeded(lambda: nn.Sequential(nn.Sequential(layers()), layers())).to(devices[0]).eval()
+    traced = torch.jit.trace(net, torch.ones(3, 2, device=devices[0]))
     check_replicas(traced, replicate(traced, devices), devices)
 
 
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.upstream("jit/test_tensor_sharing", "jit/assert_share_data")
 def test_the_first_replica_alone_has_the_memory_of_the_module(devices: list[str]) -> None:
-    module = PythonChain(ScriptBlock(seeded(ScriptNet)), nn.Linear(2, 2)).to(devices[0])
+    module = nn.Sequential(ScriptBlock(seeded(script_net)), nn.Linear(2, 2)).to(devices[0])
     own = {name: tensor.data_ptr() for name, tensor in tensors_of(module).items()}
     first, second = (tensors_of(replica) for replica in replicate(module, devices))
     assert {name: tensor.data_ptr() for name, tensor in first.items()} == own
@@ -155,7 +111,7 @@ def test_the_first_replica_alone_has_the_memory_of_the_module(devices: list[str]
 @pytest.mark.parametrize("devices", PAIRS)
 @pytest.mark.upstream("jit/test_tensor_sharing_with_forward", "jit/assert_share_data")
 def test_the_first_replica_alone_sees_updates_in_place(devices: list[str]) -> None:
-    module = PythonBlock(seeded(ScriptNet)).to(devices[0]).eval()
+    module = nn.Sequential(seeded(script_net)).to(devices[0]).eval()
     first, second = replicate(module, devices)
     x = random(2, 2).to(devices[0])
     before = module(x)
@@ -171,14 +127,14 @@ def test_the_first_replica_alone_sees_updates_in_place(devices: list[str]) -> No
 
 
 def test_running_statistics_are_those_of_the_first_replica() -> None:
-    module, plain, x = seeded(ScriptNet), seeded(ScriptNet), random(4, 2)
+    module, plain, x = seeded(script_net), seeded(script_net), random(4, 2)
     DataParallel(module, CPUS)(x)
     plain(x[:2])
     assert_close(dict(module.named_buffers()), dict(plain.named_buffers()))
 
 
 def test_settings_of_a_replica_are_its_own() -> None:
-    module = seeded(ScriptNet)
+    module = seeded(script_net)
     replicate(module, CPUS)[0].eval()
     assert all(submodule.training for submodule in module.modules())
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.replicas import NEEDS_CUDA, PAIRS, count_cycles, random
+from support.replicas import CPUS, NEEDS_CUDA, PAIRS, count_cycles
+from support.seeded import random
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from hybrid.dense.replicas.replica import gather, scatter, scatter_kwargs
+from hybrid.dense.replicas.scatter_gather import Device
 
-CPUS = ["cpu", "cpu"]
 TARGETS = [
     "cpu",
     -1,
@@ -85,23 +87,17 @@ class TestScatter:
         x: Any = torch.arange(4)
         inputs = [Sample(x, (x, "a")), Named(b={"c": x}, d=[x]), defaultdict(list, {"e": x})]
         first, second = scatter(inputs, CPUS)
-        assert str(first) == str(
-            [
-                Sample(x[:2], (x[:2], "a")),
-                Named(b={"c": x[:2]}, d=[x[:2]]),
-                defaultdict(list, {"e": x[:2]}),
-            ]
-        )
+        half = x[:2]
+        expected = [Sample(half, (half, "a")), Named(b={"c": half}, d=[half]), defaultdict(list, {"e": half})]
+        assert str(first) == str(expected)
         assert [type(part) for part in second] == [Sample, Named, defaultdict]
         assert second[0].features.tolist() == second[1]["b"]["c"].tolist() == [2, 3]
 
-    def test_what_is_no_tensor_goes_to_every_device(self) -> None:
+    def test_what_is_no_tensor_and_an_empty_container_go_to_every_device(self) -> None:
         marker = object()
+        inputs: tuple[Any, ...] = ((), [], {}, torch.arange(2))
         assert scatter((marker, 3), CPUS) == [(marker, 3), (marker, 3)]
         assert scatter("text", CPUS) == ["text", "text"]
-
-    def test_an_empty_container_goes_to_every_device(self) -> None:
-        inputs: tuple[Any, ...] = ((), [], {}, torch.arange(2))
         assert [piece[:3] for piece in scatter(inputs, CPUS)] == [((), [], {})] * 2
 
     def test_what_is_no_tensor_goes_only_where_there_are_samples(self) -> None:
@@ -145,39 +141,25 @@ class TestScatterKwargs:
 
 
 class TestGather:
-    @pytest.mark.parametrize("device", TARGETS)
-    @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream(
-        "data_parallel/test_gather_cpu", "data_parallel/test_gather_gpu", "data_parallel/_test_gather"
-    )
-    def test_concatenates_rows_and_deals_out_their_gradients(
-        self, devices: list[str], device: str | int | torch.device
-    ) -> None:
-        x, y = (leaf(2, 4, seed=seed, device=device) for seed, device in enumerate(devices))
-        gathered = gather((x, y), device)
-        assert gathered.device.type == ("cuda" if device in (0, "cuda") else "cpu")
-        assert torch.equal(gathered.cpu(), torch.cat([x.cpu(), y.cpu()]))
-        grad = random(4, 4, seed=2, dtype=torch.float64).to(gathered.device)
-        gathered.backward(grad)
-        assert x.grad is not None
-        assert y.grad is not None
-        assert torch.equal(x.grad, grad[:2].to(x.device))
-        assert torch.equal(y.grad, grad[2:].to(y.device))
-        assert gradcheck(lambda *outputs: gather(outputs, device), (x, y))
-        assert gradgradcheck(lambda *outputs: gather(outputs, device), (x, y))
-
     @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
     @pytest.mark.parametrize("device", TARGETS)
     @pytest.mark.parametrize("devices", PAIRS)
-    @pytest.mark.upstream("data_parallel/_test_gather")
-    def test_scalars_become_a_vector(self, devices: list[str], device: str | int | torch.device) -> None:
-        x, y = (leaf(seed=seed, device=device) for seed, device in enumerate(devices))
-        gathered = gather((x, y), device)
-        assert gathered.tolist() == [x.item(), y.item()]
-        gathered.backward(torch.tensor([3.0, 5.0], dtype=torch.float64, device=gathered.device))
-        assert [x.grad, y.grad] == [torch.tensor(3.0), torch.tensor(5.0)]
-        assert gradcheck(lambda *outputs: gather(outputs, device), (x, y))
-        assert gradgradcheck(lambda *outputs: gather(outputs, device), (x, y))
+    @pytest.mark.parametrize(("shape", "joined"), [((2, 4), torch.cat), ((), torch.stack)])
+    @pytest.mark.upstream(
+        "data_parallel/test_gather_cpu", "data_parallel/test_gather_gpu", "data_parallel/_test_gather"
+    )
+    def test_puts_rows_or_scalars_together_and_deals_out_their_gradients(
+        self, shape: tuple[int, ...], joined: Callable[..., Tensor], devices: list[str], device: Device
+    ) -> None:
+        parts = tuple(leaf(*shape, seed=seed, device=device) for seed, device in enumerate(devices))
+        gathered = gather(parts, device)
+        assert gathered.device.type == ("cuda" if device in (0, "cuda") else "cpu")
+        assert torch.equal(gathered.cpu(), joined([part.cpu() for part in parts]))
+        grad = random(*gathered.shape, seed=2, dtype=torch.float64).to(gathered.device)
+        grads = torch.autograd.grad(gathered, parts, grad)
+        assert torch.equal(joined([each.cpu() for each in grads]), grad.cpu())
+        assert gradcheck(lambda *outputs: gather(outputs, device), parts)
+        assert gradgradcheck(lambda *outputs: gather(outputs, device), parts)
 
     def test_scalars_become_a_vector_with_a_warning(self) -> None:
         reason = (
