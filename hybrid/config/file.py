@@ -157,14 +157,12 @@ def _nearest_key(section: str, name: str) -> str | None:
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
     """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
-    for section, keys in SECTION_KEYS.items():
+    sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
+    sections += [(f"tables.{table}", values, TABLE_KEYS) for table, values in config.tables.items()]
+    for section, values, keys in sections:
         for name, key in keys.items():
-            if (value := getattr(getattr(config, section), name)) is not None:
-                yield section, name, key, value
-    for table, values in config.tables.items():
-        for name, key in TABLE_KEYS.items():
             if (value := getattr(values, name)) is not None:
-                yield f"tables.{table}", name, key, value
+                yield section, name, key, value
 
 
 def validate(config: RunConfig) -> None:

@@ -152,9 +152,7 @@ def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) ->
         folder = Path(scratch) / "encoded"
         with passing_status() as say:
             say("reading the input")
-            dataset = encode_files(
-                config, inputs, trained.encoder, folder, with_labels=with_labels, progress=say
-            )
+            dataset = encode_files(config, inputs, trained.encoder, folder, with_labels=with_labels, tell=say)
         yield dataset
 
 

@@ -99,8 +99,6 @@ def test_bags_of_ids() -> None:
     assert encoded.ids_BK.shape == (3, 0)
     [bags] = encoded.bags
     assert (bags.ids_L.tolist(), bags.lengths_B.tolist()) == ([2, 0, 1], [2, 0, 1])
-    [selected] = encoded.select(np.array([True, True, False])).bags
-    assert (selected.ids_L.tolist(), selected.lengths_B.tolist()) == ([2, 0], [2, 0])
 
 
 def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:

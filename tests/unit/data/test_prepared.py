@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
 
 def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
     spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True),))
-    with SplitWriter(tmp_path / "train", spec) as writer:
+    with closing(SplitWriter(tmp_path / "train", spec)) as writer:
         for lengths in ([1, 0], [], [2, 1]):
             size = len(lengths)
             bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
