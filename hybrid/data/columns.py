@@ -50,7 +50,7 @@ def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Values
         separator: splits a flat column into lists where it is not empty.
     """
     if separator and not is_list(column):
-        column = pc.split_pattern(pc.fill_null(_strings(column), ""), separator)
+        column = pc.split_pattern(pc.fill_null(_decoded(column).cast(pa.string()), ""), separator)
     if not is_list(column):
         return _flat_values(column, missing)
     items = _flat_values(pc.list_flatten(column), missing)
@@ -85,8 +85,7 @@ def _flat_values(column: Any, missing: tuple[str, ...]) -> Values:
 
 def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """A numeric column as float64 with NaN where missing, and which of its values are not finite numbers."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    column = _decoded(column)
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     malformed: npt.NDArray[np.bool_] = np.zeros(len(column), bool)
     if text:
@@ -133,7 +132,5 @@ def _distinct(column: Any) -> tuple[Any, Any]:
     return used.indices, coded.dictionary.take(used.dictionary)
 
 
-def _strings(column: Any) -> Any:
-    """A flat column as plain strings."""
-    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-    return column.cast(pa.string())
+def _decoded(column: Any) -> Any:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

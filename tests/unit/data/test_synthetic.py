@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.samples import prepared
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data import synthetic
 from hybrid.data.encode import FeatureEncoder
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
 from hybrid.data.synthetic import TABLE_ROWS, ClickLog
 from hybrid.metrics import binary_metrics
 
@@ -34,8 +33,7 @@ def test_same_seed_same_log() -> None:
 
 def test_the_shape_is_criteos(tmp_path: Path) -> None:
     config = RunConfig(data=DataSection(synthetic_rows=70_000, synthetic_test_rows=10_000))
-    folder = prepare(config, tmp_path)
-    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+    train, test = prepared(config, tmp_path)
     assert (train.num_samples, test.num_samples) == (70_000, 10_000)
     assert len(train.input_spec.dense_features) == 13
     assert tuple(feature.num_rows for feature in train.input_spec.sparse_features) == TABLE_ROWS
@@ -50,16 +48,17 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
     assert batch.labels.mean().item() == pytest.approx(train.report.positive_fraction)
     assert 0.78 < (test.report.best_auc or 0) < 0.86
     assert (test.report.best_log_loss or 1) < 0.45
-    assert FeatureEncoder.load(folder).input_spec == train.input_spec
+    assert FeatureEncoder.load(train.folder).input_spec == train.input_spec
 
 
 def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
-    folder = prepare(RunConfig(data=DataSection(synthetic_rows=9, synthetic_test_rows=1)), tmp_path)
-    report = PreparedDataset.open(folder, "test").report
-    assert report.best_auc is None
-    [block] = ClickLog(1).blocks("test", 1)
+    config = RunConfig(data=DataSection(synthetic_rows=9, synthetic_test_rows=1))
+    _, test = prepared(config, tmp_path)
+    assert test.report.best_auc is None
+    block = only_block(ClickLog(1), "test", 1)
     probability = synthetic.sigmoid(block.logits_B).item()
-    assert report.best_log_loss == pytest.approx(-np.log(probability if block.labels_B else 1 - probability))
+    expected = -np.log(probability if block.labels_B else 1 - probability)
+    assert test.report.best_log_loss == pytest.approx(expected)
 
 
 def test_the_truth_is_calibrated_and_products_matter() -> None:
