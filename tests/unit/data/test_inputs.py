@@ -124,10 +124,10 @@ def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
     assert refused(config.replace(run=RunSection(seed=9))) == f"{keys}; resume"
     files = "data.path and data.test_path name 1 train file(s), and 2 when the run began"
     assert refused(config_of(first)) == f"{files}; resume"
-    moved = second.rename(tmp_path / "c.csv")
-    then.check_same(manifest_of(config_of(first, moved)), "resume")  # the samples are the same
-    replace(moved, b"\n1,", b"\n0,")
-    assert refused(config_of(first, moved)) == f"{moved}: has changed since the run began; resume"
+    moved = first.rename(tmp_path / "c.csv")
+    then.check_same(manifest_of(config_of(moved, second)), "resume")  # the samples are the same
+    replace(second, b"\n1,", b"\n0,")
+    assert refused(config_of(moved, second)) == f"{second}: has changed since the run began; resume"
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
