@@ -124,7 +124,9 @@ class UnknownKeyError(ConfigError):
 
 def _unknown(section: str, name: str) -> UnknownKeyError:
     if not name and section not in SECTION_KEYS:
-        return UnknownKeyError(f"[{section}]", f"no such section; {_did_you_mean_section(section)}")
+        near = difflib.get_close_matches(section, (*SECTION_KEYS, "tables.NAME"), n=1)
+        hint = f"did you mean [{near[0]}]?" if near else _ALL
+        return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
     dotted = ".".join(part for part in (section, name) if part)
     nearest = _nearest_key(section, name)
     if nearest is None:
@@ -132,11 +134,6 @@ def _unknown(section: str, name: str) -> UnknownKeyError:
         what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
         return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
     return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
-
-
-def _did_you_mean_section(section: str) -> str:
-    nearest = difflib.get_close_matches(section, (*SECTION_KEYS, "tables.NAME"), n=1)
-    return f"did you mean [{nearest[0]}]?" if nearest else _ALL
 
 
 def _nearest_key(section: str, name: str) -> str | None:

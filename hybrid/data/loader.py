@@ -124,9 +124,7 @@ class BatchStream(Iterator[Batch]):
     def _run(self) -> None:
         try:
             for step in self._steps:
-                while not self._free.acquire(timeout=1.0):
-                    if self._closed.is_set():
-                        return
+                self._free.acquire()
                 if self._closed.is_set():
                     return
                 self._ready.put(self._read(step))

@@ -126,11 +126,10 @@ class PreparedDataset:
         self.folder = folder
         self.input_spec = input_spec
         self.report = report
-        self.has_labels = (folder / split / "labels.npy").exists()
         self._split = folder / split
         self._dense = self._map("dense")
         self._ids = self._map("ids")
-        self._labels = self._map("labels") if self.has_labels else None
+        self._labels = self._map("labels") if (self._split / "labels.npy").exists() else None
         self.source_rows: npt.NDArray[np.int64] = self._map("source_rows")
         self._bags = {
             k: (self._map(f"bag_{k}_ids"), self._map(f"bag_{k}_offsets"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,7 @@ def test_closing_early_ends_the_thread(dataset: PreparedDataset) -> None:
     stream = BatchLoader(dataset, batch_size=10, prefetch_batches=1).batches(0)
     next(stream)
     assert reader_threads()
+    time.sleep(0.05)  # by now it waits until there is room
     stream.close()
     assert not reader_threads()
     assert list(stream) == []

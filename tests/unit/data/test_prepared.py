@@ -190,7 +190,6 @@ def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: P
     dataset = encode_files(config, [str(new)], encoder, tmp_path / "new", with_labels=False)
     assert dataset.source_rows[:3].tolist() == [0, 2, 3]
     assert dataset.report.positive_fraction is None
-    assert not dataset.has_labels
     batch = dataset.gather(np.array([0, 1]), 2)
     assert batch.dense_features.tolist() == [[1], [3]]
     assert batch.labels.isnan().all()
