@@ -58,15 +58,14 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
         [tables."item.id"]
         """,
     )
-    assert config.data.path == ("day_0.gz", "day_1.gz")
-    assert config.data.standardise is False
-    assert config.train.batch_size == 4096
-    assert config.cluster.rpc_timeout_seconds == 5.0
+    user = TableSection(dim=8, workers=(1,), features=("user", "friend"))
+    assert config == RunConfig(
+        data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), standardise=False),
+        train=TrainSection(batch_size=4096),
+        cluster=ClusterSection(rpc_timeout_seconds=5.0),
+        tables={"user": user, "item.id": TableSection()},
+    )
     assert type(config.cluster.rpc_timeout_seconds) is float
-    assert config.tables == {
-        "user": TableSection(dim=8, workers=(1,), features=("user", "friend")),
-        "item.id": TableSection(),
-    }
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
