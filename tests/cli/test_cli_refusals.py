@@ -12,6 +12,8 @@ from support.commands import free_port, settings
 
 from workers.cli import main
 
+GOOD = [f"{i % 2},{i}.5,v{i % 3}" for i in range(40)]
+
 
 def refused(*arguments: object) -> str:
     """The one line with which a command refuses."""
@@ -26,9 +28,19 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_wrong_setting() -> None:
-    line = refused("launch", "--set", "train.epoch=3")
-    assert line == "hybrid launch: train.epoch: no such key; did you mean train.epochs?"
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epoch=3", "train.epoch: no such key; did you mean train.epochs?"),
+        ("train.epochs=many", "train.epochs = 'many': must be an integer, at least 1"),
+        (
+            "dense.net=dlmr",
+            "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, or module:function",
+        ),
+    ],
+)
+def test_a_wrong_setting(override: str, message: str) -> None:
+    assert refused("launch", "--set", override) == f"hybrid launch: {message}"
 
 
 @pytest.mark.parametrize(
@@ -48,22 +60,82 @@ def test_comparing_what_one_process_cannot_do(override: str, message: str) -> No
     assert refused("compare", "--set", override) == f"hybrid compare: {message}"
 
 
-def test_a_wrong_file(tmp_path: Path) -> None:
-    line = refused("launch", "--config", tmp_path / "run.toml")
-    rule = "cannot read the configuration: No such file or directory"
-    assert line == f"hybrid launch: {tmp_path}/run.toml: {rule}"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nepoch = 3", "{path}: train.epoch: no such key; did you mean train.epochs?"),
+        ("[train]\nepochs = 0", "train.epochs = 0: must be an integer, at least 1"),
+        ("[train]\nepochs = ", "{path}: is not valid TOML: Invalid value (at end of document)"),
+        (None, "{path}: cannot read the configuration: No such file or directory"),
+    ],
+)
+def test_a_wrong_file(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_text(text)
+    assert refused("launch", "--config", path) == f"hybrid launch: {message.format(path=path)}"
 
 
-def test_a_bad_row_where_it_is_fatal(tmp_path: Path) -> None:
-    """The command prepares the data and starts nothing."""
+def _csv(tmp_path: Path, rows: list[str], header: str = "label,x,c") -> list[str]:
+    """Settings of a job on a file of these rows, for a command that prepares the data and starts nothing."""
     path = tmp_path / "rows.csv"
-    path.write_text("label,x,c\n1,0.5,v0\n2,1.5,v1\n")
-    data = {"format": "csv", "path": path, "dense": "x", "sparse": "c", "bad_rows": "fail"}
-    line = refused("plan", *settings(data={**data, "cache_folder": tmp_path / "cache"}))
-    assert line == (
-        f"hybrid plan: {path}:3: label is '2', expected '1' or '0'; set data.positive_labels and "
-        "data.negative_labels, or skip such rows with data.bad_rows = skip"
+    path.write_text("".join(f"{line}\n" for line in [header, *rows] if line))
+    return settings(
+        data={"format": "csv", "path": path, "dense": "x", "sparse": "c", "cache_folder": tmp_path / "cache"}
     )
+
+
+BAD_ROWS = {
+    "width": (
+        [row.rpartition(",")[0] for row in GOOD],
+        "{path}: no row can be used, 40 of 40 as line 2: 2 columns, expected 3; check data.columns and "
+        "data.delimiter",
+    ),
+    "labels": (
+        [f"yes{row[1:]}" for row in GOOD],
+        "{path}: no row can be used, 40 of 40 as line 2: label is 'yes', expected '1' or '0'; set "
+        "data.positive_labels and data.negative_labels",
+    ),
+    "no rows": ([], "no row is left to train on; check data.path and data.test_fraction"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ROWS)
+def test_a_file_without_a_usable_row(kind: str, tmp_path: Path) -> None:
+    rows, message = BAD_ROWS[kind]
+    line = refused("plan", *_csv(tmp_path, rows))
+    assert line == f"hybrid plan: {message.format(path=tmp_path / 'rows.csv')}"
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    line = refused("plan", *_csv(tmp_path, [], header=""))
+    assert line == (
+        f"hybrid plan: {tmp_path}/rows.csv: the file is empty, expected a header line; check data.path"
+    )
+
+
+def test_one_bad_row_where_it_is_fatal(tmp_path: Path) -> None:
+    rows = [*GOOD[:7], "2,7.5,v1", *GOOD[8:]]
+    line = refused("plan", *_csv(tmp_path, rows), *settings(data={"bad_rows": "fail"}))
+    assert line == (
+        f"hybrid plan: {tmp_path}/rows.csv:9: label is '2', expected '1' or '0'; set data.positive_labels "
+        "and data.negative_labels, or skip such rows with data.bad_rows = skip"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.path=nowhere.csv", "nowhere.csv: no such file or folder; check data.path"),
+        ("data.test_path=nowhere.csv", "nowhere.csv: no such file or folder; check data.test_path"),
+        ("data.dense=xx", "data.dense = 'xx': {path} has no such column; did you mean 'x'?"),
+        ("data.sparse=cc", "data.sparse = 'cc': {path} has no such column; did you mean 'c'?"),
+        ("data.label=labels", "data.label = 'labels': {path} has no such column; did you mean 'label'?"),
+    ],
+)
+def test_a_file_or_column_that_is_not_there(override: str, message: str, tmp_path: Path) -> None:
+    line = refused("plan", *_csv(tmp_path, GOOD), "--set", override)
+    assert line == f"hybrid plan: {message.format(path=tmp_path / 'rows.csv')}"
 
 
 @pytest.mark.parametrize("command", [("launch",), ("master",)], ids=" ".join)

@@ -59,6 +59,14 @@ def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 
+def test_evaluate_agrees_with_the_run(trained: TrainedRun, tmp_path: Path) -> None:
+    ended = run(["evaluate", trained.folder], tmp_path)
+    assert (ended.code, ended.stderr) == (0, "")
+    outcome = result(trained.folder)
+    assert f"auc                 {outcome['auc']:.4f}\n" in ended.stdout
+    assert f"log loss            {outcome['log_loss']:.4f}\n" in ended.stdout
+
+
 def test_predict_writes_a_probability_a_row(trained: TrainedRun, tmp_path: Path) -> None:
     ended = run(["predict", trained.folder, "--output", "out.csv"], tmp_path)
     assert (ended.code, ended.stderr) == (0, "")
