@@ -48,7 +48,6 @@ def prepare(
     runs that share ``cache_folder`` may prepare at the same time: the first to finish wins.
 
     Args:
-        config: the run.
         cache_folder: where prepared data sets are kept; made where it does not exist.
         tell: told what is going on, a line at a time.
         check: called between blocks of rows; what it raises ends the preparation, which leaves nothing.

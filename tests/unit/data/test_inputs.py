@@ -62,30 +62,28 @@ def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
     assert prepare(whole, tmp_path / "cache") not in folders
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_samples_include_both_ends(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [
+        (3 << 20, (0, -1, -checksums.BLOCK_BYTES)),
+        *((size, (*range(0, size, 10_000), size - 1)) for size in (1, 32 << 10, (32 << 10) + 1, 1 << 20)),
+        (0, ()),
+    ],
+)
+def test_samples_are_of_both_ends_and_of_all_of_a_small_file(
+    tmp_path: Path, size: int, places: tuple[int, ...]
+) -> None:
     path = tmp_path / "file"
-    content = bytearray(3 << 20)
-    path.write_bytes(content)
-    before = checksums.sampled(path)
-    content[(0, -1, len(content) - checksums.BLOCK_BYTES)[at]] = 1
-    path.write_bytes(content)
-    assert checksums.sampled(path) != before
-    path.write_bytes(bytes(3 << 20) + b"\0")
-    assert checksums.sampled(path) != before
-
-
-@pytest.mark.parametrize("size", [0, 1, 32 << 10, (32 << 10) + 1, 1 << 20])
-def test_small_files_are_looked_at_whole(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "file"
-    found = set()
-    for place in {-1, *range(0, size, 10_000), size - 1}:
+    contents = {bytes(size), bytes(size + 1)}
+    for place in places:
         content = bytearray(size)
-        if place >= 0:
-            content[place] = 1
-        path.write_bytes(content)
+        content[place] = 1
+        contents.add(bytes(content))
+    found = set()
+    for each in contents:
+        path.write_bytes(each)
         found.add(checksums.sampled(path))
-    assert len(found) == len({-1, *range(0, size, 10_000), size - 1})
+    assert len(found) == len(contents)
 
 
 def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:

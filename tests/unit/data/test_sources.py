@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,7 @@ CSV = DataSection(
     sparse=("city",),
     max_bad_fraction=1.0,
 )
-
-
-def edit(data: DataSection = CSV, **changes: Any) -> DataSection:
-    return dataclasses.replace(data, **changes)
+edit = partial(dataclasses.replace, CSV)
 
 
 def test_csv_strips_blanks_and_knows_missing_values(tmp_path: Path) -> None:
