@@ -87,7 +87,6 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
     """A numeric column as float64 with NaN where missing, and which of its values are not finite numbers."""
     column = _decoded(column)
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    malformed: npt.NDArray[np.bool_] = np.zeros(len(column), bool)
     if text:
         column = pc.utf8_trim_whitespace(column)
         column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
@@ -96,15 +95,13 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
             column = column.cast(pa.float64())
         except pa.ArrowInvalid:
             well_formed = pc.match_substring_regex(column, _NUMBER)
-            malformed = given & ~np.asarray(pc.fill_null(well_formed, False))
             column = pc.if_else(well_formed, column, None).cast(pa.float64())
     else:
         column = column.cast(pa.float64(), safe=False)
     numbers_B = np.array(column.to_numpy(zero_copy_only=False), dtype=np.float64)
     with np.errstate(invalid="ignore"):
-        out_of_range = np.abs(numbers_B) > MAX_NUMBER
-    not_numbers = malformed | out_of_range
-    if text:  # the word "nan" is no number
+        not_numbers = np.abs(numbers_B) > MAX_NUMBER
+    if text:  # what is malformed, and the word "nan"
         not_numbers |= given & np.isnan(numbers_B)
     # -999 means missing where -999.0 is written, too.
     if absent := [float(word) for word in missing if re.match(_NUMBER, word)]:
