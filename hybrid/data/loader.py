@@ -83,7 +83,7 @@ class BatchStream(Iterator[Batch]):
     def __init__(self, read: Callable[[int], Batch], steps: range, depth: int) -> None:
         self._read = read
         self._steps = steps
-        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
@@ -103,9 +103,7 @@ class BatchStream(Iterator[Batch]):
             self._free.release()
             return item
         self.close()
-        if item is not None:
-            raise item
-        raise StopIteration
+        raise item
 
     def close(self) -> None:
         """End the reading thread; taking a further batch gives none."""
@@ -128,6 +126,6 @@ class BatchStream(Iterator[Batch]):
                 if self._closed.is_set():
                     return
                 self._ready.put(self._read(step))
-            self._ready.put(None)
+            self._ready.put(StopIteration())
         except BaseException as error:  # handed to whoever takes the batches
             self._ready.put(error)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.commands import ROOT
-from support.samples import read, write
+from support.samples import located, read, write
 
 from hybrid.config import DataSection
 from hybrid.data import parquet as module
@@ -84,12 +84,13 @@ def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
     monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 100)
     cities = [f"{i:02}" * (1 + i % 5) for i in range(80)]
     tags = [[city, "x" * (i % 3)] if i % 4 else None for i, city in enumerate(cities)]
-    table = pa.table({"label": labels(80), "city": cities, "tags": tags})
+    table = pa.table({"label": [*labels(80).to_pylist(), 2], "city": [*cities, "b"], "tags": [*tags, None]})
     path = tmp_path / "a.parquet"
     pq.write_table(table, path, row_group_size=33)
     data = DataSection(format="parquet", sparse=("city", "tags"))
     assert len(list(Source((path,), data).blocks())) > 5
-    block, _ = read(data, path)
+    block, report = read(data, path)
+    assert located(report, path) == ["81: label is '2', expected '1' or '0'"]
     assert block.sparse[0].to_pylist() == cities
     assert block.sparse[1].to_pylist() == [[item for item in items or [] if item] for items in tags]
     assert block.source_rows_B.tolist() == list(range(80))
