@@ -5,10 +5,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
 
 def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """A number for each of ``x``, other ones for other ones; every bit depends on every bit."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return next_of(x * _STEP)
+
+
+def next_of(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The number that follows in each of the generator's states ``x``."""
+    x = x + _STEP
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -124,7 +124,9 @@ class UnknownKeyError(ConfigError):
 
 def _unknown(section: str, name: str) -> UnknownKeyError:
     if not name and section not in SECTION_KEYS:
-        return UnknownKeyError(f"[{section}]", f"no such section; {_did_you_mean_section(section)}")
+        near = difflib.get_close_matches(section, (*SECTION_KEYS, "tables.NAME"), n=1)
+        hint = f"did you mean [{near[0]}]?" if near else _ALL
+        return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
     dotted = ".".join(part for part in (section, name) if part)
     nearest = _nearest_key(section, name)
     if nearest is None:
@@ -132,11 +134,6 @@ def _unknown(section: str, name: str) -> UnknownKeyError:
         what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
         return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
     return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
-
-
-def _did_you_mean_section(section: str) -> str:
-    nearest = difflib.get_close_matches(section, (*SECTION_KEYS, "tables.NAME"), n=1)
-    return f"did you mean [{nearest[0]}]?" if nearest else _ALL
 
 
 def _nearest_key(section: str, name: str) -> str | None:
@@ -157,14 +154,12 @@ def _nearest_key(section: str, name: str) -> str | None:
 
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
     """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
-    for section, keys in SECTION_KEYS.items():
+    sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
+    sections += [(f"tables.{table}", values, TABLE_KEYS) for table, values in config.tables.items()]
+    for section, values, keys in sections:
         for name, key in keys.items():
-            if (value := getattr(getattr(config, section), name)) is not None:
-                yield section, name, key, value
-    for table, values in config.tables.items():
-        for name, key in TABLE_KEYS.items():
             if (value := getattr(values, name)) is not None:
-                yield f"tables.{table}", name, key, value
+                yield section, name, key, value
 
 
 def validate(config: RunConfig) -> None:

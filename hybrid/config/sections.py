@@ -1,7 +1,6 @@
 """The configuration of a run: every key, its default, its rule and its meaning.
 
-A configuration is a TOML file of the sections below; ``hybrid/config/file.py`` reads it. Nothing here
-imports torch, so ``--help`` and a mistyped key answer at once.
+Nothing here imports torch, so ``--help`` and a mistyped key answer at once.
 """
 
 from __future__ import annotations

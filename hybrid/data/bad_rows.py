@@ -77,15 +77,13 @@ class BadRowLog:
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
         self._good = 0
-        self._file_good = 0
-        self._file_bad: Counter[Reason] = Counter()
-        self._file_first: dict[Reason, BadRow] = {}
+        self.start_file()
 
     def start_file(self) -> None:
         """The rows that follow are those of another file."""
         self._file_good = 0
-        self._file_bad = Counter()
-        self._file_first = {}
+        self._file_bad: Counter[Reason] = Counter()
+        self._file_first: dict[Reason, BadRow] = {}
 
     def add(self, path: Path, num_good: int, bad: Sequence[BadRow]) -> None:
         """Record a block of ``path``, which comes after the blocks recorded before."""

@@ -50,7 +50,7 @@ def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Values
         separator: splits a flat column into lists where it is not empty.
     """
     if separator and not is_list(column):
-        column = pc.split_pattern(pc.fill_null(_strings(column), ""), separator)
+        column = pc.split_pattern(pc.fill_null(_decoded(column).cast(pa.string()), ""), separator)
     if not is_list(column):
         return _flat_values(column, missing)
     items = _flat_values(pc.list_flatten(column), missing)
@@ -85,10 +85,8 @@ def _flat_values(column: Any, missing: tuple[str, ...]) -> Values:
 
 def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """A numeric column as float64 with NaN where missing, and which of its values are not finite numbers."""
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
+    column = _decoded(column)
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    malformed: npt.NDArray[np.bool_] = np.zeros(len(column), bool)
     if text:
         column = pc.utf8_trim_whitespace(column)
         column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
@@ -97,15 +95,13 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
             column = column.cast(pa.float64())
         except pa.ArrowInvalid:
             well_formed = pc.match_substring_regex(column, _NUMBER)
-            malformed = given & ~np.asarray(pc.fill_null(well_formed, False))
             column = pc.if_else(well_formed, column, None).cast(pa.float64())
     else:
         column = column.cast(pa.float64(), safe=False)
     numbers_B = np.array(column.to_numpy(zero_copy_only=False), dtype=np.float64)
     with np.errstate(invalid="ignore"):
-        out_of_range = np.abs(numbers_B) > MAX_NUMBER
-    not_numbers = malformed | out_of_range
-    if text:  # the word "nan" is no number
+        not_numbers = np.abs(numbers_B) > MAX_NUMBER
+    if text:  # what is malformed, and the word "nan"
         not_numbers |= given & np.isnan(numbers_B)
     # -999 means missing where -999.0 is written, too.
     if absent := [float(word) for word in missing if re.match(_NUMBER, word)]:
@@ -133,7 +129,5 @@ def _distinct(column: Any) -> tuple[Any, Any]:
     return used.indices, coded.dictionary.take(used.dictionary)
 
 
-def _strings(column: Any) -> Any:
-    """A flat column as plain strings."""
-    column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-    return column.cast(pa.string())
+def _decoded(column: Any) -> Any:
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

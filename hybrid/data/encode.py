@@ -50,11 +50,6 @@ class EncodedBlock(NamedTuple):
     ids_BK: npt.NDArray[np.int32]
     bags: tuple[Bags, ...] = ()
 
-    def select(self, mask_B: npt.NDArray[np.bool_]) -> EncodedBlock:
-        """The samples where ``mask_B`` holds."""
-        bags = tuple(Bags(b.ids_L[np.repeat(mask_B, b.lengths_B)], b.lengths_B[mask_B]) for b in self.bags)
-        return EncodedBlock(self.dense_BF[mask_B], self.ids_BK[mask_B], bags)
-
 
 @dataclass(frozen=True)
 class DenseEncoding:

@@ -172,12 +172,8 @@ def _pieces(block: bytes) -> Iterator[bytes]:
     if block.count(b"\n") <= MAX_BLOCK_LINES:
         yield block
         return
-    ends = (
-        np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))[MAX_BLOCK_LINES - 1 :: MAX_BLOCK_LINES]
-        + 1
-    )
-    edges = [0, *ends.tolist(), len(block)]
-    for first, last in pairwise(edges):
+    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+    for first, last in pairwise([0, *ends[MAX_BLOCK_LINES - 1 :: MAX_BLOCK_LINES].tolist(), len(block)]):
         if first < last:
             yield block[first:last]
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
+
 from hybrid.batch import Batch
-from hybrid.data.order import Order, SequentialOrder, ShuffledOrder
+from hybrid.data.order import ShuffledOrder
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import DataError
 
@@ -17,6 +21,7 @@ READ_TIMEOUT_SECONDS = 120.0
 JOIN_TIMEOUT_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
 class BatchLoader:
     """Cuts a data set into global batches and reads one trainer's share of each.
 
@@ -24,7 +29,7 @@ class BatchLoader:
     order for any number of trainers; each takes a contiguous share, and shares differ by one at most. The
     last batch may be smaller, and a share of it empty.
 
-    Args:
+    Attributes:
         dataset: the split to read.
         batch_size: samples of a step over all trainers.
         trainer_index, num_trainers: whose share.
@@ -33,43 +38,33 @@ class BatchLoader:
         prefetch_batches: how many batches are read ahead.
     """
 
-    def __init__(
-        self,
-        dataset: PreparedDataset,
-        *,
-        batch_size: int,
-        trainer_index: int = 0,
-        num_trainers: int = 1,
-        seed: int = 0,
-        shuffle: bool = False,
-        prefetch_batches: int = 2,
-    ) -> None:
-        self._dataset = dataset
-        self._batch_size = batch_size
-        self._trainer_index = trainer_index
-        self._num_trainers = num_trainers
-        self._seed = seed
-        self._shuffle = shuffle
-        self._prefetch_batches = prefetch_batches
+    dataset: PreparedDataset
+    _: KW_ONLY
+    batch_size: int
+    trainer_index: int = 0
+    num_trainers: int = 1
+    seed: int = 0
+    shuffle: bool = False
+    prefetch_batches: int = 2
 
     @property
     def steps_per_epoch(self) -> int:
         """Steps that pass over every sample once."""
-        return -(-self._dataset.num_samples // self._batch_size)
+        return -(-self.dataset.num_samples // self.batch_size)
 
     def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
         """The batches of ``epoch`` from ``first_step`` on; close the stream, or use it in a ``with``."""
-        order: Order = SequentialOrder()
-        if self._shuffle:
-            order = ShuffledOrder(self._dataset.num_samples, self._seed, epoch)
-        steps = range(first_step, self.steps_per_epoch)
-        return BatchStream(lambda step: self._read(order, step), steps, self._prefetch_batches)
+        order: Callable[[int, int], npt.NDArray[np.int64]] = np.arange
+        if self.shuffle:
+            order = ShuffledOrder(self.dataset.num_samples, self.seed, epoch).indices
 
-    def _read(self, order: Order, step: int) -> Batch:
-        first = step * self._batch_size
-        size = min(self._batch_size, self._dataset.num_samples - first)
-        start, stop = share(size, self._trainer_index, self._num_trainers)
-        return self._dataset.gather(order.indices(first + start, first + stop), size)
+        def read(step: int) -> Batch:
+            first = step * self.batch_size
+            size = min(self.batch_size, self.dataset.num_samples - first)
+            start, stop = share(size, self.trainer_index, self.num_trainers)
+            return self.dataset.gather(order(first + start, first + stop), size)
+
+        return BatchStream(read, range(first_step, self.steps_per_epoch), self.prefetch_batches)
 
 
 def share(size: int, index: int, parts: int) -> tuple[int, int]:
@@ -88,7 +83,7 @@ class BatchStream(Iterator[Batch]):
     def __init__(self, read: Callable[[int], Batch], steps: range, depth: int) -> None:
         self._read = read
         self._steps = steps
-        self._ready: queue.SimpleQueue[Batch | BaseException | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._free = threading.Semaphore(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batch reader", daemon=True)
@@ -108,9 +103,7 @@ class BatchStream(Iterator[Batch]):
             self._free.release()
             return item
         self.close()
-        if item is not None:
-            raise item
-        raise StopIteration
+        raise item
 
     def close(self) -> None:
         """End the reading thread; taking a further batch gives none."""
@@ -129,12 +122,10 @@ class BatchStream(Iterator[Batch]):
     def _run(self) -> None:
         try:
             for step in self._steps:
-                while not self._free.acquire(timeout=1.0):
-                    if self._closed.is_set():
-                        return
+                self._free.acquire()
                 if self._closed.is_set():
                     return
                 self._ready.put(self._read(step))
-            self._ready.put(None)
+            self._ready.put(StopIteration())
         except BaseException as error:  # handed to whoever takes the batches
             self._ready.put(error)

@@ -13,12 +13,7 @@ def tell_nobody(line: str) -> None:
 
 
 class Meter:
-    """Counts rows, and tells how many: often at first, then every ten seconds.
-
-    Args:
-        what: is being done.
-        tell: told in a line each.
-    """
+    """Counts rows while ``what`` is done, and tells how many: often at first, then every ten seconds."""
 
     def __init__(self, what: str, tell: Callable[[str], None]) -> None:
         self._what = what

@@ -12,8 +12,6 @@ being read is held. Up to 2**20 rows are one window, and so are shuffled fully.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 
@@ -22,21 +20,6 @@ WINDOW_CHUNKS = 256
 
 _CHUNK_STREAM = 0
 _WINDOW_STREAM = 1
-
-
-class Order(Protocol):
-    """An order of the rows 0 .. N-1."""
-
-    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The rows at positions ``start`` .. ``stop`` - 1."""
-
-
-class SequentialOrder:
-    """The rows as they are."""
-
-    def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The rows at positions ``start`` .. ``stop`` - 1."""
-        return np.arange(start, stop)
 
 
 class ShuffledOrder:

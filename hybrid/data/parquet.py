@@ -8,7 +8,6 @@ to be more than real data could be packed into its bytes is refused.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +54,16 @@ def read_parquet(path: Path, layout: Layout) -> Iterator[TableBlock]:
 def _blocks(path: Path, file: Any, names: list[str]) -> Iterator[TableBlock]:
     first = 0
     # A batch of one row group: pyarrow does not join dictionaries within lists.
-    groups = range(file.metadata.num_row_groups)
-    options = {"columns": names, "use_threads": False}
-    for batch in chain.from_iterable(
-        file.iter_batches(BLOCK_ROWS, row_groups=[g], **options) for g in groups
-    ):
-        start = 0
-        while start < batch.num_rows:
-            part = batch.slice(start, _fitting_rows(path, batch.slice(start)))
-            rows = np.arange(part.num_rows)
-            table = {name: part.column(name) for name in names}
-            yield TableBlock(table, first + rows + 1, rows, part.num_rows, [])
-            start += part.num_rows
-            first += part.num_rows
+    for group in range(file.metadata.num_row_groups):
+        for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], columns=names, use_threads=False):
+            start = 0
+            while start < batch.num_rows:
+                part = batch.slice(start, _fitting_rows(path, batch.slice(start)))
+                rows = np.arange(part.num_rows)
+                table = {name: part.column(name) for name in names}
+                yield TableBlock(table, first + rows + 1, rows, part.num_rows, [])
+                start += part.num_rows
+                first += part.num_rows
 
 
 def _fitting_rows(path: Path, batch: Any) -> int:

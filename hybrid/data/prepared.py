@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.config.sections import SECTION_KEYS
@@ -29,6 +30,8 @@ from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
+from hybrid.metrics import binary_metrics
+from hybrid.splitmix64 import next_of
 
 TRAIN, TEST = "train", "test"
 
@@ -36,7 +39,7 @@ TRAIN, TEST = "train", "test"
 def prepare(
     config: RunConfig,
     cache_folder: Path,
-    progress: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = tell_nobody,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
@@ -45,16 +48,14 @@ def prepare(
     runs that share ``cache_folder`` may prepare at the same time: the first to finish wins.
 
     Args:
-        config: the run.
         cache_folder: where prepared data sets are kept; made where it does not exist.
-        progress: told what is going on, a line at a time.
+        tell: told what is going on, a line at a time.
         check: called between blocks of rows; what it raises ends the preparation, which leaves nothing.
 
     Raises:
         ConfigError: a key does not fit the files.
         DataError: the files cannot be used, or memory runs out.
     """
-    tell = progress or tell_nobody
     train_files, test_files = input_files(config.data)
     target = cache_folder / _fingerprint(config, train_files, test_files)
     if _is_whole(target):
@@ -84,7 +85,7 @@ def encode_files(
     folder: Path,
     *,
     with_labels: bool = True,
-    progress: Callable[[str], None] | None = None,
+    tell: Callable[[str], None] = tell_nobody,
 ) -> PreparedDataset:
     """Encode files with a fitted encoder, to evaluate or to predict.
 
@@ -94,7 +95,7 @@ def encode_files(
         encoder: from ``prepare`` or from a checkpoint.
         folder: where the samples are written; must not hold any yet.
         with_labels: whether every row must have a label; without, the label column may be absent.
-        progress: told what is going on, a line at a time.
+        tell: told what is going on, a line at a time.
 
     Returns:
         The samples in the order of the rows; ``source_rows`` tells which of the rows were usable.
@@ -114,7 +115,7 @@ def encode_files(
             if feature.multi_hot:
                 rule = f"must be set where the model is trained, since {feature.name} holds several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
-    source = Source(files, data, with_labels, tell=progress or tell_nobody)
+    source = Source(files, data, with_labels, tell=tell)
     with _memory_at_hand():
         report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
@@ -186,20 +187,21 @@ def _write_synthetic(
 ) -> dict[str, DatasetReport]:
     log = synthetic.ClickLog(config.run.seed)
     spec = log.encoder.input_spec
-    with SplitWriter(folder / TRAIN, spec) as writer:
+    with closing(SplitWriter(folder / TRAIN, spec)) as writer:
         meter = Meter("making the synthetic click log", tell)
         for block in log.blocks(TRAIN, config.data.synthetic_rows):
             writer.append(block.samples, block.labels_B, block.rows_B)
             meter.add(len(block.rows_B))
     reports = {TRAIN: writer.report()}
     truth = []
-    with SplitWriter(folder / TEST, spec) as writer:
+    with closing(SplitWriter(folder / TEST, spec)) as writer:
         for block in log.blocks(TEST, config.data.synthetic_test_rows):
             writer.append(block.samples, block.labels_B, block.rows_B)
-            truth.append((block.labels_B, block.logits_B))
-    labels_B, logits_B = map(np.concatenate, zip(*truth, strict=True))
-    auc, log_loss = synthetic.best_scores(labels_B, logits_B)
-    reports[TEST] = dataclasses.replace(writer.report(), best_auc=auc, best_log_loss=log_loss)
+            truth.append((block.logits_B, block.labels_B))
+    logits_B, labels_B = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*truth, strict=True))
+    best = binary_metrics(logits_B, labels_B)  # only luck does better
+    auc = None if math.isnan(best.auc) else best.auc
+    reports[TEST] = dataclasses.replace(writer.report(), best_auc=auc, best_log_loss=best.log_loss)
     log.encoder.save(folder)
     DataManifest.write(folder, spec, reports)
     return reports
@@ -217,9 +219,9 @@ def _write_files(
         Source(tuple(Path(file.path) for file in files), config.data, tell=tell, check=check)
         for files in (train_files, test_files)
     )
-    hold_out = _HoldOut(config.run.seed, 0.0 if test_files else config.data.test_fraction)
+    is_test = partial(_held_out, config.run.seed, 0.0 if test_files else config.data.test_fraction)
     log = source.new_log()
-    training = (block.select(~hold_out.mask(block.source_rows_B)) for block in source.blocks(log))
+    training = (block.select(~is_test(block.source_rows_B)) for block in source.blocks(log))
     encoder = FeatureEncoder.fit(training, config.data)
     log.finish()
     if test_files:
@@ -230,7 +232,7 @@ def _write_files(
         if not reports[TEST].num_rows:
             raise DataError(f"{_names(test_files)}: no rows; check data.test_path")
     else:
-        reports = _write_held_out(source, encoder, folder, hold_out)
+        reports = _write_held_out(source, encoder, folder, is_test)
     if (label := reports[TRAIN].only_label) is not None:
         rule = "check data.label, data.positive_labels and data.negative_labels"
         raise DataError(
@@ -248,39 +250,40 @@ def _names(files: tuple[InputFile, ...]) -> str:
 
 def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> DatasetReport:
     log = source.new_log()
-    with _EncodingWriter(folder, encoder, source.with_labels) as writer:
+    with closing(_EncodingWriter(folder, encoder, source.with_labels)) as writer:
         for block in source.blocks(log):
             writer.append(block)
     return writer.report(log.finish())
 
 
 def _write_held_out(
-    source: Source, encoder: FeatureEncoder, folder: Path, hold_out: _HoldOut
+    source: Source,
+    encoder: FeatureEncoder,
+    folder: Path,
+    is_test: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]],
 ) -> dict[str, DatasetReport]:
     log = source.new_log()
-    with _EncodingWriter(folder / TRAIN, encoder) as train, _EncodingWriter(folder / TEST, encoder) as test:
+    with (
+        closing(_EncodingWriter(folder / TRAIN, encoder)) as train,
+        closing(_EncodingWriter(folder / TEST, encoder)) as test,
+    ):
         for block in source.blocks(log):
-            mask_B = hold_out.mask(block.source_rows_B)
+            mask_B = is_test(block.source_rows_B)
             train.append(block.select(~mask_B))
             test.append(block.select(mask_B))
     return {TRAIN: train.report(log.finish()), TEST: test.report()}
 
 
 class _EncodingWriter:
-    """Encodes the rows of a split and writes them, as a context manager."""
+    """Encodes the rows of a split and writes them; to be closed."""
 
     def __init__(self, folder: Path, encoder: FeatureEncoder, with_labels: bool = True) -> None:
         self._encoder = encoder
         self._unknown = UnknownCounter(encoder)
         self._writer = SplitWriter(folder, encoder.input_spec, with_labels=with_labels)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._writer.__exit__(kind, error, trace)
+    def close(self) -> None:
+        self._writer.close()
 
     def append(self, block: RawBlock) -> None:
         encoded = self._encoder.encode(block)
@@ -291,21 +294,7 @@ class _EncodingWriter:
         return self._writer.report(bad_rows, self._unknown.report())
 
 
-class _HoldOut:
-    """Chooses about ``fraction`` of the rows for testing, each by a hash of (seed, row)."""
-
-    def __init__(self, seed: int, fraction: float) -> None:
-        self._key = _mix(np.array([seed % 2**64], np.uint64))
-        self._threshold = np.uint64(fraction * 2**64)
-
-    def mask(self, rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the rows, numbered from 0 over all files, are held out."""
-        return _mix(rows_B.astype(np.uint64) ^ self._key) < self._threshold
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): each bit of x moves all of the result."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _held_out(seed: int, fraction: float, rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which rows, numbered from 0 over all files, are for testing: about ``fraction``, by a hash of each."""
+    key = next_of(np.array([seed % 2**64], np.uint64))
+    return next_of(rows_B.astype(np.uint64) ^ key) < np.uint64(fraction * 2**64)

@@ -49,10 +49,6 @@ class RawBlock(NamedTuple):
         )
 
 
-def _nothing_to_check() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Source:
     """The rows of some files; each pass over ``blocks`` reads them anew, in the same blocks.
@@ -71,7 +67,7 @@ class Source:
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
     tell: Callable[[str], None] = tell_nobody
-    check: Callable[[], None] = _nothing_to_check
+    check: Callable[[], None] = lambda: None
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
@@ -85,7 +81,9 @@ class Source:
         first_row, meter = 0, Meter("reading rows", self.tell)
         for path in self.files:
             log.start_file()
-            for table in self._tables(path, layout):
+            is_parquet = self.data.format == "parquet"
+            tables = read_parquet(path, layout) if is_parquet else read_text(path, layout, self.block_bytes)
+            for table in tables:
                 self.check()
                 try:
                     block, bad = _parse(table, layout, first_row)
@@ -104,11 +102,6 @@ class Source:
     def new_log(self) -> BadRowLog:
         """A log that treats bad rows as the data section says."""
         return BadRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
-
-    def _tables(self, path: Path, layout: Layout) -> Iterator[TableBlock]:
-        if self.data.format == "parquet":
-            return read_parquet(path, layout)
-        return read_text(path, layout, self.block_bytes)
 
 
 def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:

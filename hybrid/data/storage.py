@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +55,7 @@ class _GrowingArray:
 
 
 class SplitWriter:
-    """Writes one split of a prepared data set, block by block, as a context manager."""
+    """Writes one split of a prepared data set, block by block; to be closed."""
 
     def __init__(self, folder: Path, spec: InputSpec, *, with_labels: bool = True) -> None:
         folder.mkdir(parents=True)
@@ -75,14 +74,6 @@ class SplitWriter:
         self._bag_ends = [0] * len(multi_hot)
         for offsets in self._bag_offsets:
             offsets.append(np.zeros(1, np.int64))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
 
     def append(
         self,
@@ -103,6 +94,10 @@ class SplitWriter:
             self._bag_ids[i].append(bag.ids_L)
             self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
             self._bag_ends[i] += len(bag.ids_L)
+
+    def close(self) -> None:
+        """Write how long the arrays have become."""
+        self._files.close()
 
     def report(
         self, bad_rows: BadRowReport = NO_BAD_ROWS, unknown: tuple[UnknownValues, ...] = ()
@@ -131,11 +126,10 @@ class PreparedDataset:
         self.folder = folder
         self.input_spec = input_spec
         self.report = report
-        self.has_labels = (folder / split / "labels.npy").exists()
         self._split = folder / split
         self._dense = self._map("dense")
         self._ids = self._map("ids")
-        self._labels = self._map("labels") if self.has_labels else None
+        self._labels = self._map("labels") if (self._split / "labels.npy").exists() else None
         self.source_rows: npt.NDArray[np.int64] = self._map("source_rows")
         self._bags = {
             k: (self._map(f"bag_{k}_ids"), self._map(f"bag_{k}_offsets"))

@@ -50,11 +50,7 @@ class SyntheticBlock(NamedTuple):
 
 
 class ClickLog:
-    """The click log of a seed.
-
-    Args:
-        seed: of the truth and of the samples.
-    """
+    """The click log of a seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -91,23 +87,6 @@ class ClickLog:
         factors_KB = np.stack([factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)])
         logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
         return logits_B
-
-
-def best_scores(
-    labels_B: npt.NDArray[np.uint8], logits_B: npt.NDArray[np.float32]
-) -> tuple[float | None, float]:
-    """AUC (None where one class is missing) and log loss of the true logits; only luck does better."""
-    order = np.argsort(logits_B, kind="stable")
-    _, first, counts = np.unique(logits_B[order], return_index=True, return_counts=True)
-    ranks_B = np.repeat(first + (counts + 1) / 2, counts)
-    positive_B = labels_B[order].astype(bool)
-    num_positive, num_negative = int(positive_B.sum()), int((~positive_B).sum())
-    logits = logits_B.astype(np.float64)
-    log_loss = float(np.mean(np.logaddexp(0, logits) - labels_B * logits))
-    if not num_positive or not num_negative:
-        return None, log_loss
-    wins = ranks_B[positive_B].sum() - num_positive * (num_positive + 1) / 2
-    return float(wins / (num_positive * num_negative)), log_loss
 
 
 def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -112,7 +112,8 @@ class _Parser:
         broken = [] if lines.is_plain() else lines.drop_broken(self._fault, self._is_record)
         columns, bad = self._columns(lines.kept())
         # An open quote swallows the lines after it; in the last line it would pass unseen.
-        if _num_rows(columns) + len(bad) != lines.keep.sum() or self._fault(lines.last()):
+        num_read = len(next(iter(columns.values()))) + len(bad)
+        if num_read != lines.keep.sum() or self._fault(lines.last()):
             broken += lines.drop_broken(self._fault, self._is_record)
             columns, bad = self._columns(lines.kept())
         at = [row.line for row in bad]
@@ -165,10 +166,6 @@ class _Parser:
 
     def _split_strictly(self, lines: bytes) -> Iterator[list[str]]:
         return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
-
-
-def _num_rows(columns: dict[str, Any]) -> int:
-    return len(next(iter(columns.values())))
 
 
 def _column_names(path: Path, layout: Layout) -> tuple[Sequence[str], int]:

@@ -28,17 +28,8 @@ TOKENS = (
     *(b"label", b"x", b"city", b"tags", b"label,x,city,tags\n", b'0,.5,"a,b",c\n', b"1,2,a,b|c\n"),
     *(b",", b"\t", b"\n", b"\r\n", b"\r", b"|", b'"', b'""', b"'", b" ", b"?", b"-", b"0", b"1"),
     *(b"1e999", b"nan", b"inf", b"0x1p3", b"1_000", b"9" * 400, "\u0661".encode(), "é".encode()),
-    *(
-        b"\x00",
-        b"\xff",
-        b"\xef\xbb\xbf",
-        b"\xed\xa0\x80",
-        b"\x0b",
-        b"\x0c",
-        b"\x1c",
-        b"\xc2\x85",
-        b"\x1f\x8b",
-    ),
+    *(b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80"),
+    *(b"\x0b", b"\x0c", b"\x1c", b"\xc2\x85", b"\x1f\x8b"),
     b"\t".join([b"1", *[b"3"] * 13, *[b"68fd1e64"] * 26]) + b"\n",
 )
 

@@ -8,10 +8,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE
@@ -97,12 +96,8 @@ def _assemble(
     if (remote_net := blueprint.remote_net()) is None:
         return embeddings, blueprint.model(net, None).eval()
     load_state(remote_net, unpack_dense(stored.tensors(REMOTE_FILE))[0], stored.folder)
-    return embeddings, blueprint.model(net, partial(_call_at_hand, remote_net.eval())).eval()
-
-
-def _call_at_hand(net: nn.Module, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-    output: Tensor = net(hidden_BH)
-    return output
+    remote_net.eval()
+    return embeddings, blueprint.model(net, lambda ticket, hidden_BH: remote_net(hidden_BH)).eval()
 
 
 def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> None:
@@ -144,7 +139,6 @@ def _read(folder: Path, trust_code: bool) -> TrainedModel:
 @contextmanager
 def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) -> Iterator[PreparedDataset]:
     """Files encoded as the model's training files were, or the test rows of its run."""
-    config = trained.config
     if not inputs:
         yield _test_rows(trained)
         return
@@ -153,7 +147,7 @@ def _dataset(trained: TrainedModel, inputs: Sequence[str], with_labels: bool) ->
         with passing_status() as say:
             say("reading the input")
             dataset = encode_files(
-                config, inputs, trained.encoder, folder, with_labels=with_labels, progress=say
+                trained.config, inputs, trained.encoder, folder, with_labels=with_labels, tell=say
             )
         yield dataset
 

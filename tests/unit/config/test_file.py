@@ -6,11 +6,10 @@ import dataclasses
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT
 
 from hybrid.config import (
     CheckpointSection,
@@ -26,14 +25,13 @@ from hybrid.config import (
 )
 from hybrid.config.file import decisive_values, load_config, to_toml, validate
 from hybrid.config.page import describe
+from hybrid.config.sections import SECTION_KEYS
 from hybrid.errors import ConfigError
-
-ROOT = Path(__file__).parents[3]
 
 
 def _load(tmp_path: Path, text: str, *overrides: str) -> RunConfig:
     path = tmp_path / "run.toml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", newline="")
     return load_config(path, overrides)
 
 
@@ -60,21 +58,18 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
         [tables."item.id"]
         """,
     )
-    assert config.data.path == ("day_0.gz", "day_1.gz")
-    assert config.data.standardise is False
-    assert config.train.batch_size == 4096
-    assert config.cluster.rpc_timeout_seconds == 5.0
+    user = TableSection(dim=8, workers=(1,), features=("user", "friend"))
+    assert config == RunConfig(
+        data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), standardise=False),
+        train=TrainSection(batch_size=4096),
+        cluster=ClusterSection(rpc_timeout_seconds=5.0),
+        tables={"user": user, "item.id": TableSection()},
+    )
     assert type(config.cluster.rpc_timeout_seconds) is float
-    assert config.tables == {
-        "user": TableSection(dim=8, workers=(1,), features=("user", "friend")),
-        "item.id": TableSection(),
-    }
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xef\xbb\xbf[train]\r\nepochs = 3\r\n")
-    assert load_config(path).train.epochs == 3
+    assert _load(tmp_path, "\ufeff[train]\r\nepochs = 3\r\n").train.epochs == 3
 
 
 @pytest.mark.parametrize(
@@ -114,6 +109,9 @@ def test_the_last_override_wins_over_the_file(tmp_path: Path) -> None:
     assert config.train.epochs == 4
 
 
+ALL = "hybrid config --describe lists all"
+NO_KEY = f"is not supported: there is no such key; {ALL}"
+NO_SECTION = f"is not supported: there is no such section [metrics], and no such key elsewhere; {ALL}"
 ROW_OPTIMIZER = (
     "must be one of sgd, momentum, adagrad, rowwise_adagrad, adam, adamw, ftrl; "
     "tables have only these, dense.optimizer takes classes of torch.optim"
@@ -144,34 +142,23 @@ ROW_OPTIMIZER = (
         ("dense.top_mlp=[1.5]", "dense.top_mlp = (1.5,): must be a list of integers"),
         ("dense.top_mlp=[64, 0]", "dense.top_mlp = (64, 0): must hold integers of at least 1"),
         (
-            "tables.user.dim=0",
-            "tables.user.dim = 0: must be an integer, at least 1",
+            "dense.net=dlmr",
+            "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, or module:function",
         ),
-        (
-            "embedding.optimizer=RMSprop",
-            f"embedding.optimizer = 'RMSprop': {ROW_OPTIMIZER}",
-        ),
-        (
-            "tables.user.optimizer=Adam",
-            f"tables.user.optimizer = 'Adam': {ROW_OPTIMIZER}",
-        ),
-        (
-            "embedding.eps=0",
-            "embedding.eps = 0.0: must be a finite number, at least 1e-30",
-        ),
-        (
-            "train.batch_size=4\nepochs=2",
-            "train.batch_size = '4\\nepochs=2': must be an integer, at least 1",
-        ),
+        ("tables.user.dim=0", "tables.user.dim = 0: must be an integer, at least 1"),
+        ("embedding.optimizer=RMSprop", f"embedding.optimizer = 'RMSprop': {ROW_OPTIMIZER}"),
+        ("tables.user.optimizer=Adam", f"tables.user.optimizer = 'Adam': {ROW_OPTIMIZER}"),
+        ("embedding.eps=0", "embedding.eps = 0.0: must be a finite number, at least 1e-30"),
+        ("train.batch_size=4\nepochs=2", "train.batch_size = '4\\nepochs=2': must be an integer, at least 1"),
         ("train.batch_size", "--set train.batch_size: must be section.key=value"),
         ("train=3", "--set train=3: must be section.key=value"),
-        (
-            "data.weight=w",
-            "data.weight: is not supported: there is no such key; hybrid config --describe lists all",
-        ),
+        ("data.weight=w", f"data.weight: {NO_KEY}"),
+        ("dense.nett=x", "dense.nett: no such key; did you mean dense.net?"),
+        ("batch_size=8", "batch_size: no such key; did you mean train.batch_size?"),
+        ("tables.dim=x", "tables.dim: no such key; did you mean tables.NAME.dim?"),
     ],
 )
-def test_a_value_that_breaks_its_rule(override: str, message: str) -> None:
+def test_an_override_that_is_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [override])
     assert str(caught.value) == message
@@ -207,73 +194,44 @@ def test_a_float_key_refuses_an_integer_no_float_can_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "nearest"),
-    [
-        ("[train]\nbatchsize = 1", "train.batchsize", "train.batch_size"),
-        ("[data]\nbatch_size = 1", "data.batch_size", "train.batch_size"),
-        ("[cluster]\nnet = 1", "cluster.net", "dense.net"),
-        ("[trian]\nepochs = 1", "trian.epochs", "train.epochs"),
-        ("[trian]\nepocs = 1", "trian.epocs", "train.epochs"),
-        ("[data]\nbatchsize = 1", "data.batchsize", "train.batch_size"),
-        ("batch_size = 1", "batch_size", "train.batch_size"),
-        ("[tables.user]\ndims = 1", "tables.user.dims", "tables.user.dim"),
-        ("[tables]\npooling = 'sum'", "tables.pooling", "tables.NAME.pooling"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(tmp_path: Path, text: str, key: str, nearest: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _load(tmp_path, text)
-    assert str(caught.value) == f"{tmp_path}/run.toml: {key}: no such key; did you mean {nearest}?"
-
-
-ALL = "hybrid config --describe lists all"
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[trian]", "[trian]: no such section; did you mean [train]?"),
-        ("[metrics]", f"[metrics]: no such section; {ALL}"),
-        ("[data]\nweight = 'w'", f"data.weight: is not supported: there is no such key; {ALL}"),
-        ("[tables.user]\nweight = 1", f"tables.user.weight: is not supported: there is no such key; {ALL}"),
-        ("[train]\n'' = 1", f"train: is not supported: there is no such key; {ALL}"),
+        ("[train]\nbatchsize = 1", "{path}: train.batchsize: no such key; did you mean train.batch_size?"),
+        ("[data]\nbatch_size = 1", "{path}: data.batch_size: no such key; did you mean train.batch_size?"),
+        ("[data]\nbatchsize = 1", "{path}: data.batchsize: no such key; did you mean train.batch_size?"),
+        ("[cluster]\nnet = 1", "{path}: cluster.net: no such key; did you mean dense.net?"),
+        ("[trian]\nepochs = 1", "{path}: trian.epochs: no such key; did you mean train.epochs?"),
+        ("[trian]\nepocs = 1", "{path}: trian.epocs: no such key; did you mean train.epochs?"),
+        ("batch_size = 1", "{path}: batch_size: no such key; did you mean train.batch_size?"),
+        ("[tables.user]\ndims = 1", "{path}: tables.user.dims: no such key; did you mean tables.user.dim?"),
         (
-            "[metrics]\nrecall_at = 5",
-            "metrics.recall_at: is not supported: there is no such section [metrics], and no such key "
-            f"elsewhere; {ALL}",
+            "[tables]\npooling = 'sum'",
+            "{path}: tables.pooling: no such key; did you mean tables.NAME.pooling?",
         ),
+        ("[trian]", "{path}: [trian]: no such section; did you mean [train]?"),
+        ("[metrics]", f"{{path}}: [metrics]: no such section; {ALL}"),
+        ("[data]\nweight = 'w'", f"{{path}}: data.weight: {NO_KEY}"),
+        ("[tables.user]\nweight = 1", f"{{path}}: tables.user.weight: {NO_KEY}"),
+        ("[train]\n'' = 1", f"{{path}}: train: {NO_KEY}"),
+        ("[metrics]\nrecall_at = 5", f"{{path}}: metrics.recall_at: {NO_SECTION}"),
+        ("train = 3", "train = 3: must be a section: a line [train] with its keys below"),
+        ("[train]\nepochs = \n", "{path}: is not valid TOML: Invalid value (at line 2, column 10)"),
+        (b"# \xe9", "{path}: is not UTF-8 text (byte 2)"),
+        (None, "{path}: cannot read the configuration: No such file or directory"),
     ],
 )
-def test_what_nothing_is_like_is_not_supported(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_refused(tmp_path: Path, text: str | bytes | None, message: str) -> None:
+    path = tmp_path / "run.toml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError) as caught:
-        _load(tmp_path, text)
-    assert str(caught.value) == f"{tmp_path}/run.toml: {message}"
+        load_config(path)
+    assert str(caught.value) == message.format(path=path)
 
 
-@pytest.mark.parametrize(
-    ("override", "nearest"),
-    [("dense.nett=x", "dense.net"), ("batch_size=8", "train.batch_size"), ("tables.dim=x", "NAME.dim")],
-)
-def test_an_unknown_override_names_the_nearest(override: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=rf"no such key; did you mean [\w.]*{nearest}"):
-        load_config(None, [override])
-
-
-def test_a_scalar_where_a_section_belongs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^train = 3: must be a section: a line \[train\]"):
-        _load(tmp_path, "train = 3")
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent.toml: cannot read the configuration: No such file"):
-        load_config(tmp_path / "absent.toml")
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the configuration: Is a directory"):
         load_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"run.toml: is not valid TOML: .*line 2"):
-        _load(tmp_path, "[train]\nepochs = \n")
-    (tmp_path / "latin.toml").write_bytes(b"# \xe9")
-    with pytest.raises(ConfigError, match=r"latin.toml: is not UTF-8 text"):
-        load_config(tmp_path / "latin.toml")
 
 
 CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",))
@@ -331,15 +289,14 @@ FULL = RunConfig(
 )
 
 
-@pytest.mark.parametrize("config", [RunConfig(), FULL], ids=["defaults", "full"])
+INTEGER = RunConfig(cluster=ClusterSection(rpc_timeout_seconds=5))
+
+
+@pytest.mark.parametrize("config", [RunConfig(), FULL, INTEGER], ids=["defaults", "full", "5 in a float key"])
 def test_toml_is_read_back_equal(tmp_path: Path, config: RunConfig) -> None:
-    assert _load(tmp_path, to_toml(config)) == config
-
-
-def test_toml_of_integers_in_float_keys_is_read_back_equal(tmp_path: Path) -> None:
-    config = RunConfig(cluster=ClusterSection(rpc_timeout_seconds=5))
-    assert _load(tmp_path, to_toml(config)) == config
-    assert decisive_values(_load(tmp_path, to_toml(config))) == decisive_values(config)
+    again = _load(tmp_path, to_toml(config))
+    assert again == config
+    assert json.dumps(decisive_values(again)) == json.dumps(decisive_values(config))
 
 
 def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
@@ -364,9 +321,8 @@ def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
 
 
 def test_the_reference_page_is_up_to_date() -> None:
-    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == describe(), (
-        "run python -m hybrid.config.file > docs/config.md"
-    )
+    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    assert page == describe(), "run hybrid config --describe > docs/config.md"
 
 
 def test_the_reference_names_every_key() -> None:
@@ -390,29 +346,21 @@ def test_the_reference_names_every_key() -> None:
     ids=lambda text: text[:10],
 )
 def test_deep_nesting_is_an_error_of_one_line(text: str, tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text(text)
-    with pytest.raises(ConfigError, match=f"^{tmp_path}/c.toml: is nested too deeply for a configuration$"):
-        load_config(tmp_path / "c.toml")
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/run.toml: is nested too deeply for a configuration$"):
+        _load(tmp_path, text)
 
 
 def test_names_with_many_dots_are_no_nesting(tmp_path: Path) -> None:
     name = ".".join("abcdefgh")
     columns = ", ".join(f'"{name}.{i}"' for i in range(500))
-    (tmp_path / "c.toml").write_text(f'[data]\nsparse = [{columns}]\n[tables."{name}.3"]\ndim = 4\n')
-    assert len(load_config(tmp_path / "c.toml").data.sparse) == 500
-
-
-def test_importing_does_not_import_torch() -> None:
-    code = "import sys, hybrid.config.file; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    config = _load(tmp_path, f'[data]\nsparse = [{columns}]\n[tables."{name}.3"]\ndim = 4\n')
+    assert len(config.data.sparse) == 500
 
 
 def test_every_key_is_read_somewhere() -> None:
     """A key that nothing reads would be accepted, documented, and change nothing."""
-    root = Path(__file__).parents[3]
-    files = [p for package in ("hybrid", "workers") for p in (root / package).rglob("*.py")]
-    code = "\n".join(p.read_text(encoding="utf-8") for p in files if p.name != "config.py")
-    sections = [value for value in vars(RunConfig()).values() if dataclasses.is_dataclass(value)]
-    keys = [f.name for section in sections for f in dataclasses.fields(section)]
+    files = [path for package in ("hybrid", "workers") for path in (ROOT / package).rglob("*.py")]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    keys = [key for keys in SECTION_KEYS.values() for key in keys]
     assert len(keys) > 50
     assert [key for key in keys if not re.search(rf"\.{key}\b", code)] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from support.hostile import check_line
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml
+from hybrid.config.sections import SECTION_KEYS
 from hybrid.errors import ConfigError
 
 MANY = settings(
@@ -19,12 +19,7 @@ MANY = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-SECTIONS = {
-    field.name: [key.name for key in dataclasses.fields(getattr(RunConfig(), field.name))]
-    for field in dataclasses.fields(RunConfig)
-    if field.name != "tables"
-}
-KEYS = [f"{section}.{key}" for section, keys in SECTIONS.items() for key in keys]
+KEYS = [f"{section}.{key}" for section, keys in SECTION_KEYS.items() for key in keys]
 VALUES = st.one_of(
     st.sampled_from(
         (
@@ -46,7 +41,7 @@ OVERRIDES = st.lists(
     max_size=4,
 )
 LINES = st.one_of(
-    st.sampled_from([f"[{section}]" for section in [*SECTIONS, "tables.C1", "nothing", "tables"]]),
+    st.sampled_from([f"[{section}]" for section in [*SECTION_KEYS, "tables.C1", "nothing", "tables"]]),
     st.builds("{} = {}".format, st.sampled_from([key.partition(".")[2] for key in KEYS]), VALUES),
     st.text(max_size=20),
 )
@@ -55,11 +50,10 @@ LINES = st.one_of(
 def loaded(path: Path | None, overrides: list[str]) -> RunConfig | None:
     """The configuration, or None where it is refused in one line."""
     try:
-        config = load_config(path, overrides)
+        return load_config(path, overrides)
     except ConfigError as error:
         check_line(error)
         return None
-    return config
 
 
 @MANY

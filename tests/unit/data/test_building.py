@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import ROOT
 
 from hybrid.data import building as module
 from hybrid.data.building import building, remove_abandoned
@@ -26,8 +27,7 @@ with building(Path(sys.argv[1]) / "x", "whole") as folder:
 
 def build_and_hang(parent: Path) -> subprocess.Popen[bytes]:
     """A process that has begun to build, and waits to be killed."""
-    root = Path(__file__).parents[3]
-    process = subprocess.Popen([sys.executable, "-c", HANGING, parent], stdout=subprocess.PIPE, cwd=root)
+    process = subprocess.Popen([sys.executable, "-c", HANGING, parent], stdout=subprocess.PIPE, cwd=ROOT)
     assert process.stdout is not None
     assert process.stdout.readline() == b"\n"
     return process

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from hybrid.config import DataSection, RunConfig
 from hybrid.data.canonical import canonical, canonical_text
 from hybrid.data.columns import labels, numbers, values
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.prepared import encode_files, prepare
 
 
 @pytest.mark.parametrize(
@@ -110,26 +105,3 @@ def test_lists_are_folded_item_by_item() -> None:
     found = values(pa.array([[5.0, 2.0**53], None, [float("nan"), 7.5]]), ())
     assert found.coded.to_pylist() == [["5", str(2**53)], [], ["7.5"]]
     assert found.inexact_B.tolist() == [True, False, False]
-
-
-def test_what_pandas_writes_is_known_to_a_model_of_integers(tmp_path: Path) -> None:
-    """One missing value makes floats of a whole column of integers."""
-    ids = [i % 7 for i in range(200)]
-    plain = tmp_path / "train.csv"
-    plain.write_text("label,user\n" + "".join(f"{i % 2},{user}\n" for i, user in enumerate(ids)))
-    data = DataSection(format="csv", path=(str(plain),), sparse=("user",), test_fraction=0.0)
-    folder = prepare(RunConfig(data=data), tmp_path / "cache")
-    encoder = FeatureEncoder.load(folder)
-    floats = tmp_path / "new.csv"
-    floats.write_text(
-        "label,user\n" + "".join(f"{i % 2}.0,{user}.0\n" for i, user in enumerate(ids)) + "1,\n"
-    )
-    table = pa.table({"label": [i % 2 == 1 for i in range(201)], "user": [*map(float, ids), None]})
-    pq.write_table(table, tmp_path / "new.parquet")
-    expected = [1 + encoder.sparse[0].values.index(str(user)) for user in ids]
-    for path, form in ((floats, "csv"), (tmp_path / "new.parquet", "parquet")):
-        config = RunConfig(data=DataSection(format=form))
-        dataset = encode_files(config, [str(path)], encoder, tmp_path / form)
-        ids_L = dataset.gather(np.arange(dataset.num_samples), 1).sparse_features.ids_L
-        assert ids_L.tolist() == [*expected, 0]
-        assert dataset.report.unknown[0].count == 0

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.commands import ROOT
 
 from hybrid.config import DataSection
 from hybrid.data.columns import values
@@ -56,8 +57,7 @@ def test_hashing_keeps_row_zero_for_missing_values() -> None:
 def test_the_hash_is_the_same_in_every_process() -> None:
     assert stable_hash("68fd1e64") == 16152645408540456209
     code = "from hybrid.data.encode import stable_hash; print(stable_hash('ü'))"
-    root = Path(__file__).parents[3]
-    other = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(other.stdout) == stable_hash("ü")
 
 
@@ -99,8 +99,6 @@ def test_bags_of_ids() -> None:
     assert encoded.ids_BK.shape == (3, 0)
     [bags] = encoded.bags
     assert (bags.ids_L.tolist(), bags.lengths_B.tolist()) == ([2, 0, 1], [2, 0, 1])
-    [selected] = encoded.select(np.array([True, True, False])).bags
-    assert (selected.ids_L.tolist(), selected.lengths_B.tolist()) == ([2, 0], [2, 0])
 
 
 def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
@@ -119,22 +117,12 @@ def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
     encoder.save(tmp_path)
     loaded = FeatureEncoder.load(tmp_path)
     assert loaded == encoder
-    np.testing.assert_array_equal(loaded.encode(block).dense_BF, encoder.encode(block).dense_BF)
-    np.testing.assert_array_equal(loaded.encode(block).ids_BK, encoder.encode(block).ids_BK)
+    for left, right in zip(loaded.encode(block), encoder.encode(block), strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
-def test_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no row is left to train on; check data\.path"):
-        FeatureEncoder.fit([], DATA)
-    with pytest.raises(DataError, match=r"features\.json: cannot be read"):
-        FeatureEncoder.load(tmp_path)
-    (tmp_path / "features.json").write_text('{"format": 99}')
-    with pytest.raises(DataError, match="format 99, this version reads 2"):
-        FeatureEncoder.load(tmp_path)
-
-
-WRONG = [
-    *(100_000 * "[", "[]", "{}"),
+SOUND = {"format": FORMAT_VERSION, "numeric_transform": "none", "dense": [], "sparse": []}
+WRONG: list[dict[str, Any]] = [
     {"dense": 3},
     {"dense": [{"name": "x", "mean": "0", "deviation": 1.0}]},
     {"dense": [{"name": "x", "mean": 0.0, "deviation": 0.0}]},
@@ -150,13 +138,23 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("change", WRONG, ids=lambda change: str(change)[:60])
-def test_a_file_that_somebody_else_has_made_is_an_error_of_one_line(tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read"),
+        (100_000 * "[", "cannot be read"),
+        ("[]", "format None, this version reads 2"),
+        ("{}", "format None, this version reads 2"),
+        ('{"format": 99}', "format 99, this version reads 2"),
+        *((json.dumps({**SOUND, **change}), "does not say how columns become numbers") for change in WRONG),
+    ],
+    ids=lambda value: str(value)[-60:],
+)
+def test_a_file_that_is_no_encoder_is_an_error_of_one_line(
+    tmp_path: Path, text: str | None, reason: str
+) -> None:
     path = tmp_path / "features.json"
-    content = {"format": FORMAT_VERSION, "numeric_transform": "none", "dense": [], "sparse": []}
-    path.write_text(change if isinstance(change, str) else json.dumps({**content, **change}))
-    reason = "does not say how columns become numbers"
-    if isinstance(change, str):
-        reason = "cannot be read|format None"
-    with pytest.raises(DataError, match=f"^{path}: ({reason})[^\n]*$"):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=f"^{path}: {reason}[^\n]*$"):
         FeatureEncoder.load(tmp_path)

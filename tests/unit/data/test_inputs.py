@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.samples import csv_config, prepared
 
-from hybrid.config import DataSection, RunConfig, RunSection
+from hybrid.config import RunConfig, RunSection
 from hybrid.data import checksums, manifest
 from hybrid.data.bad_rows import BadRowLog
 from hybrid.data.inputs import input_files, list_files
@@ -22,17 +22,13 @@ from hybrid.errors import ConfigError, DataError
 
 ROW_BYTES = 8
 LARGE = 2 * checksums.NUM_BLOCKS * checksums.BLOCK_BYTES // ROW_BYTES  # rows of a file that is sampled
+config_of = partial(csv_config, sparse=("c",))
 
 
 def write(path: Path, num_rows: int = 200, label: Callable[[int], int] = lambda i: i % 2) -> Path:
     """A CSV of two columns and rows of 8 bytes each, the header as well."""
     path.write_text("label,c\n" + "".join(f"{label(i)},{i % 97:05}\n" for i in range(1, num_rows)))
     return path
-
-
-def config_of(*paths: Path, **changes: Any) -> RunConfig:
-    data = DataSection(format="csv", path=tuple(map(str, paths)), sparse=("c",))
-    return RunConfig(data=dataclasses.replace(data, **changes))
 
 
 def replace(path: Path, old: bytes, new: bytes, at: int = 0) -> None:
@@ -57,8 +53,7 @@ def test_a_file_replaced_with_the_same_size_and_time_is_prepared_anew(tmp_path: 
 def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
     """A change between the samples of a large file."""
     path = write(tmp_path / "a.csv", LARGE)
-    config = config_of(path)
-    whole = config_of(path, checksum="whole")
+    config, whole = config_of(path), config_of(path, checksum="whole")
     folders = [prepare(each, tmp_path / "cache") for each in (config, whole)]
     sampled = checksums.sampled(path)
     replace(path, b"\n1,", b"\n0,", at=checksums.BLOCK_BYTES + 8)
@@ -67,30 +62,28 @@ def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
     assert prepare(whole, tmp_path / "cache") not in folders
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_samples_include_both_ends(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [
+        (3 << 20, (0, -1, -checksums.BLOCK_BYTES)),
+        *((size, (*range(0, size, 10_000), size - 1)) for size in (1, 32 << 10, (32 << 10) + 1, 1 << 20)),
+        (0, ()),
+    ],
+)
+def test_samples_are_of_both_ends_and_of_all_of_a_small_file(
+    tmp_path: Path, size: int, places: tuple[int, ...]
+) -> None:
     path = tmp_path / "file"
-    content = bytearray(3 << 20)
-    path.write_bytes(content)
-    before = checksums.sampled(path)
-    content[(0, -1, len(content) - checksums.BLOCK_BYTES)[at]] = 1
-    path.write_bytes(content)
-    assert checksums.sampled(path) != before
-    path.write_bytes(bytes(3 << 20) + b"\0")
-    assert checksums.sampled(path) != before
-
-
-@pytest.mark.parametrize("size", [0, 1, 32 << 10, (32 << 10) + 1, 1 << 20])
-def test_small_files_are_looked_at_whole(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "file"
-    found = set()
-    for place in {-1, *range(0, size, 10_000), size - 1}:
+    contents = {bytes(size), bytes(size + 1)}
+    for place in places:
         content = bytearray(size)
-        if place >= 0:
-            content[place] = 1
-        path.write_bytes(content)
+        content[place] = 1
+        contents.add(bytes(content))
+    found = set()
+    for each in contents:
+        path.write_bytes(each)
         found.add(checksums.sampled(path))
-    assert len(found) == len({-1, *range(0, size, 10_000), size - 1})
+    assert len(found) == len(contents)
 
 
 def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:
@@ -113,40 +106,26 @@ def test_arrays_are_looked_at_whole_where_asked(tmp_path: Path) -> None:
         prepare(config, tmp_path / "cache")
 
 
-def manifests(tmp_path: Path, before: RunConfig, change: Callable[[], RunConfig]) -> list[DataManifest]:
-    folders = [prepare(before, tmp_path / "cache")]
-    folders.append(prepare(change(), tmp_path / "cache"))
-    return [DataManifest.read(folder / manifest.FILE_NAME) for folder in folders]
+def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
+    def manifest_of(config: RunConfig) -> DataManifest:
+        return DataManifest.read(prepare(config, tmp_path / "cache") / manifest.FILE_NAME)
 
+    def refused(config: RunConfig) -> str:
+        with pytest.raises(DataError) as caught:
+            then.check_same(manifest_of(config), "resume")
+        return str(caught.value)
 
-def test_a_run_that_goes_on_names_the_file_that_has_changed(tmp_path: Path) -> None:
     first, second = write(tmp_path / "a.csv"), write(tmp_path / "b.csv")
     config = config_of(first, second)
-
-    def change() -> RunConfig:
-        replace(second, b"\n1,", b"\n0,")
-        return config
-
-    then, now = manifests(tmp_path, config, change)
-    with pytest.raises(DataError, match=rf"^{second}: has changed since the run began; resume$"):
-        then.check_same(now, "resume")
-
-
-def test_what_leaves_the_samples_alone_is_no_change(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv")
-    then, now = manifests(tmp_path, config_of(path), lambda: config_of(path.rename(tmp_path / "b.csv")))
-    then.check_same(now, "resume")
-
-
-def test_other_files_and_other_keys_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv")
-    more = config_of(path, path)
-    then, now = manifests(tmp_path, config_of(path), lambda: more)
-    with pytest.raises(DataError, match=r"name 2 train file\(s\), and 1 when the run began; resume"):
-        then.check_same(now, "resume")
-    then, now = manifests(tmp_path, config_of(path), lambda: config_of(path).replace(run=RunSection(seed=9)))
-    with pytest.raises(DataError, match="the data section makes other samples of its files"):
-        then.check_same(now, "resume")
+    then = manifest_of(config)
+    keys = "the data section makes other samples of its files than when the run began"
+    assert refused(config.replace(run=RunSection(seed=9))) == f"{keys}; resume"
+    files = "data.path and data.test_path name 1 train file(s), and 2 when the run began"
+    assert refused(config_of(first)) == f"{files}; resume"
+    moved = first.rename(tmp_path / "c.csv")
+    then.check_same(manifest_of(config_of(moved, second)), "resume")  # the samples are the same
+    replace(second, b"\n1,", b"\n0,")
+    assert refused(config_of(moved, second)) == f"{second}: has changed since the run began; resume"
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +181,5 @@ def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> N
 
 def test_test_rows_of_one_label_are_noted(tmp_path: Path) -> None:
     test = write(tmp_path / "test.csv", 50, label=lambda i: 1)
-    folder = prepare(config_of(write(tmp_path / "a.csv"), test_path=(str(test),)), tmp_path / "cache")
-    assert PreparedDataset.open(folder, "test").report.only_label == 1
-    assert PreparedDataset.open(folder, "train").report.only_label is None
+    config = config_of(write(tmp_path / "a.csv"), test_path=(str(test),))
+    assert [split.report.only_label for split in prepared(config, tmp_path / "cache")] == [None, 1]

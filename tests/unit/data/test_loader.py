@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import DataSection, RunConfig
 from hybrid.data.loader import BatchLoader, BatchStream, share
 from hybrid.data.order import ShuffledOrder
-from hybrid.data.prepared import prepare
 from hybrid.data.storage import PreparedDataset
 
 NUM_ROWS = 1003
@@ -24,12 +25,10 @@ NUM_ROWS = 1003
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     """1003 rows; the numeric column of row i is i."""
     folder = tmp_path_factory.mktemp("loader")
-    path = folder / "train.csv"
-    path.write_text("label,x,c\n" + "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(NUM_ROWS)))
-    data = DataSection(
-        format="csv", path=(str(path),), dense=("x",), sparse=("c",), standardise=False, test_fraction=0.0
-    )
-    return PreparedDataset.open(prepare(RunConfig(data=data), folder), "train")
+    rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(NUM_ROWS))
+    path = write(folder / "train.csv", f"label,x,c\n{rows}")
+    config = csv_config(path, dense=("x",), sparse=("c",), standardise=False, test_fraction=0.0)
+    return prepared(config, folder)[0]
 
 
 def rows_of(loader: BatchLoader, epoch: int, first_step: int = 0) -> list[list[int]]:
@@ -80,16 +79,12 @@ def test_shares_are_balanced_and_contiguous(size: int, parts: int) -> None:
 def test_a_step_is_the_same_for_any_number_of_trainers(
     dataset: PreparedDataset, shuffle: bool, num_trainers: int
 ) -> None:
-    alone = rows_of(BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle), epoch=2)
+    loader = BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle)
+    alone = rows_of(loader, epoch=2)
     assert [len(step) for step in alone] == [100] * 10 + [3]
     assert sorted(itertools.chain(*alone)) == list(range(NUM_ROWS))
     shares = [
-        rows_of(
-            BatchLoader(
-                dataset, batch_size=100, seed=4, shuffle=shuffle, trainer_index=t, num_trainers=num_trainers
-            ),
-            epoch=2,
-        )
+        rows_of(dataclasses.replace(loader, trainer_index=t, num_trainers=num_trainers), epoch=2)
         for t in range(num_trainers)
     ]
     assert [list(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == alone
@@ -111,9 +106,8 @@ def test_an_epoch_can_be_taken_up_at_any_step(dataset: PreparedDataset) -> None:
     assert rows_of(loader, epoch=1, first_step=9) == whole[9:]
     assert rows_of(loader, epoch=1, first_step=loader.steps_per_epoch) == []
     assert rows_of(loader, epoch=0) != whole
-    assert rows_of(BatchLoader(dataset, batch_size=64), epoch=0) == rows_of(
-        BatchLoader(dataset, batch_size=64), epoch=1
-    )
+    as_they_are = BatchLoader(dataset, batch_size=64)
+    assert rows_of(as_they_are, epoch=0) == rows_of(as_they_are, epoch=1)
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -124,6 +118,7 @@ def test_closing_early_ends_the_thread(dataset: PreparedDataset) -> None:
     stream = BatchLoader(dataset, batch_size=10, prefetch_batches=1).batches(0)
     next(stream)
     assert reader_threads()
+    time.sleep(0.05)  # by now it waits until there is room
     stream.close()
     assert not reader_threads()
     assert list(stream) == []

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.samples import csv_config, prepared, write
 
+from hybrid.batch import Batch
 from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data import columns, manifest
 from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
@@ -25,33 +28,24 @@ from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
 NUM_ROWS = 1000
-
-
-def config_of(path: Path, **changes: Any) -> RunConfig:
-    data = DataSection(format="csv", path=(str(path),), dense=("x",), sparse=("city", "tags"))
-    return RunConfig(data=dataclasses.replace(data, **changes))
+config_of = partial(csv_config, dense=("x",), sparse=("city", "tags"))
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     """A CSV whose row i holds x = i, city = c(i % 5), and i % 3 tags."""
     rows = [f"{i % 2},{i},c{i % 5},{'|'.join(f't{j}' for j in range(i % 3))}" for i in range(NUM_ROWS)]
-    path = tmp_path / "train.csv"
-    path.write_text("label,x,city,tags\n" + "\n".join(rows))
-    return path
+    return write(tmp_path / "train.csv", "label,x,city,tags\n" + "\n".join(rows))
 
 
-def ids_of(dataset: PreparedDataset, rows: list[int]) -> torch.Tensor:
-    return dataset.gather(np.array(rows), 1).sparse_features.ids_L
+def whole(dataset: PreparedDataset) -> Batch:
+    return dataset.gather(np.arange(dataset.num_samples), 1)
 
 
 def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> None:
-    other = tmp_path / "test.csv"
-    other.write_text(f"{table.read_text()}\n")
+    other = write(tmp_path / "test.csv", f"{table.read_text()}\n")
     config = config_of(table, standardise=False, test_path=(str(other),))
-    folder = prepare(config, tmp_path / "cache")
-    for split in ("train", "test"):
-        dataset = PreparedDataset.open(folder, split)
+    for dataset in prepared(config, tmp_path / "cache"):
         assert dataset.num_samples == NUM_ROWS
         assert dataset.source_rows.tolist() == list(range(NUM_ROWS))
         batch = dataset.gather(np.array([999, 0, 7]), global_size=12)
@@ -59,14 +53,13 @@ def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> Non
         assert batch.labels.tolist() == [1, 0, 1]
         assert batch.global_size == 12
         assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
-    assert dataset.report.positive_fraction == 0.5
-    assert FeatureEncoder.load(folder).input_spec == dataset.input_spec
+        assert dataset.report.positive_fraction == 0.5
+        assert FeatureEncoder.load(dataset.folder).input_spec == dataset.input_spec
 
 
 def test_one_id_features_gather_without_offsets(tmp_path: Path, table: Path) -> None:
-    folder = prepare(config_of(table, test_fraction=0.0), tmp_path / "cache")
-    dataset = PreparedDataset.open(folder, "train")
-    values = FeatureEncoder.load(folder).sparse[1].values
+    dataset, _ = prepared(config_of(table, test_fraction=0.0), tmp_path / "cache")
+    values = FeatureEncoder.load(dataset.folder).sparse[1].values
     assert set(values) == {"t0", "t0|t1"}
     sparse = dataset.gather(np.array([3, 2, 1, 0]), 4).sparse_features
     tags = [0, 1 + values.index("t0|t1"), 1 + values.index("t0"), 0]
@@ -76,8 +69,8 @@ def test_one_id_features_gather_without_offsets(tmp_path: Path, table: Path) -> 
 
 
 def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
-    folder = prepare(config_of(table, multi_hot_separator="|", test_fraction=0.0), tmp_path / "cache")
-    dataset = PreparedDataset.open(folder, "train")
+    config = config_of(table, multi_hot_separator="|", test_fraction=0.0)
+    dataset, _ = prepared(config, tmp_path / "cache")
     sparse = dataset.gather(np.array([5, 0, 2, 1]), 4).sparse_features
     assert sparse.offsets is not None
     assert sparse.offsets.tolist() == [0, 1, 2, 3, 4, 6, 6, 8, 9]
@@ -92,7 +85,7 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
 
 def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
     spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True),))
-    with SplitWriter(tmp_path / "train", spec) as writer:
+    with closing(SplitWriter(tmp_path / "train", spec)) as writer:
         for lengths in ([1, 0], [], [2, 1]):
             size = len(lengths)
             bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
@@ -109,32 +102,30 @@ def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path)
     config = config_of(table, test_fraction=0.2, standardise=False)
     splits = {}
     for seed in (1, 2):
-        folder = prepare(config.replace(run=RunSection(seed=seed)), tmp_path / "cache")
-        train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+        train, test = prepared(config.replace(run=RunSection(seed=seed)), tmp_path / "cache")
         together = np.concatenate([train.source_rows, test.source_rows])
         assert sorted(together.tolist()) == list(range(NUM_ROWS))
         assert 150 < test.num_samples < 250
         assert test.source_rows.min() < 50
-        rows = test.gather(np.arange(test.num_samples), 1).dense_features[:, 0]
-        assert rows.tolist() == test.source_rows.tolist()
+        assert whole(test).dense_features[:, 0].tolist() == test.source_rows.tolist()
         splits[seed] = test.source_rows.tolist()
     assert splits[1] != splits[2]
 
 
 def test_only_training_rows_are_learnt_from(tmp_path: Path) -> None:
-    path = tmp_path / "train.csv"
-    path.write_text("label,x,city\n" + "".join(f"{i % 2},{i},v{i}\n" for i in range(200)))
-    config = config_of(path, sparse=("city",), test_fraction=0.3)
-    folder = prepare(config, tmp_path / "cache")
-    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
-    assert not ids_of(test, list(range(test.num_samples))).any()
-    assert sorted(ids_of(train, list(range(train.num_samples)))) == list(range(1, train.num_samples + 1))
-    dense = train.gather(np.arange(train.num_samples), 1).dense_features
+    rows = "".join(f"{i % 2},{i},v{i}\n" for i in range(200))
+    path = write(tmp_path / "train.csv", f"label,x,city\n{rows}")
+    train, test = prepared(config_of(path, sparse=("city",), test_fraction=0.3), tmp_path / "cache")
+    assert not whole(test).sparse_features.ids_L.any()
+    dense, sparse, *_ = whole(train)
+    assert sorted(sparse.ids_L) == list(range(1, train.num_samples + 1))
     assert dense.mean().item() == pytest.approx(0, abs=1e-6)
     assert dense.std(correction=0).item() == pytest.approx(1, abs=1e-6)
 
 
-def test_prepared_data_is_reused_until_something_changes(tmp_path: Path, table: Path) -> None:
+def test_prepared_data_is_reused_until_something_changes(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = tmp_path / "cache"
     config = config_of(table)
     first = prepare(config, cache)
@@ -146,6 +137,9 @@ def test_prepared_data_is_reused_until_something_changes(tmp_path: Path, table: 
     assert said == [f"prepared data found in {first}"]
     others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
     assert len({first, *(prepare(other, cache) for other in others)}) == 3
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "FORMAT_VERSION", 99)
+        assert prepare(config, cache) != first
     os.utime(table, ns=(1, 1))
     assert prepare(config, cache) != first
 
@@ -169,49 +163,33 @@ def test_runs_that_prepare_at_the_same_time_agree(tmp_path: Path, table: Path) -
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [folders[0].name]
 
 
-def test_a_failed_preparation_leaves_nothing(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def disk_full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(DataManifest, "write", disk_full)
-    with pytest.raises(DataError, match=r"No space left on device.*data\.cache_folder"):
-        prepare(config_of(table), tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
 def test_bad_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
     table.write_text(table.read_text().replace("\n1,7,", "\n1,seven,"))
-    folder = prepare(config_of(table), tmp_path / "cache")
-    report = PreparedDataset.open(folder, "train").report
-    assert report.bad_rows.total == 1
-    assert report.bad_rows.examples == (f"{table}:9: x is 'seven', expected a finite number",)
-    assert PreparedDataset.open(folder, "test").report.bad_rows.total == 0
-    assert 7 not in PreparedDataset.open(folder, "train").source_rows
+    train, test = prepared(config_of(table), tmp_path / "cache")
+    assert train.report.bad_rows.total == 1
+    assert train.report.bad_rows.examples == (f"{table}:9: x is 'seven', expected a finite number",)
+    assert test.report.bad_rows.total == 0
+    assert 7 not in train.source_rows
 
 
 def test_new_files_are_encoded_as_the_training_rows_were(tmp_path: Path, table: Path) -> None:
     config = config_of(table, test_fraction=0.0)
-    folder = prepare(config, tmp_path / "cache")
-    encoder = FeatureEncoder.load(folder)
-    again = encode_files(config, [str(table)], encoder, tmp_path / "again")
-    train = PreparedDataset.open(folder, "train")
-    rows = np.arange(NUM_ROWS)
-    for left, right in zip(train.gather(rows, 1)[::2], again.gather(rows, 1)[::2], strict=True):
-        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
-    assert torch.equal(ids_of(train, rows.tolist()), ids_of(again, rows.tolist()))
+    train, _ = prepared(config, tmp_path / "cache")
+    again = encode_files(config, [str(table)], FeatureEncoder.load(train.folder), tmp_path / "again")
+    left, right = whole(train), whole(again)
+    assert torch.equal(left.dense_features, right.dense_features)
+    assert torch.equal(left.sparse_features.ids_L, right.sparse_features.ids_L)
+    assert torch.equal(left.labels, right.labels)
 
 
 def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: Path, table: Path) -> None:
     config = config_of(table, standardise=False)
     encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
-    new = tmp_path / "new.csv"
-    new.write_text("tags,city,x\n" + "t0,c1,1\nbroken\nt0,nowhere,3\n" + "t0,c1,9\n" * 20)
+    text = "tags,city,x\nt0,c1,1\nbroken\nt0,nowhere,3\n" + "t0,c1,9\n" * 20
+    new = write(tmp_path / "new.csv", text)
     dataset = encode_files(config, [str(new)], encoder, tmp_path / "new", with_labels=False)
     assert dataset.source_rows[:3].tolist() == [0, 2, 3]
     assert dataset.report.positive_fraction is None
-    assert not dataset.has_labels
     batch = dataset.gather(np.array([0, 1]), 2)
     assert batch.dense_features.tolist() == [[1], [3]]
     assert batch.labels.isnan().all()
@@ -220,10 +198,9 @@ def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: P
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
-    empty = tmp_path / "empty.csv"
-    empty.write_text(text)
+    empty = write(tmp_path / "empty.csv", text)
     columns = ("label", "x", "city", "tags")
-    with pytest.raises(DataError, match="no row is left to train on"):
+    with pytest.raises(DataError, match=r"^no row is left to train on; check data\.path and data\.test_fr"):
         prepare(config_of(empty, columns=columns), tmp_path / "cache")
     config = config_of(table, columns=columns, max_bad_fraction=0.2, test_path=(str(empty),))
     with pytest.raises(DataError, match=r"empty\.csv: no rows; check data\.test_path"):
@@ -254,70 +231,62 @@ def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: 
     assert [line for line in said if "1,000" in line][:2] == ["reading rows: 1,000 rows so far"] * 2  # passes
 
 
-ROWS_SPEC = InputSpec(("price",), (FeatureSpec("item", 50), FeatureSpec("tags", 8, multi_hot=True)))
-
-
-def of_rows(tmp_path: Path, file: Path, separator: str) -> PreparedDataset:
-    """A file of numbers as they are and of rows as ids, for a model that was not trained on files."""
-    config = RunConfig(data=DataSection(multi_hot_separator=separator))
-    encoder = FeatureEncoder.of_rows(ROWS_SPEC)
-    return encode_files(config, [str(file)], encoder, tmp_path / f"new{separator}", with_labels=False)
-
-
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_model_of_rows_takes_files_of_rows(kind: str, tmp_path: Path) -> None:
-    columns = {"price": [0.5, 2.0], "item": ["7", "99"], "tags": ["1|3", ""]}
-    file = tmp_path / f"new.{kind}"
+def test_a_model_that_was_not_trained_on_files_takes_files_of_rows(kind: str, tmp_path: Path) -> None:
+    """Also where pandas has made floats of a column of integers, since one was missing."""
+    file = write(tmp_path / "new.csv", "price,item,tags\n0.5,7.0,1|3\n2.0,99.0,\n")
     if kind == "parquet":
-        pq.write_table(pa.table(columns), file)
-    else:
-        rows = zip(*columns.values(), strict=True)
-        file.write_text("\n".join([",".join(columns), *(",".join(map(str, row)) for row in rows)]))
-    dataset = of_rows(tmp_path, file, "|")
-    batch = dataset.gather(np.array([0, 1]), 2)
-    assert batch.dense_features.flatten().tolist() == [0.5, 2.0]
-    assert batch.sparse_features.ids_L.tolist() == [7, 0, 1, 3]  # 99 is no row: unknown
+        table, file = pyarrow.csv.read_csv(file), tmp_path / "new.parquet"
+        pq.write_table(table, file)
+    spec = InputSpec(("price",), (FeatureSpec("item", 50), FeatureSpec("tags", 8, multi_hot=True)))
+
+    def encoded(separator: str) -> PreparedDataset:
+        config = RunConfig(data=DataSection(multi_hot_separator=separator))
+        encoder = FeatureEncoder.of_rows(spec)
+        return encode_files(config, [str(file)], encoder, tmp_path / f"new{separator}", with_labels=False)
+
+    dataset = encoded("|")
+    dense, sparse, *_ = whole(dataset)
+    assert dense.flatten().tolist() == [0.5, 2.0]
+    assert sparse.ids_L.tolist() == [7, 0, 1, 3]  # 99 is no row: unknown
+    assert dataset.report.unknown[0].count == 1
     if kind == "csv":
         with pytest.raises(
             ConfigError, match=r"^data.multi_hot_separator: must be set .* tags holds several"
         ):
-            of_rows(tmp_path, file, "")
+            encoded("")
 
 
-def test_fingerprint_covers_the_format_version(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+NO_MEMORY = r"^out of memory while preparing the data: .*give it more, or set data\.vocabulary = hash"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (DataError("the run has ended"), "^the run has ended$"),
+        (OSError(28, "No space left on device"), r"No space left on device.*data\.cache_folder"),
+        (MemoryError("no"), NO_MEMORY),
+    ],
+)
+def test_a_preparation_that_fails_leaves_nothing(
+    error: Exception, message: str, tmp_path: Path, table: Path
 ) -> None:
-    first = prepare(config_of(table), tmp_path / "cache")
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", 99)
-    assert prepare(config_of(table), tmp_path / "cache") != first
+    cache = tmp_path / "cache"
 
-
-@pytest.mark.parametrize("error", [MemoryError("no"), pa.ArrowMemoryError("malloc of size 9 failed")])
-def test_memory_that_runs_out_is_said_and_nothing_is_left(
-    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch, error: MemoryError
-) -> None:
-    config = config_of(table)
-    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
-
-    def starve(*args: Any) -> None:
+    def check() -> None:
+        assert list(cache.iterdir())
         raise error
 
-    message = r"^out of memory while preparing the data: .*give it more, or set data\.vocabulary = hash"
+    with pytest.raises(DataError, match=message):
+        prepare(config_of(table), cache, check=check)
+    assert not list(cache.iterdir())
+
+
+def test_memory_that_arrow_does_not_get(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starve(*args: object) -> None:
+        raise pa.ArrowMemoryError("malloc of size 9 failed")
+
     monkeypatch.setattr(columns, "values", starve)
-    with pytest.raises(DataError, match=message):
-        prepare(config_of(table, standardise=False), tmp_path / "other")
-    assert not list((tmp_path / "other").iterdir())
-    with pytest.raises(DataError, match=message):
-        encode_files(config, [str(table)], encoder, tmp_path / "new")
-
-
-def test_a_preparation_that_is_not_wanted_any_more_ends_and_leaves_nothing(
-    tmp_path: Path, table: Path
-) -> None:
-    def check() -> None:
-        assert list((tmp_path / "cache").iterdir())
-        raise DataError("the run has ended")
-
-    with pytest.raises(DataError, match="the run has ended"):
-        prepare(config_of(table), tmp_path / "cache", check=check)
-    assert not list((tmp_path / "cache").iterdir())
+    encoder = FeatureEncoder.of_rows(InputSpec(("x",), (FeatureSpec("city", 9),)))
+    with pytest.raises(DataError, match=NO_MEMORY):
+        encode_files(config_of(table), [str(table)], encoder, tmp_path / "new")

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.commands import ROOT
+from support.samples import prepared
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
 
-ROOT = Path(__file__).parents[3]
 REAL = ROOT.parent / "shared" / "data"
 
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason="the real data sets are not in ../shared/data")
@@ -26,8 +25,7 @@ def config_of(name: str, train: str, *test: str) -> RunConfig:
 
 def test_adult(tmp_path: Path) -> None:
     config = config_of("adult", "adult/adult.data.gz", "adult/adult.test.gz")
-    folder = prepare(config, tmp_path)
-    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+    train, test = prepared(config, tmp_path)
     assert (train.num_samples, test.num_samples) == (32_561, 16_281)
     assert train.report.bad_rows.total == 0
     assert test.report.bad_rows.total == 1
@@ -44,8 +42,7 @@ def test_adult(tmp_path: Path) -> None:
 
 def test_criteo(tmp_path: Path) -> None:
     config = config_of("criteo", "criteo/train.csv.gz", "criteo/dev.csv", "criteo/test.csv")
-    folder = prepare(config, tmp_path)
-    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+    train, test = prepared(config, tmp_path)
     assert (train.num_samples, test.num_samples) == (7_200, 409 + 391)
     assert train.report.bad_rows.total == test.report.bad_rows.total == 0
     dense_BF = train.gather(np.arange(7_200), 1).dense_features

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from support.samples import prepared
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data import synthetic
 from hybrid.data.encode import FeatureEncoder
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
-from hybrid.data.synthetic import TABLE_ROWS, ClickLog, best_scores
+from hybrid.data.synthetic import TABLE_ROWS, ClickLog
+from hybrid.metrics import binary_metrics
 
 
 def only_block(log: ClickLog, split: str, rows: int) -> synthetic.SyntheticBlock:
@@ -32,8 +33,7 @@ def test_same_seed_same_log() -> None:
 
 def test_the_shape_is_criteos(tmp_path: Path) -> None:
     config = RunConfig(data=DataSection(synthetic_rows=70_000, synthetic_test_rows=10_000))
-    folder = prepare(config, tmp_path)
-    train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+    train, test = prepared(config, tmp_path)
     assert (train.num_samples, test.num_samples) == (70_000, 10_000)
     assert len(train.input_spec.dense_features) == 13
     assert tuple(feature.num_rows for feature in train.input_spec.sparse_features) == TABLE_ROWS
@@ -46,11 +46,19 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
     assert (ids_KB[-1] < TABLE_ROWS[-1] / 8).float().mean().item() == pytest.approx(0.5, abs=0.01)
     assert train.report.positive_fraction == pytest.approx(0.25, abs=0.02)
     assert batch.labels.mean().item() == pytest.approx(train.report.positive_fraction)
-    assert test.report.best_auc is not None
-    assert 0.78 < test.report.best_auc < 0.86
-    assert test.report.best_log_loss is not None
-    assert test.report.best_log_loss < 0.45
-    assert FeatureEncoder.load(folder).input_spec == train.input_spec
+    assert 0.78 < (test.report.best_auc or 0) < 0.86
+    assert (test.report.best_log_loss or 1) < 0.45
+    assert FeatureEncoder.load(train.folder).input_spec == train.input_spec
+
+
+def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
+    config = RunConfig(data=DataSection(synthetic_rows=9, synthetic_test_rows=1))
+    _, test = prepared(config, tmp_path)
+    assert test.report.best_auc is None
+    block = only_block(ClickLog(1), "test", 1)
+    probability = synthetic.sigmoid(block.logits_B).item()
+    expected = -np.log(probability if block.labels_B else 1 - probability)
+    assert test.report.best_log_loss == pytest.approx(expected)
 
 
 def test_the_truth_is_calibrated_and_products_matter() -> None:
@@ -61,25 +69,6 @@ def test_the_truth_is_calibrated_and_products_matter() -> None:
     log = ClickLog(3)
     log._factors = [0 * factor for factor in log._factors]
     linear = only_block(log, "train", 60_000)
-    best, _ = best_scores(block.labels_B, block.logits_B)
-    without, _ = best_scores(block.labels_B, linear.logits_B)
-    assert best is not None
-    assert without is not None
-    assert best - without > 0.05
-
-
-def test_best_scores() -> None:
-    labels = np.array([0, 1, 0, 1], np.uint8)
-    assert best_scores(labels, np.array([-1, 1, -2, 2], np.float32))[0] == 1
-    assert best_scores(labels, np.array([1, 1, 1, 1], np.float32))[0] == 0.5
-    assert best_scores(labels, np.array([0, 1, 2, 3], np.float32))[0] == 0.75
-    auc, log_loss = best_scores(np.array([1, 1], np.uint8), np.zeros(2, np.float32))
-    assert auc is None
-    assert log_loss == pytest.approx(np.log(2))
-
-
-def test_the_best_log_loss_is_that_of_the_true_probabilities() -> None:
-    """Of 3/4 for what is 1, of 1/4 for what is 0, and of 9/10 for what is 0."""
-    labels, odds = np.array([1, 0, 0], np.uint8), np.array([3, 1 / 3, 9])
-    _, log_loss = best_scores(labels, np.log(odds).astype(np.float32))
-    assert log_loss == pytest.approx(-np.log([0.75, 0.75, 0.1]).mean(), rel=1e-6)
+    labels_B = torch.from_numpy(block.labels_B)
+    best, without = (binary_metrics(torch.from_numpy(each.logits_B), labels_B) for each in (block, linear))
+    assert best.auc - without.auc > 0.05

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.samples import csv_config
 
-from hybrid.config import DataSection, RunConfig
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.manifest import DatasetReport
@@ -23,16 +23,13 @@ def write(path: Path, rows: list[tuple[int, str, str]]) -> Path:
 
 
 def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1) -> DatasetReport:
-    path = write(tmp_path / "train.csv", ROWS)
-    data = DataSection(
-        format="csv",
-        path=(str(path),),
+    config = csv_config(
+        write(tmp_path / "train.csv", ROWS),
         sparse=("city", "tags"),
         multi_hot_separator="|",
         test_fraction=0.0,
         vocabulary_min_count=minimum,
     )
-    config = RunConfig(data=data)
     encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
     new = write(tmp_path / "new.csv", rows)
     return encode_files(config, [str(new)], encoder, tmp_path / "new").report

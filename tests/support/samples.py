@@ -1,0 +1,57 @@
+"""Input files as a run reads them and prepares them, a line each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hybrid.config import DataSection, RunConfig
+from hybrid.data.bad_rows import BadRowReport
+from hybrid.data.inputs import list_files
+from hybrid.data.prepared import prepare
+from hybrid.data.sources import RawBlock, Source
+from hybrid.data.storage import PreparedDataset
+
+
+def csv_config(*paths: Path, **keys: Any) -> RunConfig:
+    """A run on CSV files, with some keys of [data]."""
+    return RunConfig(data=DataSection(format="csv", path=tuple(map(str, paths)), **keys))
+
+
+def prepared(config: RunConfig, cache: Path) -> tuple[PreparedDataset, PreparedDataset]:
+    """The training samples and the test samples."""
+    folder = prepare(config, cache)
+    return PreparedDataset.open(folder, "train"), PreparedDataset.open(folder, "test")
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    """A file of this content."""
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def read(
+    data: DataSection, *paths: Path, with_labels: bool = True, block_bytes: int = 1 << 20
+) -> tuple[RawBlock, BadRowReport]:
+    """All rows of some files as one block, and the report of the bad ones."""
+    source = Source(list_files(tuple(map(str, paths)), "data.path"), data, with_labels, block_bytes)
+    log = source.new_log()
+    blocks = list(source.blocks(log))
+    assert blocks, "the test wants rows"
+    labels = [b.labels_B for b in blocks if b.labels_B is not None]
+    block = RawBlock(
+        np.concatenate([b.dense_BF for b in blocks]),
+        tuple(pa.concat_arrays(columns) for columns in zip(*(b.sparse for b in blocks), strict=True)),
+        np.concatenate(labels) if labels else None,
+        np.concatenate([b.source_rows_B for b in blocks]),
+    )
+    return block, log.finish()
+
+
+def located(report: BadRowReport, path: Path) -> list[str]:
+    """The examples of a report, as ``LINE: what is wrong``; all are of ``path``."""
+    assert all(example.startswith(f"{path}:") for example in report.examples)
+    return [example.removeprefix(f"{path}:") for example in report.examples]
