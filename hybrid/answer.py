@@ -5,8 +5,6 @@ it returns; a future knows its caller from the moment at which it is made, and a
 more callback on every answer would cost more than the signature.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar

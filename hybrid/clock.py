@@ -1,7 +1,5 @@
 """Where the time of a step goes: seconds by phase in every step, and spans in those that are recorded."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

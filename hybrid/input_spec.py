@@ -1,7 +1,5 @@
 """What the batches of a run hold: the columns of its data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

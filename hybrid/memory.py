@@ -1,7 +1,5 @@
 """How much memory a process may still take, and memory for large tables."""
 
-from __future__ import annotations
-
 import math
 import mmap
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ made are their owner's alone. One that is there already stays as it is, since wh
 may look into it; what is made in it is private again.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

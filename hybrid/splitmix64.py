@@ -1,7 +1,5 @@
 """SplitMix64 (Steele et al. 2014): from numbers that are alike to numbers that look random."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

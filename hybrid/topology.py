@@ -7,8 +7,6 @@ Ranks are laid out as::
     rank T+1 .. T+W worker 0 .. W-1
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from enum import StrEnum

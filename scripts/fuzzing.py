@@ -4,8 +4,6 @@ The first byte of an input chooses the layout, whether labels are wanted, and th
 the file. What breaks a reader is left as ``crash-*`` in the current folder.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

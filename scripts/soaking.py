@@ -1,7 +1,5 @@
 """A long run on a live cluster, and what grows in which role of it; see scripts/soak."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

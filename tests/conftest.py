@@ -1,7 +1,5 @@
 """Fixtures of clusters that stay alive between cases."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

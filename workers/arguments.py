@@ -1,7 +1,5 @@
 """The arguments of every command: what ``--help`` prints. Imports nothing slow."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line. Nothing here imports torch before the command is known and its arguments are right."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

@@ -6,8 +6,6 @@ table.md   by role and span: how often a step, how long, on how much processor t
 ========== =====================================================================================
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence

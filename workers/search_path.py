@@ -1,7 +1,5 @@
 """Where modules are looked for. Imports nothing of the project: it is there before all of that."""
 
-from __future__ import annotations
-
 import os
 import sys
 

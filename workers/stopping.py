@@ -10,8 +10,6 @@
     Ctrl-C again: ends all            (started by hand, hears Ctrl-C itself)
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What the master of a cluster is there for. Free of torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeAlias

@@ -1,7 +1,5 @@
 """Where torch keeps what it compiles. Free of torch, since it is decided before torch is imported."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What of a dense net and its optimizer is in a checkpoint, as one flat dict of tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

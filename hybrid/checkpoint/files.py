@@ -1,7 +1,5 @@
 """The files of a checkpoint: their names, and writing and checking them. Free of torch."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

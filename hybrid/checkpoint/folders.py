@@ -4,8 +4,6 @@ Every role writes its own part into ``step-N.partial``; the manifest and one ren
 docs/checkpoints.md draws one, and says what is in every file.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

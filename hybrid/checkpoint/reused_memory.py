@@ -1,7 +1,5 @@
 """Memory for copies that are made time and again, such as those of tables for checkpoints."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections import defaultdict

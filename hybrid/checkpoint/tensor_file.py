@@ -7,8 +7,6 @@ The format (https://github.com/huggingface/safetensors#format)::
     the rest      the tensors' bytes, one after another
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,7 +1,5 @@
 """docs/config.md: every key of a configuration, as ``hybrid config --describe`` prints it."""
 
-from __future__ import annotations
-
 from hybrid.config.file import toml_value
 from hybrid.config.key import Key
 from hybrid.config.sections import SECTION_KEYS, SECTION_TYPES, TABLE_KEYS, TableSection

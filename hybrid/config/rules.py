@@ -4,8 +4,6 @@
 not come out of a file, or knows more of them than a file says.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Rows that break a rule: counted and reported, or fatal, as the configuration says."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

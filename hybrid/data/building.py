@@ -1,7 +1,5 @@
 """A folder that appears whole or not at all; what dead processes left of theirs is removed."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

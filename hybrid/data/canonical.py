@@ -31,8 +31,6 @@ A float holds integers exactly up to 2**53 only (float32: 2**24). Where an id wa
 several ids have become one; such values are *inexact*, and their rows are bad.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

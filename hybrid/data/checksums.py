@@ -1,7 +1,5 @@
 """Checksums of files: of samples of them, which cost next to nothing, or of the whole."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Text arrives as strings; Parquet brings integers, floats, booleans, dictionaries
 missing value, and so is NaN in a float column (it is what numpy and pandas write for one).
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

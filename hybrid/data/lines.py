@@ -1,7 +1,5 @@
 """Lines of text files, plain or gzip, in blocks whose size is bounded whatever a file holds."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How many rows have been read so far, for somebody who waits."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -10,8 +10,6 @@ Every row comes exactly once an epoch, the order depends on (seed, epoch) alone,
 being read is held. Up to 2**20 rows are one window, and so are shuffled fully.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 

@@ -5,8 +5,6 @@ dictionaries, few rows at a time, and unfolded no further than ``MAX_UNFOLDED_BY
 to be more than real data could be packed into its bytes is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a configuration to a prepared data set: made once, reused, shared by concurrent runs."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

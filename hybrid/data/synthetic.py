@@ -10,8 +10,6 @@ The rest of the columns, up to 100,000 rows, mean nothing: they exercise size an
 Ids are skewed as in real logs: u uniform, id = floor(rows * u**3). Everything follows from the seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

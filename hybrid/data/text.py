@@ -5,8 +5,6 @@ field cannot hold a line break: where one does, its lines are one bad row. A str
 and not those after it.
 """
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path

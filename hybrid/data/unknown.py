@@ -5,8 +5,6 @@ out, and its value is unknown where no more than ``vocabulary_min_count`` - 1 ot
 Where new rows have far more, they are from elsewhere, or their values are written otherwise.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

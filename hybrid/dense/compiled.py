@@ -1,7 +1,5 @@
 """Stages in compiled form: TorchScript, or what ``torch.compile`` makes of them."""
 
-from __future__ import annotations
-
 import re
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """The dense nets that a configuration names: those that are built in, and the user's own."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which devices a trainer computes on, and how trainers reduce their gradients."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

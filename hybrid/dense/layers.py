@@ -1,7 +1,5 @@
 """Which layer of a net it was."""
 
-from __future__ import annotations
-
 import traceback
 
 from torch import nn

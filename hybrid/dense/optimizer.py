@@ -1,7 +1,5 @@
 """Optimizers of the dense nets: any class of ``torch.optim``, fed from a distributed autograd context."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import math

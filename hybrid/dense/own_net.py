@@ -1,7 +1,5 @@
 """What is asked of a dense net of the user's own before anything is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ and the remote net's output. Nothing is sent for that, and nothing kept but thos
 step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple

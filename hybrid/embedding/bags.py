@@ -1,7 +1,5 @@
 """Bags of ids, what both sides of a lookup know: from the rows they name to one vector a bag."""
 
-from __future__ import annotations
-
 from typing import NamedTuple, TypeAlias
 
 import torch

@@ -1,7 +1,5 @@
 """A hint to the processor, for loops that numba compiles: fetch memory that will be read soon."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the gradients of pooled vectors to those of rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy.typing as npt

@@ -8,8 +8,6 @@ the source (or where ``NUMBA_CACHE_DIR`` says), so that only the first import ev
 ``starts_V`` bounds the runs of equal ids in it, (U + 1), where U ids are distinct.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

@@ -5,8 +5,6 @@ of S shards, shard s holds rows s, s + S, s + 2S, ... Vocabularies number the fr
 contiguous ranges would put all the traffic on the worker with the first range; cyclic ones share it.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

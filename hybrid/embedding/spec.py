@@ -1,7 +1,5 @@
 """What a table is: its name, size, pooling and optimizer, and which features read it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

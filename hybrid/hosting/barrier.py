@@ -10,8 +10,6 @@ A lookup names how many updates it must see; until then it waits as a future and
 update waits for, in this mode and the others, the ``ledger`` says.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

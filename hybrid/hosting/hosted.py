@@ -1,7 +1,5 @@
 """What a worker hosts, tables or a dense net: recorded, saved and loaded as one; updated at its barrier."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

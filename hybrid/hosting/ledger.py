@@ -11,8 +11,6 @@ trainer in their order, even where one message overtakes another; a lookup waits
 gradients: it sees all those updates, and cannot run ahead of them.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field

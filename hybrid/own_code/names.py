@@ -4,8 +4,6 @@ Between processes such code travels by name, with plain values beside it, and is
 may be looked up is what the user's own modules define: not the standard library, not what is installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -9,8 +9,6 @@ The name is all that is signed: the rest of a configuration is data, of which no
 comment in the file. So it goes where the configuration goes, and the user may edit what else is in there.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Exceptions out of the user's own code: where in it they were raised, and what a log has of them."""
 
-from __future__ import annotations
-
 import functools
 import os
 import site

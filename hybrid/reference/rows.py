@@ -5,8 +5,6 @@ this is compared with. Where torch has the optimizer, each rule is the single-te
 operation by operation, so that a step that touches every row has the bits of torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

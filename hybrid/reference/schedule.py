@@ -3,8 +3,6 @@
 Nothing here is shared with ``hybrid/steps/schedule.py``, which has the formulas, and is compared with this.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import chain, count, islice, repeat

@@ -6,8 +6,6 @@ here, one after another, and one backward pass goes through all of them. Rows th
 are leaves of their own, so that tables of millions of rows have no gradients of their size.
 """
 
-from __future__ import annotations
-
 import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a lookup says of itself: for which step, what it must see, and what follows."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Which trainers hold what of the dense net, and its state as one whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

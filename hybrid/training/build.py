@@ -1,8 +1,6 @@
 """The one way from a configuration to a model, for whoever needs it: trainers, the worker that hosts a remote
 net, predictions in one process, the comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

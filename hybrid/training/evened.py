@@ -1,7 +1,5 @@
 """Batches of the trainers' own, of different numbers and sizes, as steps that all of them take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -11,8 +11,6 @@
 Pipelined, the rows of step s+2 have all updates up to that of step s.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ Each of the three stages is put into the form that is asked for, over the parame
     "tensor"    samples of the tensor group ──► shards of the stage, one a trainer ──► own samples
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

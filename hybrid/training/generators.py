@@ -1,7 +1,5 @@
 """The random numbers that a net draws while it computes, such as dropout's: a function of the step."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b

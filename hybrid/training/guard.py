@@ -12,8 +12,6 @@
 One round trip, and none where neither clipping nor skipping is asked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The model that spans processes: remote embeddings, a local dense net, and perhaps a remote one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """One training step, and one forward pass without training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """From configuration and data set to table specs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from hybrid.config import RunConfig, TableSection

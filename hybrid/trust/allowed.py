@@ -8,8 +8,6 @@ travel as their names, and are looked up where they arrive: the project's in a l
 their modules (``hybrid/own_code/names.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import io

@@ -3,8 +3,6 @@
 torch brings a caller the text of an exception, amid words of its own, and of its class next to nothing.
 """
 
-from __future__ import annotations
-
 _RAISED_LATER = "raised while the answer was waited for: "
 _REFUSED = "a message was refused: "
 

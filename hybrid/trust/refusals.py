@@ -1,7 +1,5 @@
 """Payloads that were refused: counted, and told in few lines however many come."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which numbered messages of one sender have come already."""
 
-from __future__ import annotations
-
 import threading
 
 # Messages overtake each other, between threads and between connections, by as many as a sender sends to all

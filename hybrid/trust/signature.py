@@ -18,8 +18,6 @@ process, and an index: of a part with a tag of its own, from 1, and of the pickl
 above all indices of parts. So no tag of a tensor can pass for a pickle.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import secrets

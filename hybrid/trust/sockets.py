@@ -10,8 +10,6 @@ So the number of the descriptor is given to another file, which never has anythi
 descriptor that it may wait for and close, and the socket is gone. This takes no privilege.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,7 +1,5 @@
 """What other processes can call here, and nothing else of what they can name."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a call fails, on its owner's side and on its caller's."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass
 from typing import NoReturn

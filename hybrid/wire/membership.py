@@ -1,7 +1,5 @@
 """Joining the RPC group of a cluster, and leaving it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import warnings

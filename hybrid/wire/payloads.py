@@ -1,7 +1,5 @@
 """The classes of this package whose values travel between roles: all of them only hold data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

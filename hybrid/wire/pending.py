@@ -1,7 +1,5 @@
 """Calls under way."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar

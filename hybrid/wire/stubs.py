@@ -1,7 +1,5 @@
 """What callers hold of objects that live on other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple, cast

@@ -1,7 +1,5 @@
 """``scripts/bench``: all systems on the same workloads, round by round."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How long things are measured. Free of torch."""
 
-from __future__ import annotations
-
 ROUNDS = 3
 WARM_UP_STEPS = 10
 # Timed steps by workload: some seconds for the fastest system on two cores.

@@ -3,8 +3,6 @@
 Losses of all forms with as many trainers must agree, as those of synchronous systems must.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping

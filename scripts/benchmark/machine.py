@@ -1,7 +1,5 @@
 """Where the figures come from: the machine, its software, the state of the project."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

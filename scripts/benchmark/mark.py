@@ -1,7 +1,5 @@
 """How a system under measurement tells the bench where its timed steps begin and end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ written to, so the job goes through enough ids that every page of it has been; w
 grows by between the two, over the rows between them, is what a row takes.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping
 

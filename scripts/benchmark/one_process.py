@@ -4,8 +4,6 @@ The tables are ``nn.EmbeddingBag``, one a table, with sparse gradients; or those
 tables up by one kernel and updates them in another, within the backward pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """This project: what the master does in ``hybrid run benchmark.ours:measure``."""
 
-from __future__ import annotations
-
 import time
 from functools import partial
 from itertools import cycle, islice

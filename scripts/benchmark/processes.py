@@ -1,7 +1,5 @@
 """Starting a command whose processes are all found and ended again."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import uuid

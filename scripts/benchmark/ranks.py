@@ -1,7 +1,5 @@
 """The processes of one system: started and watched together, gone together."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a command of the bench leaves: results.json, results.md, and tables on the terminal. Free of torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

@@ -1,7 +1,5 @@
 """What was measured, and what follows from it: medians, ratios, losses that agree. Free of torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Going through many measurements, and showing how far it is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

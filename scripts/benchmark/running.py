@@ -1,7 +1,5 @@
 """Running a system under measurement: started, listened to, timed out, and ended whatever happens."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import threading

@@ -5,8 +5,6 @@ feature, the dense net of W2, updates pipelined. Each trainer keeps its 512 samp
 all rows together stay as many where tables grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the other systems start from: their job, the rows of their tables, ids as these take them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -1,7 +1,5 @@
 """``scripts/bench start``: how long the default job takes to its first step, and from its last to its end."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The systems that are measured beside each other. Free of torch."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path

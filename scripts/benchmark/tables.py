@@ -1,7 +1,5 @@
 """Tables that are printed, and written as Markdown. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

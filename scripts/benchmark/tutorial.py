@@ -13,8 +13,6 @@ batch moves it by their mean: half as far, with two trainers. The dense net does
 DDP. And no lookup waits for the other trainers' updates, so that losses vary from run to run.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Iterator, Sequence

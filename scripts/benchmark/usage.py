@@ -1,7 +1,5 @@
 """What the processes of a system under measurement have used: CPU time and memory, by role."""
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections import defaultdict

@@ -14,8 +14,6 @@ Dense features are N(0, 1), labels 1 with probability a quarter, ids floor(rows 
 small ones are frequent. SGD with learning rate 0.1, for dense nets and tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache

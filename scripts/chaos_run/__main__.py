@@ -1,7 +1,5 @@
 """The command line of ``scripts/chaos``."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import secrets

@@ -1,7 +1,5 @@
 """What the kills came to, as tables and as JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Whether two runs came to the same end, bit for bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The processes of a launch that may be killed, and what the run is doing when they are."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One short run, trained by the real command, for all tests that only read it or go on from a copy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

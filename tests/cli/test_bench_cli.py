@@ -1,7 +1,5 @@
 """The command line of the bench: help that answers at once, and arguments that are refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

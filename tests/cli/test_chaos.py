@@ -1,7 +1,5 @@
 """A run whose roles are killed at random comes to the same end; and another end would be noticed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The shipped configurations: each trains a good model, on real data where that is at hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

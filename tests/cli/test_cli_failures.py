@@ -1,7 +1,5 @@
 """Clusters that cannot start, or lose a role: who is named, how soon, and what is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

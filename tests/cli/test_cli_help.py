@@ -1,7 +1,5 @@
 """What needs no cluster: help, the reference of all keys, the plan; and that they answer at once."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``launch`` and the network of its roles."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

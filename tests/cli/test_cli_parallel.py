@@ -1,7 +1,5 @@
 """Dense nets in parallel forms, by the command line: one's own net split, a run that changes its form."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 A subprocess would show nothing more, so these call the command's ``main`` here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

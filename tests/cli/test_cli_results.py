@@ -1,7 +1,5 @@
 """What a run says, what evaluate says, and what predict writes are of one model, and agree."""
 
-from __future__ import annotations
-
 import csv
 import re
 import runpy

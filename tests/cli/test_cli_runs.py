@@ -1,7 +1,5 @@
 """Runs from start to end by the real commands: launched, by hand, resumed, and what is made of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

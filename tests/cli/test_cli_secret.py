@@ -1,7 +1,5 @@
 """The secret on the command line: who makes it, who needs it, who is kept out, and where it is never seen."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Runs that are asked to stop: what they save, what they say, and how they go on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Comparing a job with one process, a function of one's own, and what stops a run that goes astray."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """scripts/environment, with a make-believe Python: when it installs, and what an interruption leaves."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

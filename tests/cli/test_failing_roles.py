@@ -1,7 +1,5 @@
 """Roles that fail, each in every way and at every moment of a run: the rows of docs/failures.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """docs/failures.md is what the tests say, and says all."""
 
-from __future__ import annotations
-
 import ast
 import re
 from itertools import product

@@ -1,7 +1,5 @@
 """The README is right: its code runs, its configuration trains, and what it names is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 import re

@@ -1,7 +1,5 @@
 """What the master hears when a job fails in the middle."""
 
-from __future__ import annotations
-
 import resource
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A role that is frozen while torch connects them: the others say so in time, though torch hears nothing."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

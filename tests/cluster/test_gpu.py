@@ -1,7 +1,5 @@
 """Dense nets on a GPU, tables on the workers' CPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

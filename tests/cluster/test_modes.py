@@ -1,7 +1,5 @@
 """What DDP wraps, asynchronous updates, and errors of trainers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of a running cluster: each of one moment, and what goes on from one is as if never stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

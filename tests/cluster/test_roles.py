@@ -1,7 +1,5 @@
 """What the processes of a cluster are: where calls run, who is in the trainers' group, and how all end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """The profile of a session's steps, for those who drive a session of their own."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

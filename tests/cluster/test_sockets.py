@@ -1,7 +1,5 @@
 """What the processes of a cluster are connected by, and listen on."""
 
-from __future__ import annotations
-
 import psutil
 from support.cluster import Clusters
 

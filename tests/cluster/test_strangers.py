@@ -1,7 +1,5 @@
 """Processes without the secret, beside a cluster and against one process: nothing of theirs runs."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import struct

@@ -1,7 +1,5 @@
 """A job on a prepared data set, with shuffled epochs and a last batch that is short: as one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The ``DdpComparisonTest`` of torch's ``ddp_under_dist_autograd_test.py``, by the
 trainers of a running cluster.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -12,8 +12,6 @@ The tests of gradients bear the names they have there. 4 trainers, a worker and 
 - ``DDP.join``: is not in the training path; ``test_ddp_comparison.py`` shows that it works all the same.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

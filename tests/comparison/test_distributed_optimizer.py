@@ -4,8 +4,6 @@ torch's ``DistributedOptimizer`` takes a step for every trainer, each with optim
 release of torch that changes this fails here. Ours takes one step by the mean over the global batch, 1.5.
 """
 
-from __future__ import annotations
-
 import pytest
 from comparison.cases.stock import ours, stock
 from support.cluster import Clusters, RunningCluster

@@ -4,8 +4,6 @@
 NCCL and a GPU for each of 4 trainers; here all trainers share one GPU, and gloo reduces their gradients.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.cluster import Clusters

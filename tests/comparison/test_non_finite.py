@@ -1,7 +1,5 @@
 """Steps whose loss or gradients are not finite are skipped by all sides alike."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A dense net in any parallel form equals one process: every parameter, every optimizer's state."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial

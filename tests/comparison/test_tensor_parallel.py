@@ -4,8 +4,6 @@ What torch's ``test_ddp_2d_parallel.py`` shows of its transform, shown of this p
 a running cluster; in float64, rounding is 1e-16 and a mistake is anything else.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

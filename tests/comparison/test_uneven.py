@@ -1,7 +1,5 @@
 """Trainers with batches of their own: more on some than on others, again and again, or wrong ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.cluster import CaseError, Clusters

@@ -1,7 +1,5 @@
 """RPC of a process with itself: the cheapest tier that has real messages and distributed autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

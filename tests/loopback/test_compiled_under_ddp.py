@@ -1,7 +1,5 @@
 """Compiled nets under DDP under distributed autograd: the gradients of the eager net."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """DDP around a trainer's net: the gradients of micro-batches add up, reduced once a step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

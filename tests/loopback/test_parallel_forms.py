@@ -1,7 +1,5 @@
 """The forms in which a trainer computes its net: all give the same numbers, or are refused at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A remote dense net across RPC: gradients of the caller's input and of the net's own parameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.seeded import random, seeded

@@ -1,7 +1,5 @@
 """Replicas of a net under DDP, in distributed autograd: the gradients are those of the net by itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.replicas import CPUS, NEEDS_CUDA

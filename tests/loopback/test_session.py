@@ -1,7 +1,5 @@
 """A session whose roles are all this process: what the master sees of work that is still on its way."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Callable, Iterator

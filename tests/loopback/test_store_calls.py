@@ -1,7 +1,5 @@
 """What torch asks of a store that is written in Python: the cluster's has that, and no more is needed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

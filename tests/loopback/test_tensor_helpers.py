@@ -1,7 +1,5 @@
 """A split net of one rank: its parameters stay where they are, and gradients come back as plain tensors."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What DTensor has found out in a thread of torch's own is there when the thread comes back."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

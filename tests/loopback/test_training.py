@@ -3,8 +3,6 @@
 That all else equals one process too is shown with several, in comparison/test_matrix.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Calls across RPC: what comes back when they fail; and what the process listens on."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Vectors and gradients that travel as bfloat16, while rows and evaluation keep every bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

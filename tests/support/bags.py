@@ -1,7 +1,5 @@
 """Bags of every kind, and what torch makes of them by plain arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

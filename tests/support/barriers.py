@@ -1,7 +1,5 @@
 """Update barriers of texts, for tests of when contributions are applied and lookups answered."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

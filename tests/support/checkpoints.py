@@ -1,7 +1,5 @@
 """Small checkpoints, written without a cluster."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future, wait
 from pathlib import Path
 

@@ -5,8 +5,6 @@ A case is a function that runs in the master's process, with the cluster as its 
     cluster.run(losses_of, config, 20)      # def losses_of(cluster: Cluster, config, steps): ...
 """
 
-from __future__ import annotations
-
 import dataclasses
 import faulthandler
 import multiprocessing

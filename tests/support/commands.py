@@ -1,7 +1,5 @@
 """The real commands as processes: run them, signal them, and see that nothing of them is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

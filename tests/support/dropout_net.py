@@ -1,7 +1,5 @@
 """A net of one's own that draws random numbers, has running statistics, and an optimizer with state."""
 
-from __future__ import annotations
-
 from support.vectors import Concatenation
 from torch import nn
 

@@ -1,7 +1,5 @@
 """Every way in which each role may fail at each moment of a run, and what ``launch`` says then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

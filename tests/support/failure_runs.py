@@ -3,8 +3,6 @@
 ``PYTHONPATH=tests python -m support.failure_runs`` measures how long each kind of failure takes.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import re

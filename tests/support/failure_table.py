@@ -3,8 +3,6 @@
 ``PYTHONPATH=tests python -m support.failure_table`` prints it.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 from support.failure_plans import HOWS, PHASES, ROLES, Row

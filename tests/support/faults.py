@@ -1,7 +1,5 @@
 """What the test of a failure, and the roles that fail in it, tell each other. Free of torch."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A run names it as ``dense.net = "support.faulty_net:build"`` and has the faults 
 it all: itself it raises, to the others it sends signals, and support/faulty_roles.py has some of these raise.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

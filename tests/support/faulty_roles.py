@@ -1,7 +1,5 @@
 """Importing this has a process, and all that are forked from it, raise what a test asks for by a signal."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

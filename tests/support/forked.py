@@ -1,7 +1,5 @@
 """What the processes do that the tests of the fork server start."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

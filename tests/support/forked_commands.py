@@ -4,8 +4,6 @@ Of ``python -m workers`` only the start of the interpreter is left out, twice: t
 ``launch`` that of the server which forks the roles.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Input files as nobody would write them, and what a reader must make of them: rows, or one clear error."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Jobs on a prepared data set that cluster cases run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A memory control group of a test's own, in which the kernel ends a process for want of memory."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

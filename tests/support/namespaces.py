@@ -1,7 +1,5 @@
 """Namespaces of the system, for tests that need one."""
 
-from __future__ import annotations
-
 import subprocess
 from functools import cache
 

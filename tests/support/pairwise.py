@@ -1,7 +1,5 @@
 """Few combinations of many choices in which every two values of two choices meet."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence

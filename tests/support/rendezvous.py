@@ -1,7 +1,5 @@
 """A rendezvous in the test's own process, and roles and strangers that come to it."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Device lists, modules to replicate, and ways to call them."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any

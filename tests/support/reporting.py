@@ -1,7 +1,5 @@
 """What a master imports to report its run, for processes to be forked from: it takes its time."""
 
-from __future__ import annotations
-
 from workers.run_folder.curves import matplotlib_leaving_no_files
 
 with matplotlib_leaving_no_files():

@@ -1,7 +1,5 @@
 """Input files as a run reads them and prepares them, a line each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

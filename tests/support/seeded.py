@@ -1,7 +1,5 @@
 """Values and modules that are the same in every call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Tables of workers in this process, for tests without RPC."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

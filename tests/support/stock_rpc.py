@@ -1,7 +1,5 @@
 """torch's own RPC beside the signed one, for tests that compare with what torch does by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

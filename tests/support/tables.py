@@ -1,7 +1,5 @@
 """Small click logs as files, for tests that read their own data."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a trace of a profile must be, whatever was recorded."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``PYTHONPATH=tests python -m support.upstream`` prints it; docs/upstream.md keeps it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from support.upstream_marks import Marked, read_marks

@@ -6,8 +6,6 @@ A mark holds literals, and stands on a test, on a class of tests, or in ``pytest
     def test_scatter_deals_out_contiguous_chunks() -> None: ...
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

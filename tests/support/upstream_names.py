@@ -1,7 +1,5 @@
 """The tests, classes and functions of torch's own suite that this project answers to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """Other users of the machine, for tests that need one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Parts of a model for tests that need no workers: vectors at hand, and the plainest interaction."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.futures import Future

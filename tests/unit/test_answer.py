@@ -1,7 +1,5 @@
 """An answer knows whom it is for from the moment at which it is made."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of commands: in which orders they may come."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

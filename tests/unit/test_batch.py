@@ -1,7 +1,5 @@
 """Micro-batches: the parts of a batch hold its samples, each once and in order."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import chain, pairwise, product

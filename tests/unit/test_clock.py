@@ -1,7 +1,5 @@
 """The spans that a clock records: of which step, of which thread, and that there are none otherwise."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What errors say, and that they travel."""
 
-from __future__ import annotations
-
 import pickle
 
 from hybrid.errors import ClusterError, ConfigError, HybridError

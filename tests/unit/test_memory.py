@@ -1,7 +1,5 @@
 """How much memory is free, and memory in large pages."""
 
-from __future__ import annotations
-
 import errno
 import math
 import mmap

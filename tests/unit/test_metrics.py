@@ -1,7 +1,5 @@
 """Metrics against definitions written out sample by sample, and at the edges."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is made is its owner's alone, no link leads what is written elsewhere, and own folders are own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a profile makes of spans: a table whose numbers add up, and a trace that viewers can read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

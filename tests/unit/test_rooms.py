@@ -1,7 +1,5 @@
 """Every file has its room: who may import whom, what a room says of itself, and where its tests are."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

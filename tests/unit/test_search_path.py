@@ -1,7 +1,5 @@
 """The current folder is searched last: nothing in it takes the place of what the project imports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

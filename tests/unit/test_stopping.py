@@ -1,7 +1,5 @@
 """Being asked to stop: the first signal is noted, the second is for whom it was, and the time is bounded."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

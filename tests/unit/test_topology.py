@@ -1,7 +1,5 @@
 """Ranks and names of roles, and the transport between them."""
 
-from __future__ import annotations
-
 import pytest
 
 from hybrid.topology import MASTER, Role, RoleKind, Topology

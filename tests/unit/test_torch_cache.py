@@ -1,7 +1,5 @@
 """What torch compiles is kept where nobody else can put anything, before torch is imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The checkpoints of a run: when they are due, how they end, and which are kept."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import threading

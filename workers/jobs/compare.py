@@ -1,7 +1,5 @@
 """The same job on the cluster and in one process of plain torch, and by how much their results differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice

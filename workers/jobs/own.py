@@ -1,7 +1,5 @@
 """A function of the user's own as what the master does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

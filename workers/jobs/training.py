@@ -1,7 +1,5 @@
 """A training run, from the master's side: steps, evaluations, and what it logs, saves and leaves behind."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Errors found out by another thread, raised in the main thread; and an end by all means. Free of torch."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import signal

@@ -14,8 +14,6 @@ Every connection begins with a proof of the cluster's secret (:mod:`workers.join
 a role's first sign of life (:mod:`workers.joining.heartbeat`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -17,8 +17,6 @@ nor is it in the other direction, or at another place: each direction has its ke
 Frames are sealed with AES-256-GCM: whoever listens learns their lengths only. Free of torch.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import socket

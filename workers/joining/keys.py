@@ -1,7 +1,5 @@
 """What roles store at the rendezvous, as the master keeps it. Free of torch."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 

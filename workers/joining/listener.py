@@ -1,7 +1,5 @@
 """The master's rendezvous socket."""
 
-from __future__ import annotations
-
 import errno
 import socket
 

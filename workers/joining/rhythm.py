@@ -4,8 +4,6 @@ Silence is counted in turns, each of which waits anew: neither a clock that is s
 process was stopped looks like the silence of another.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What a role tells the launcher of the error that ends it."""
 
-from __future__ import annotations
-
 from hybrid import wire
 from hybrid.errors import ClusterError, HybridError, error_class
 from hybrid.own_code.traces import is_to_log, words_of

@@ -17,8 +17,6 @@ when the server does, frozen ones too. What multiprocessing has of this kind let
 leaves the folder of its socket behind. Free of torch, and so is the launcher.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """What the server of a launch runs: it forks processes, and tells what becomes of them. Free of torch."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import multiprocessing

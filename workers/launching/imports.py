@@ -1,7 +1,5 @@
 """Importing much in little time. Free of torch."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager

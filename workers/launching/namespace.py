@@ -5,8 +5,6 @@ as it is. Others make a user namespace with it, which takes no privilege, where 
 remain who they are in it. Free of torch, and entered before threads are there: the system asks for that.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Whether the kernel kills processes since memory runs out: the only trace that it leaves a user."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

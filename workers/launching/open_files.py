@@ -1,7 +1,5 @@
 """How many files a process may have open: as many as the system lets it, if a role can do with that."""
 
-from __future__ import annotations
-
 import resource
 
 from hybrid.config import ClusterSection

@@ -1,7 +1,5 @@
 """How the process of a role ended, and what that means for the run. Free of torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Whether a run that failed is started again, and what to say of it."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The processes of one start of a cluster: started, watched, and ended, whatever state they are in."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

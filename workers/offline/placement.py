@@ -1,7 +1,5 @@
 """Printing where the tables of a run would lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Using a trained model in one process, without a cluster: evaluate and predict."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import sys

@@ -1,7 +1,5 @@
 """Which role it was, of a failure that the master has heard of: one cause named, its echoes left out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from hybrid import wire

@@ -1,7 +1,5 @@
 """The master: the only role with opinions. It prepares, creates, runs, watches and stops everything."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Running one role in this process, whoever started it."""
 
-from __future__ import annotations
-
 import socket
 
 import torch

@@ -1,7 +1,5 @@
 """A file to which records are added, each whole or not at all, so that it can be read after a full disk."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

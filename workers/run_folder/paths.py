@@ -1,7 +1,5 @@
 """Where a run keeps its files. Free of torch, so that the launcher can refuse at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

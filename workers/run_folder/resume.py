@@ -1,7 +1,5 @@
 """Which run goes on, and what it may change. Free of torch, so that a wrong key is refused at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Whoever prints, in Python, prints on: what cannot be written is lost, and that is said once.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import sys

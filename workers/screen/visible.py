@@ -1,7 +1,5 @@
 """Text out of files as it may be shown on a terminal."""
 
-from __future__ import annotations
-
 import re
 
 # Control characters of both sets, marks that turn the direction of writing, breaks of lines and paragraphs,

@@ -1,7 +1,5 @@
 """Whether the workers' hosts have the memory for tables, and for copies of them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

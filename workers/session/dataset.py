@@ -1,7 +1,5 @@
 """A job on a cluster that trains and evaluates on a prepared data set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

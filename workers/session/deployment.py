@@ -1,7 +1,5 @@
 """What a job has on the roles of a cluster: the master creates it there, and keeps a stub of each object."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

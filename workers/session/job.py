@@ -1,7 +1,5 @@
 """What the master tells every trainer, and what a trainer tells of its steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

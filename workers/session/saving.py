@@ -1,7 +1,5 @@
 """A checkpoint that every role holds its part of, on its way to the disk and back."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job on a cluster, from the master's side: what it has created where, and the calls to it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

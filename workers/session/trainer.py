@@ -1,7 +1,5 @@
 """The trainer: a dense net or its part of one, a share of the data, and a stub of every worker's tables."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calling modules at the same time, each in a thread that sees the caller's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack

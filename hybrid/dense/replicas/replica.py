@@ -10,8 +10,6 @@ This is what ``torch.nn.parallel`` does for accelerators alone. Here a list of d
 devices and CPUs, and name a device twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, TypeVar

@@ -3,8 +3,6 @@
 Everything here is differentiable, twice too. Named tuples and subclasses of dict keep their types.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence

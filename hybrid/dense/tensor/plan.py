@@ -1,7 +1,5 @@
 """How the layers of a dense net are split over a tensor group: chosen here, or said by the user."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Container, Mapping, Sequence
 from enum import StrEnum

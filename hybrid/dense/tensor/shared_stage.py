@@ -7,8 +7,6 @@ Every trainer keeps its own share of the batch; only in the stage do the group's
 B is the sum of the group's b.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ gradients of each shard over the data groups. torch's own transform for tensor p
 gradient hook to each of them at every one; this one does neither.
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import Counter

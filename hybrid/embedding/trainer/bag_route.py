@@ -1,7 +1,5 @@
 """Features of any number of ids a sample, which workers pool."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

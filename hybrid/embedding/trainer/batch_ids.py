@@ -1,7 +1,5 @@
 """The ids of a batch, checked once, feature by feature."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ fraction of the bytes. Multi-hot features are pooled by the worker: one vector a
 however many ids went there. ``hybrid/embedding/trainer/route.py`` says how a route works.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NoReturn

@@ -16,8 +16,6 @@ BagRoute multi-hot, tables on   a pooled vector a sample, or   nothing, or sum o
 Neither makes more messages, nor calls more kernels, for more tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeAlias
 

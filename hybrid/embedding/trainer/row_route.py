@@ -1,7 +1,5 @@
 """Features that hold exactly one id a sample: distinct rows travel once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

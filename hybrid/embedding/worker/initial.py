@@ -1,7 +1,5 @@
 """Initial rows of tables."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

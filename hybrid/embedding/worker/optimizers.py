@@ -28,8 +28,6 @@ first steps. A row's update does not depend on which other rows a step touches.
 Where torch has the optimizer, rows that every step touches are those of its single-tensor code, bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

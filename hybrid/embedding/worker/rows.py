@@ -1,7 +1,5 @@
 """Some rows of a tensor at a time: taken out, put back, added to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy.typing as npt

@@ -1,7 +1,5 @@
 """The worker's side: the tables it holds, looked up by trainers and updated step by step."""
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence

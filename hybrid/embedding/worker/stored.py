@@ -1,7 +1,5 @@
 """Tables that stay in the files of a checkpoint: for predictions, by one process, of whatever size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """A checkpoint of one form of the dense net, loaded into another; runs in the master's process."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

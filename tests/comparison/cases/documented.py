@@ -1,7 +1,5 @@
 """The code of the documentation, run on the trainers of a cluster."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The constants and training examples of torch's ``ddp_under_dist_autograd_test.py``."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

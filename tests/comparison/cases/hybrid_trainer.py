@@ -13,8 +13,6 @@ do_test_on_master        :func:`train`
 ======================== ==================================================
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The nets here are torch's own, under torch's own DDP, but where the project's is named.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias

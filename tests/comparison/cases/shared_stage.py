@@ -1,7 +1,5 @@
 """What each trainer computes of the comparisons between a stage shared by a tensor group and a whole one."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

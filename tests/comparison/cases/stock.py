@@ -1,7 +1,5 @@
 """One row of a table, trained by two trainers: by torch's ``DistributedOptimizer``, and by this project."""
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -4,8 +4,6 @@
 which sees the inputs of all without communication: they are functions of the places in the mesh.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Mapping, Sequence

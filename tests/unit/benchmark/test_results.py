@@ -1,7 +1,5 @@
 """What the bench makes of its measurements: ratios, losses that agree, tables, files."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The runner of the bench, with make-believe systems: what it reads, what it refuses, what it leaves."""
 
-from __future__ import annotations
-
 import sys
 import uuid
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the bench's other systems start from: their ids, their rows, their versions."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

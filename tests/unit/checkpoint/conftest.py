@@ -1,7 +1,5 @@
 """A checkpoint that tests open, and alter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

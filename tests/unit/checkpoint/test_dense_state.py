@@ -1,7 +1,5 @@
 """Dense nets and their optimizers through files and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The files of a checkpoint: their names, and that they are as large as they were."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The folders of checkpoints: whole or not at all, and old ones removed."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Manifests: what they say is kept, and all that is altered is seen, in one line and in little memory."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Manifests that somebody has made by hand, with a right checksum."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Reading checkpoints, and the newest and the best good one of a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shutil

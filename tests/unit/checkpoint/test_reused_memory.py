@@ -1,7 +1,5 @@
 """The memory in which copies of tables lie until they are written: kept for the next, never in the way."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

@@ -1,7 +1,5 @@
 """Safetensors files: the library reads what we write, its checksums are right, and so is what we map."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Configuration files: what is read, what is refused and in which words, and what is written back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """The configuration before thousands of hostile files and overrides: a RunConfig, or one clear error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

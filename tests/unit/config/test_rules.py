@@ -1,7 +1,5 @@
 """Rules that tie several keys together: the dense net's parallel forms, and the steps of a profile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

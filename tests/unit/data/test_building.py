@@ -1,7 +1,5 @@
 """Folders that are there whole or not at all, and what is removed of dead processes."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One text for a categorical value, whatever format it comes from."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 from typing import Any

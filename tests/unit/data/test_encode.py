@@ -1,7 +1,5 @@
 """Values to numbers: vocabularies, hashing, scaling, and the file that keeps them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whether input files are what they were, and what is refused of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from functools import partial

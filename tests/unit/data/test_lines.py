@@ -1,7 +1,5 @@
 """Lines of text files: what belongs together, what is no text, and how much is held of it."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The order of an epoch, and the batches that trainers get of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Parquet: columns of one name, and small files that claim to be large."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prepared data sets: made once, whole or not at all, and gathered from at random."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor

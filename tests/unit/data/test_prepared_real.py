@@ -1,7 +1,5 @@
 """The traps of two real data sets; skipped where these are not at hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

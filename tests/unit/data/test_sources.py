@@ -1,7 +1,5 @@
 """Raw files to parsed rows: formats, missing values, bad rows and what is said about them."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 from functools import partial

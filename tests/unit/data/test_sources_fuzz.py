@@ -1,7 +1,5 @@
 """Readers before thousands of hostile files: rows or one clear error, whatever the size of blocks."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The built-in click log: deterministic, in shape, and with a truth that scores as told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Values unknown to the model: counted, expected, and told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which devices a trainer computes on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Dense nets against plain formulas, at the edges of their inputs, and as functions of the seed alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from collections.abc import Sequence

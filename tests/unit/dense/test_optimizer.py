@@ -1,7 +1,5 @@
 """make_optimizer: every class of torch.optim trains a small net, or is refused and says why."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A dense net that several trainers share, without RPC: its steps equal those of one process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait

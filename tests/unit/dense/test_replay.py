@@ -1,7 +1,5 @@
 """The second look at a step: what of the net is the first that is not finite."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """A module over tensors that are not its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Pooling against plain tensor arithmetic; the private torch function relied upon."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Gradients of rows against autograd."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.bags import BAGS, DIM, ROWS, bags_of, every_kind, plain_pool, some_rows

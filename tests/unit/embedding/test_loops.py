@@ -1,7 +1,5 @@
 """The compiled loops against numpy and against plain loops, bit for bit where they add."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any

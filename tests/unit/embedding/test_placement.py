@@ -1,7 +1,5 @@
 """Placement: every row somewhere, once; loads in balance; overrides obeyed; both sides agree on layout."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

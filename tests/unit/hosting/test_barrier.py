@@ -1,7 +1,5 @@
 """The update barrier: who waits for what, and in which thread. No test sleeps; events meet."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """The update barrier where it does not simply go on: decided steps, failures, close."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait

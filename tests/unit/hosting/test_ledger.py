@@ -1,7 +1,5 @@
 """The rules of the update barrier: what an update is of, and what a lookup sees."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The checkpoints of a run: when one is written, what happens where one cannot be, and which are kept."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """What a run counts: the same line of progress however its steps were called, through a checkpoint too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An error found by another thread ends the main thread's wait; where it cannot, it ends the process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

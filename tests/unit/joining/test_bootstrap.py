@@ -1,7 +1,5 @@
 """A master that is stopped before a role has met it: the system takes connections for it, nobody answers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

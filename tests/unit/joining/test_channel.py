@@ -1,7 +1,5 @@
 """Connections with the secret: what is read on them is what the other side has written, and nothing else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace

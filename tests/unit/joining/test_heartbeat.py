@@ -1,7 +1,5 @@
 """Signs of life: who is taken for gone or frozen, how soon, and who is not."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The rendezvous socket."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Strangers at the rendezvous: nobody without the secret is let in, held for long, or remembered."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

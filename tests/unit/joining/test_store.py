@@ -1,7 +1,5 @@
 """The cluster's store is a store as torch's own, and a role that waits on it can be interrupted."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

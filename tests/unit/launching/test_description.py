@@ -1,7 +1,5 @@
 """What a role tells of the error that ends it."""
 
-from __future__ import annotations
-
 import pytest
 
 from hybrid import errors, wire

@@ -1,7 +1,5 @@
 """Processes forked by a server: what it tells of them, and that none outlives it."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

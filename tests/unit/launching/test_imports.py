@@ -1,7 +1,5 @@
 """The collector is off while modules are imported, and leaves alone what they have made."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A network of their own for what a launch starts: when, and what is in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

@@ -1,7 +1,5 @@
 """What the kernel says of memory that ran out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The limit of open files: raised where it can be, refused in one line where it is too low."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

@@ -1,7 +1,5 @@
 """How a role's process ended, and which failure came first."""
 
-from __future__ import annotations
-
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which failures are followed by another start, when it ends, and what the user is told."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """What the process of a role does under the launcher before it ends."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Code that a run names is imported where its user has signed it, or allows it, and nowhere else."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The reference's row optimizers: each row against an optimizer of its own, or against its formula."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """The reference's learning rates, as torch's schedulers give them, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from itertools import islice
 from typing import Any
 

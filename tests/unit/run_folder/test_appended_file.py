@@ -1,7 +1,5 @@
 """Records on a disk that fills up: each whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

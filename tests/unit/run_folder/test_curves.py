@@ -1,7 +1,5 @@
 """The curves of a run leave nothing but their file."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

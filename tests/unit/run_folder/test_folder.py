@@ -1,7 +1,5 @@
 """The run folder: what it holds, that it is never overwritten, and what a full disk looks like."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

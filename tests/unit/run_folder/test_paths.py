@@ -1,7 +1,5 @@
 """Files that cannot be written are said in one line, with what to do."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager

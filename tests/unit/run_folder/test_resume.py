@@ -1,7 +1,5 @@
 """Which run goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

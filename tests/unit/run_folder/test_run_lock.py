@@ -1,7 +1,5 @@
 """A run folder has one launch at a time, and a lock that nobody holds is no lock."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """Output that goes away: what is said of it, once, and that printing goes on."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a person sees: a live region on a terminal, plain lines without escape codes elsewhere."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math

@@ -1,7 +1,5 @@
 """Text out of files on a terminal."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Whether hosts have the memory for tables, and for copies of them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From what roles hold to a checkpoint: all files of all roles, or nothing."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """How gradients become updates, and what workers measure of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from hybrid.config import RunConfig, TrainSection

@@ -1,7 +1,5 @@
 """Schedules against torch.optim.lr_scheduler, and the combinations that are refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The table of upstream names: marks are read as pytest reads them, and the page says what they say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The feed of steps: when lookups start, what they ask for, and what is told of a trainer that ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 

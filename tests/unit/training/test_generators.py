@@ -1,7 +1,5 @@
 """What nets draw: a function of seed, trainer and step."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums in shared memory, with every trainer a thread that has its own place in a process group."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """From configuration to table specs, and the plan that the command line prints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

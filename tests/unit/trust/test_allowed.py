@@ -1,7 +1,5 @@
 """What a payload may name, and what it can do with that: make plain values, in every version of Python."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
 from enum import Enum

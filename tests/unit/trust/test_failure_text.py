@@ -1,7 +1,5 @@
 """What one side tells of an exception, the other reads."""
 
-from __future__ import annotations
-
 import pytest
 
 from hybrid import errors

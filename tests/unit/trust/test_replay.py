@@ -1,7 +1,5 @@
 """Numbers that have come already are not admitted again."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -1,7 +1,5 @@
 """The cluster's secret: where it comes from, who may read it, and what it tells."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import random

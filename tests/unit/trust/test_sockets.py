@@ -1,7 +1,5 @@
 """Sockets that let nobody in once those have come whom they are for."""
 
-from __future__ import annotations
-
 import errno
 import os
 import select

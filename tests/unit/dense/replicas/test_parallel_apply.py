@@ -1,7 +1,5 @@
 """Modules called at the same time, in threads that see the caller's settings."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A module called with a share of the batch on each of several devices gives what it gives by itself."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable

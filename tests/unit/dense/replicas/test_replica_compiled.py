@@ -1,7 +1,5 @@
 """Replicas of compiled modules: they run compiled code, compiled once, over their own tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -1,7 +1,5 @@
 """On which devices a data-parallel module computes, and which lists of them are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas of a module: what they share, what they copy, and how their gradients add up."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from itertools import product

@@ -1,7 +1,5 @@
 """Inputs split over devices, outputs put together, in any nesting of containers."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Plans for splitting a dense net: those chosen for the built-in nets, and those that a user writes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import pairwise

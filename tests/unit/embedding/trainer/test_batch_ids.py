@@ -1,7 +1,5 @@
 """What a batch says of its ids is checked before anything trusts it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

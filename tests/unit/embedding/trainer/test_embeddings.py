@@ -1,7 +1,5 @@
 """What a trainer looks up: ids that are refused, and a step that costs no more for more tables."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Where ids go and how answers become vectors, against plain torch, with the tables in this process."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import ExitStack

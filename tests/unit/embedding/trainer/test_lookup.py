@@ -1,7 +1,5 @@
 """Lookups under way: when a trainer sends what, and what the messages of gradients hold."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial

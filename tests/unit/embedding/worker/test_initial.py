@@ -1,7 +1,5 @@
 """Initial rows of tables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

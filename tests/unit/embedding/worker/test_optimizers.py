@@ -1,7 +1,5 @@
 """Row optimizers against those of the reference, which unit/reference/test_rows.py compares with torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows taken out, put back and added to, against indexing in torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

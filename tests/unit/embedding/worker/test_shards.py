@@ -1,7 +1,5 @@
 """A worker's tables: what they cost, how they are saved, and loaded by another number of workers."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """How gradients become updates of a worker's tables: merged, prefetched, decided, checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from contextlib import ExitStack

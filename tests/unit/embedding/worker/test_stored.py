@@ -1,7 +1,5 @@
 """Tables in the files of a checkpoint answer as the same tables in memory do."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct
