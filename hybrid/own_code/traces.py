@@ -2,7 +2,6 @@
 
 import functools
 import os
-import site
 import sys
 import sysconfig
 import traceback
@@ -15,20 +14,14 @@ from hybrid.errors import HybridError, first_line
 # Their functions and classes are called by lists of their own; see hybrid/own_code/names.py.
 PROJECT = ("hybrid", "workers")
 _PROJECT_FOLDER = Path(__file__).resolve().parents[2]
-# Debian's Python keeps its packages where sysconfig names none.
-_LIBRARIES = tuple(
-    Path(folder).resolve()
-    for folder in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *site.getsitepackages(),
-        site.getusersitepackages(),
-    )
-)
+# Wherever they lie: PYTHONPATH and .pth files may name those of another Python. Debian has dist-packages.
+_PACKAGES = {"site-packages", "dist-packages"}
+_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
 def is_library(path: Path) -> bool:
     """Whether a file is of the standard library, or installed."""
-    return any(path.is_relative_to(library) for library in _LIBRARIES)
+    return not _PACKAGES.isdisjoint(path.parts) or any(map(path.is_relative_to, _STANDARD))
 
 
 @functools.cache

@@ -100,6 +100,19 @@ def test_what_is_not_the_users_own_is_not_looked_up(name: str) -> None:
         load_own(name)
 
 
+def test_what_another_python_has_installed_is_not_the_users_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``PYTHONPATH`` may name its folder."""
+    for folder, module in (("site-packages", "installed_there"), ("mine", "lies_there")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{module}.py").write_text("def make(): ...\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    assert load_own("lies_there:make")
+    with pytest.raises(ConfigError, match="is not in a module of your own"):
+        load_own("installed_there:make")
+
+
 @pytest.mark.parametrize(
     "name",
     [
