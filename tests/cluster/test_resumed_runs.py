@@ -210,11 +210,11 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     ("moment", "step"),
     [
         (("training", 6), 8),  # where a checkpoint is due
-        (("training", 13), 15),
+        pytest.param(("training", 13), 15, marks=pytest.mark.long),
         (("training", 8), 9),  # where an evaluation is due
-        (("evaluating", 18), 18),
+        pytest.param(("evaluating", 18), 18, marks=pytest.mark.long),
         (("done evaluating", 18), 18),
-        (("evaluating", TOTAL), TOTAL),
+        pytest.param(("evaluating", TOTAL), TOTAL, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -10,7 +10,13 @@ STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
 
 
 @pytest.mark.parametrize(
-    ("trainers", "update"), [(1, "sync"), (2, "pipelined"), (3, "sync"), (3, "pipelined")]
+    ("trainers", "update"),
+    [
+        pytest.param(1, "sync", marks=pytest.mark.long),
+        (2, "pipelined"),
+        (3, "sync"),
+        pytest.param(3, "pipelined", marks=pytest.mark.long),
+    ],
 )
 def test_it_trains_as_one_process(trainers: int, update: str, clusters: Clusters, cache: Path) -> None:
     config = small_config(

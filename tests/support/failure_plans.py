@@ -131,7 +131,6 @@ STARVED_PLANS = [Plan(kind, STARVED) for kind in ROLES]
 SHORT_PLANS = [
     Plan("trainer", "SIGKILL"),
     Plan("worker", "SIGSTOP"),
-    Plan("master", "ValueError"),
-    Plan("worker", "MemoryError"),
-    Plan("worker", STARVED),
+    Plan("worker", "ValueError"),
+    Plan("master", "MemoryError"),
 ]

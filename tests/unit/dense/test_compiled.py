@@ -1,5 +1,7 @@
 """Compiled forms of a module: they compute the same, on the same parameters, or are refused in one line."""
 
+from __future__ import annotations
+
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
