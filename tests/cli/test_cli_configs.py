@@ -27,6 +27,7 @@ def test_every_configuration_is_run_here() -> None:
     assert {path.stem for path in (ROOT / "configs").iterdir()} == {"default", "adult", "criteo"}
 
 
+@pytest.mark.long
 def test_default(tmp_path: Path) -> None:
     rows = {"synthetic_rows": 20_000, "synthetic_test_rows": 5_000}
     _, result = launch("default", tmp_path, data=rows, train={"batch_size": 500})
@@ -41,6 +42,7 @@ def test_criteo(tmp_path: Path) -> None:
     assert result["auc"] > 0.65
 
 
+@pytest.mark.long
 @needs(ADULT)
 def test_adult_reaches_the_published_accuracy(tmp_path: Path) -> None:
     # Two of the file's five epochs reach it.

@@ -18,6 +18,7 @@ def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tiny: list[str], t
     assert "trainer 1: interaction.gate.weight" in said
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_form(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,7 @@ def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 
+@pytest.mark.long
 def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,6 +62,7 @@ def pester(port: int) -> None:
         socket.create_connection(("127.0.0.1", port), timeout=STOP_SECONDS).detach()
 
 
+@pytest.mark.long
 def test_strangers_disturb_nobody_and_a_frozen_role_is_named(one_each: list[str], tmp_path: Path) -> None:
     with by_hand([["master"], TRAINER, WORKER], one_each, tmp_path, afresh=True) as (master, trainer, worker):
         master.await_step()

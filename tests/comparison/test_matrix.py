@@ -77,7 +77,10 @@ def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
         Case(
             trainers=3, optimizer="ftrl", features="max", update="pipelined", clip_norm=0.2, dtype="float32"
         ),
-        Case(trainers=2, ddp="none", micro_batches=2, dtype="float32", remote=True),
+        pytest.param(
+            Case(trainers=2, ddp="none", micro_batches=2, dtype="float32", remote=True),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda case: case.name,
 )

@@ -30,7 +30,7 @@ def spoiled(case: Case, value: float, trainer: int) -> list[Batch]:
     ],
     ids=lambda case: case.name,
 )
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.long)])
 def test_a_skipped_step_changes_nothing_anywhere(case: Case, value: float, clusters: Clusters) -> None:
     case = case.skipping()
     make_batches = partial(spoiled, case, value)

@@ -6,7 +6,7 @@ from hybrid import wire
 from hybrid.errors import ClusterError
 from hybrid.topology import Role
 from workers.joining.alarm import LostRoleError
-from workers.joining.bootstrap import Cluster, Member
+from workers.joining.bootstrap import Cluster, Member, announce_stop
 
 _PING_SECONDS = 2.0
 
@@ -19,18 +19,25 @@ class UnexpectedError(ClusterError):
         self.error = error
 
 
+def tell_cause(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
+    """What :func:`diagnose` says, once every role has been told it."""
+    try:
+        cause = diagnose(cluster, error, when)
+        announce_stop(cluster, str(cause))
+    except LostRoleError as found:  # its signs of life have ended meanwhile, and the alarm rings once
+        return tell_cause(cluster, found, when)
+    return cause
+
+
 def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
     """The error to show for ``error``: a role that is gone is the cause, whoever complained of it.
 
     Args:
         when: what the run was doing, such as "at step 12".
     """
-    try:
-        lost = [] if isinstance(error, LostRoleError) else list(_lost_roles(cluster))
-    except LostRoleError as found:  # its signs of life have ended, too
-        error, lost = found, []
     if isinstance(error, LostRoleError):
         return type(error)(f"{error} {when}; its log says why, if it could")
+    lost = list(_lost_roles(cluster))
     if len(lost) == len(cluster.members) > 1:
         return ClusterError(f"no role answers the master any more: {error} ({when})")
     if lost:

@@ -23,7 +23,7 @@ from workers.jobs.training import Training
 from workers.joining.alarm import LostRoleError
 from workers.joining.bootstrap import announce_stop, join
 from workers.joining.listener import listen
-from workers.roles.diagnosis import diagnose
+from workers.roles.diagnosis import tell_cause
 from workers.run_folder.paths import cache_folder
 from workers.screen.terminal import TerminalView
 from workers.task import CompareTask, OwnTask, Task, TrainTask
@@ -55,9 +55,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             try:
                 has_ended = job.run(cluster.topology, data.result, view)
             except (wire.RemoteError, wire.LostError, LostRoleError) as error:
-                cause = diagnose(cluster, error, job.doing)
-                announce_stop(cluster, str(cause))
-                raise cause from error
+                raise tell_cause(cluster, error, job.doing) from error
             except BaseException as error:
                 interrupted = isinstance(error, KeyboardInterrupt)
                 announce_stop(cluster, "interrupted" if interrupted else first_line(error))

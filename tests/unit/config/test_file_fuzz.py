@@ -12,7 +12,7 @@ from hybrid.config.sections import SECTION_KEYS
 from hybrid.errors import ConfigError
 
 MANY = settings(
-    max_examples=500,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

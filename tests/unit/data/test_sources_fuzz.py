@@ -11,7 +11,7 @@ from hybrid.config import DataSection
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
 MANY = settings(
-    max_examples=300,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
