@@ -35,6 +35,7 @@ def test_default(tmp_path: Path) -> None:
     assert 0.7 < result["auc"] < result["best_reachable_auc"]
 
 
+@pytest.mark.long
 @needs(CRITEO)
 def test_criteo(tmp_path: Path) -> None:
     _, result = launch("criteo", tmp_path, data=dict(CRITEO))

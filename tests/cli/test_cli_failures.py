@@ -64,7 +64,9 @@ def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path
     assert not (tmp_path / "run/result.json").exists()
 
 
-@pytest.mark.parametrize(("end", "how"), [("kill", "has ended"), ("suspend", "was frozen")])
+@pytest.mark.parametrize(
+    ("end", "how"), [("kill", "has ended"), pytest.param("suspend", "was frozen", marks=pytest.mark.long)]
+)
 def test_launch_goes_on_where_all_its_processes_are_gone(
     endless: list[str], tmp_path: Path, end: str, how: str
 ) -> None:

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import psutil
+import pytest
 from support.commands import COMMAND_SECONDS, HYBRID, ROOT, settings, started
 from support.namespaces import needs_namespaces
 
@@ -33,6 +34,7 @@ def test_off_leaves_roles_in_the_network_of_the_machine(endless: list[str], tmp_
 
 
 @needs_namespaces
+@pytest.mark.long
 def test_where_the_system_allows_none_the_run_goes_on_and_says_what_is_open(
     tiny: list[str], tmp_path: Path
 ) -> None:

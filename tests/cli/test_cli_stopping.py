@@ -178,7 +178,9 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str
             process.kill()
 
 
-@pytest.mark.parametrize("times", [0, 1, 2], ids=["at the start", "once", "twice"])
+@pytest.mark.parametrize(
+    "times", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["at the start", "once", "twice"]
+)
 def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
     with on_a_terminal(endless, tmp_path) as (terminal, mark):
         if times:

@@ -52,6 +52,7 @@ def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, clusters.get(case.trainers, case.workers).run(train_case, case))
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_one_form_is_one_of_every_form(clusters: Clusters, tmp_path: Path) -> None:
     halves = split(dense_optimizer="AdamW")
     quarters = dataclasses.replace(halves, tensor_size=4)
