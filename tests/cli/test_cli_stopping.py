@@ -211,6 +211,7 @@ def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) ->
         assert "Traceback" not in shown
 
 
+@pytest.mark.long
 def test_a_run_whose_terminal_is_closed_saves_and_stops(endless: list[str], tmp_path: Path) -> None:
     with on_a_terminal(endless, tmp_path) as (terminal, mark):
         terminal.expect("step [0-9]{2}/")

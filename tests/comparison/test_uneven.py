@@ -15,7 +15,10 @@ ROUNDS = 3
     [
         Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
         Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
-        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
+        pytest.param(
+            Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda case: case.name,
 )
