@@ -20,6 +20,7 @@ INTERRUPTED = 130
 _MODULES = {
     "compare": "compare",
     "scaling": "scaling",
+    "surface": "surface",
     "memory": "memory",
     "start": "start_stop",
     "forms": "forms",
@@ -73,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAMES",
         help=f"what grows, of {','.join(_DIMENSIONS)} (default: all)",
     )
+    surface = _add(commands, "surface", "shapes that nobody tuned for, beside one process and TorchRec")
+    surface.add_argument("--quick", action="store_true", help="eight points, within ten minutes")
+    _add_count(surface, "--seconds", 3, "about how long each system is timed at each point")
     memory = _add(commands, "memory", "bytes a row takes on a worker, by optimizer")
     _add_count(memory, "--rows", 2_000_000, "rows of the large table")
     start = _add(

@@ -63,7 +63,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     systems = [SYSTEMS[name] for name in options.systems]
     folder = report.new_folder(options.output, "bench")
     if any(s.interpreter == BENCH_PYTHON for s in systems):
-        _make_environment()
+        make_environment()
     usual = QUICK_STEPS if options.quick else TIMED_STEPS
     steps = {name: options.steps or usual[name] for name in options.workloads}
     num_rounds = options.rounds or (1 if options.quick else ROUNDS)
@@ -98,7 +98,8 @@ def _note(is_quick: bool, num_rounds: int, steps: dict[str, int]) -> str:
     return f"{num_rounds} round(s) through all systems; timed steps: {timed}{ratios}."
 
 
-def _make_environment() -> None:
+def make_environment() -> None:
+    """Make the environment of FBGEMM and TorchRec, or bring it up to date."""
     script = ROOT / "scripts/benchmark/environment"
     try:
         subprocess.run([str(script)], check=True)

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmark import mark
-from benchmark.start import bag_offsets, bags_by_feature, initial_rows, sgd_job
+from benchmark.job import Job
+from benchmark.start import bag_offsets, bags_by_feature, initial_rows
 from benchmark.workloads import LEARNING_RATE, Workload
 from hybrid.batch import SparseFeatures
 
@@ -46,25 +47,25 @@ class TorchTables(nn.Module):
 
 
 class FbgemmTables(nn.Module):
-    """All tables in one module of FBGEMM, which takes the steps of SGD itself."""
+    """All tables in one module of FBGEMM, which takes the steps of their optimizer itself."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
         # Only the environment of the bench has FBGEMM.
-        from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
         from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
             ComputeDevice,
             SplitTableBatchedEmbeddingBagsCodegen,
         )
 
+        from benchmark.fused import fused_optimizer
+
         rows = initial_rows(workload).values()
         self.kernels = SplitTableBatchedEmbeddingBagsCodegen(
             [(*rows_RD.shape, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows_RD in rows],
-            optimizer=EmbOptimType.EXACT_SGD,
-            learning_rate=LEARNING_RATE,
             pooling_mode=PoolingMode.SUM,
             device=torch.device("cpu"),
+            **fused_optimizer(workload),
         )
         for weight_RD, rows_RD in zip(self.kernels.split_embedding_weights(), rows, strict=True):
             weight_RD.copy_(rows_RD)
@@ -81,18 +82,21 @@ def main() -> None:
     parser.add_argument("--kernels", choices=("torch", "fbgemm"), default="torch", help="of the tables")
     is_fused = parser.parse_args().kernels == "fbgemm"
     torch.set_num_threads(NUM_THREADS)
-    job = sgd_job()
+    job = Job.from_environment()
     net = job.workload.dense_net()
     tables = FbgemmTables(job.workload) if is_fused else TorchTables(job.workload)
-    parameters = [*net.parameters(), *(() if is_fused else tables.parameters())]
-    optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)]
+    if not is_fused:
+        optimizers.append(sparse_optimizer(job.workload, tables))
 
     def step(sample: Sample) -> float:
         logits_B = net(sample.dense_BF, tables(sample.bags))
         loss = F.binary_cross_entropy_with_logits(logits_B, sample.labels_B)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         return loss.item()
 
     samples = cycle(_samples(job.workload, _one_call if is_fused else bags_by_feature))
@@ -101,6 +105,17 @@ def main() -> None:
     start = time.perf_counter()
     losses += [step(sample) for sample in islice(samples, job.num_steps)]
     mark.end(time.perf_counter() - start, losses)
+
+
+def sparse_optimizer(workload: Workload, tables: nn.Module) -> torch.optim.Optimizer:
+    """torch's own, for sparse gradients; it has no row-wise Adagrad."""
+    embedding = workload.config().embedding
+    rate, parameters = embedding.learning_rate, list(tables.parameters())
+    if workload.optimizer == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=rate, eps=embedding.eps)
+    if workload.optimizer == "adam":
+        return torch.optim.SparseAdam(parameters, lr=rate, eps=embedding.eps)
+    return torch.optim.SGD(parameters, lr=rate)
 
 
 def _samples(workload: Workload, bags: Callable[[SparseFeatures], Bags]) -> list[Sample]:

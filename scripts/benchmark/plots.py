@@ -140,3 +140,27 @@ def _draw_lines(axes: Axes, dimension: str, series: Mapping[int, Measurement]) -
 
 def _of_role(series: Mapping[int, Measurement], role: str) -> list[float]:
     return [m.of_a_million(m.cpu_seconds[role]) for m in series.values()]
+
+
+def draw_surface(points: Sequence[tuple[str, float, float]], path: Path) -> None:
+    """A dot a point, by name, speed and cost; the ten dearest are named below by their numbers."""
+    if not points:
+        return
+    dearest = sorted(points, key=lambda point: -point[2])
+    with figure(path, 9, 7.5) as drawn:
+        axes = drawn.subplots()
+        style(axes, "This project beside others, a dot a shape")
+        axes.plot([p[1] for p in points], [p[2] for p in points], "o", color=BLUE, alpha=0.6, markersize=6)
+        for number, (_, speed, cost) in enumerate(dearest[:10], 1):
+            axes.annotate(str(number), (speed, cost), (5, 3), textcoords="offset points", fontsize=8)
+        for line in (axes.axhline, axes.axvline):
+            line(1.0, color=GREY, linestyle="--", linewidth=1)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.axes.set_xscale("log", base=2)
+            axis.axes.set_yscale("log", base=2)
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("samples a second, over TorchRec's (pipelined); to the right is better")
+        axes.set_ylabel("CPU-seconds a sample, over the best single process; down is better")
+        axes.grid(color="#e4e4e4", linewidth=0.8)
+        lines = [f"{n}  {name}" for n, (name, _, _) in enumerate(dearest[:10], 1)]
+        drawn.supxlabel("\n".join(lines), x=0.02, ha="left", fontsize=8, color=_TEXT)

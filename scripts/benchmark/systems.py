@@ -20,6 +20,7 @@ class System:
         interpreter: the Python of its environment.
         command: that Python's arguments; it is told its job and answers by ``benchmark.mark``.
         is_synchronous: whether its losses are those of one process.
+        table_optimizers: what it can train tables by.
     """
 
     name: str
@@ -27,6 +28,7 @@ class System:
     interpreter: str
     command: tuple[str, ...]
     is_synchronous: bool = True
+    table_optimizers: tuple[str, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -46,20 +48,34 @@ _ALL = (
     OURS_SYNC,
     OURS_PIPELINED,
     _ours("async", False),
-    System("one-process", "one process, torch", OWN_PYTHON, ("-m", "benchmark.one_process")),
+    System(
+        "one-process",
+        "one process, torch",
+        OWN_PYTHON,
+        ("-m", "benchmark.one_process"),
+        table_optimizers=("sgd", "adagrad", "adam"),  # torch has no row-wise Adagrad
+    ),
     System(
         "one-process-fbgemm",
         "one process, FBGEMM",
         BENCH_PYTHON,
         ("-m", "benchmark.one_process", "--kernels", "fbgemm"),
     ),
-    System("tutorial", "tutorial", OWN_PYTHON, ("-m", "benchmark.tutorial"), is_synchronous=False),
+    System(
+        "tutorial",
+        "tutorial",
+        OWN_PYTHON,
+        ("-m", "benchmark.tutorial"),
+        is_synchronous=False,
+        table_optimizers=("sgd",),
+    ),
     System(
         "tutorial-tcp",
         "tutorial, TCP alone",
         OWN_PYTHON,
         ("-m", "benchmark.tutorial", "--tcp"),
         is_synchronous=False,
+        table_optimizers=("sgd",),
     ),
     System("torchrec", "TorchRec", BENCH_PYTHON, ("-m", "benchmark.torchrec_job")),
     System(

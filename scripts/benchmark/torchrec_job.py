@@ -1,8 +1,9 @@
 """TorchRec: a rank a trainer and no workers; each rank holds whole tables and a replica of the dense net.
 
-Tables have FBGEMM's fused kernels, which take the steps of SGD within the backward pass. TorchRec divides
-their gradients by the number of ranks (``set_gradient_division``, as it is by default) and DDP those of the
-dense net, so that with equal batches and each rank's mean loss a step is that of the global batch's mean.
+Tables have FBGEMM's fused kernels, which take the steps of their optimizer within the backward pass.
+TorchRec divides their gradients by the number of ranks (``set_gradient_division``, as it is by default) and
+DDP those of the dense net, so that with equal batches and each rank's mean loss a step is that of the global
+batch's mean.
 
 ``--pipelined`` takes steps by ``TrainPipelineSparseDist``, which sends the ids of the next step around while
 this one is computed. What is computed is the same.
@@ -21,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -35,8 +35,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from benchmark import mark, ranks
+from benchmark.fused import fused_optimizer
 from benchmark.job import Job
-from benchmark.start import bag_offsets, initial_rows, sgd_job
+from benchmark.start import bag_offsets, initial_rows
 from benchmark.workloads import LEARNING_RATE, Workload
 from hybrid.batch import Batch
 
@@ -91,9 +92,7 @@ class Model(nn.Module):
 
 def shard(model: Model, workload: Workload) -> DistributedModelParallel:
     """Lay the tables on the ranks, as many on each and large ones apart, and the net under DDP."""
-    sharder = EmbeddingBagCollectionSharder(
-        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": LEARNING_RATE}
-    )
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused_optimizer(workload))
     tables = construct_module_sharding_plan(
         model.tables,
         {
@@ -118,7 +117,7 @@ def balanced_layout(workload: Workload) -> dict[str, int]:
 
 def main(rank: int, meeting_point: Path, is_pipelined: bool) -> None:
     """What each rank does."""
-    job = sgd_job()
+    job = Job.from_environment()
     init_method = (meeting_point / "ranks").as_uri()
     dist.init_process_group("gloo", init_method, rank=rank, world_size=job.workload.trainers)
     model = Model(job.workload)
@@ -187,4 +186,4 @@ if __name__ == "__main__":
     parser.add_argument("--pipelined", action="store_true", help="send the next step's ids meanwhile")
     arguments = parser.parse_args()
     preload = ["torchrec.distributed.train_pipeline", "torch._dynamo"]
-    ranks.run(main, sgd_job().workload.trainers, (arguments.pipelined,), preload)
+    ranks.run(main, Job.from_environment().workload.trainers, (arguments.pipelined,), preload)

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
@@ -31,6 +32,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.training.tables import table_specs
 
 LEARNING_RATE = 0.1
+LEARNING_RATES = {"adam": 0.001}  # where another one is usual
 NUM_DENSE = 13
 NUM_BATCHES = 20  # of each trainer, made beforehand and gone through in turn
 # fmt: off
@@ -48,9 +50,10 @@ class Workload:
     Attributes:
         table_rows, dim: one table a feature.
         hotness: ids of a feature in a sample.
+        varies: whether that is their mean, and a sample has from none to twice as many.
         trainer_batch: samples of a trainer in a step.
         dense: keys of ``[dense]``, of the net.
-        optimizer: of the tables.
+        optimizer: of the tables, all with sum pooling.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Workload:
     workers: int = 2
     dense: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
+    varies: bool = False
 
     @property
     def global_batch(self) -> int:
@@ -69,14 +73,24 @@ class Workload:
 
     @property
     def input_spec(self) -> InputSpec:
-        features = (FeatureSpec(f"c{k}", rows, self.hotness > 1) for k, rows in enumerate(self.table_rows))
+        features = (FeatureSpec(f"c{k}", rows, self.is_multi_hot) for k, rows in enumerate(self.table_rows))
         return InputSpec(tuple(f"x{f}" for f in range(NUM_DENSE)), tuple(features))
+
+    @property
+    def is_multi_hot(self) -> bool:
+        return self.varies or self.hotness > 1
+
+    @property
+    def table_learning_rate(self) -> float:
+        return LEARNING_RATES.get(self.optimizer, LEARNING_RATE)
 
     def config(self) -> RunConfig:
         """The run that trains it."""
         return RunConfig(
             cluster=ClusterSection(trainers=self.trainers, workers=self.workers),
-            embedding=EmbeddingSection(dim=self.dim, optimizer=self.optimizer, learning_rate=LEARNING_RATE),
+            embedding=EmbeddingSection(
+                dim=self.dim, optimizer=self.optimizer, learning_rate=self.table_learning_rate
+            ),
             dense=DenseSection(optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", **self.dense),
         )
 
@@ -89,7 +103,8 @@ class Workload:
 
     def batches(self, trainer: int) -> Sequence[Batch]:
         """The batches of one trainer."""
-        return _batches(self.table_rows, self.hotness, self.trainer_batch, self.trainers, trainer)
+        shape = self.table_rows, self.hotness, self.varies, self.trainer_batch, self.trainers
+        return _batches(*shape, trainer)
 
     def global_batches(self) -> list[Batch]:
         """The batches of all trainers, sample after sample, for one process."""
@@ -120,36 +135,44 @@ def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -
 
 @cache
 def _batches(
-    table_rows: tuple[int, ...], hotness: int, size: int, trainers: int, trainer: int
+    table_rows: tuple[int, ...], hotness: int, varies: bool, size: int, trainers: int, trainer: int
 ) -> list[Batch]:
     generator = torch.Generator().manual_seed(100 * trainers + trainer)
-    return [_batch(table_rows, hotness, size, trainers, generator) for _ in range(NUM_BATCHES)]
+    return [_batch(table_rows, hotness, varies, size, trainers, generator) for _ in range(NUM_BATCHES)]
 
 
 def _batch(
-    table_rows: tuple[int, ...], hotness: int, size: int, trainers: int, generator: torch.Generator
+    table_rows: tuple[int, ...],
+    hotness: int,
+    varies: bool,
+    size: int,
+    trainers: int,
+    generator: torch.Generator,
 ) -> Batch:
-    num_features, num_bags = len(table_rows), len(table_rows) * size
-    uniform_KL = torch.rand(num_features, size * hotness, generator=generator, dtype=torch.float64)
-    ids_L = (torch.tensor(table_rows).unsqueeze(1) * uniform_KL.pow(3)).long().flatten()
-    offsets = None if hotness == 1 else torch.arange(num_bags + 1) * hotness
+    num_features = len(table_rows)
+    lengths_KB = torch.full((num_features, size), hotness)
+    if varies:
+        lengths_KB = torch.randint(0, 2 * hotness + 1, (num_features, size), generator=generator)
+    rows_L = torch.tensor(table_rows).repeat_interleave(lengths_KB.sum(1))
+    uniform_L = torch.rand(len(rows_L), generator=generator, dtype=torch.float64)
+    ids_L = (rows_L * uniform_L.pow(3)).long()
+    offsets = None if hotness == 1 and not varies else _offsets(lengths_KB)
     dense_BF = torch.randn(size, NUM_DENSE, generator=generator)
     labels_B = (torch.rand(size, generator=generator) < 0.25).float()
     return Batch(dense_BF, SparseFeatures(ids_L, offsets, None, num_features), labels_B, size * trainers)
 
 
+def _offsets(lengths_KB: Tensor) -> Tensor:
+    return F.pad(lengths_KB.flatten().cumsum(0), (1, 0))
+
+
 def _joined(parts: Sequence[Batch]) -> Batch:
     sparse = [p.sparse_features for p in parts]
-    num_features = sparse[0].num_features
-    ids_L = torch.cat([s.ids_L.view(num_features, -1) for s in sparse], dim=1).flatten()
-    offsets = None
-    if sparse[0].offsets is not None:
-        num_bags = num_features * sum(s.batch_size for s in sparse)
-        offsets = torch.arange(num_bags + 1) * (len(ids_L) // num_bags)
+    num_features, has_bags = sparse[0].num_features, sparse[0].offsets is not None
+    offsets = [torch.arange(len(s.ids_L) + 1) if s.offsets is None else s.offsets for s in sparse]
+    lengths = [each.diff().view(num_features, -1) for each in offsets]
+    of_feature = [s.ids_L.split(of.sum(1).tolist()) for s, of in zip(sparse, lengths, strict=True)]
+    ids_L = torch.cat([ids for of_parts in zip(*of_feature, strict=True) for ids in of_parts])
+    joined = SparseFeatures(ids_L, _offsets(torch.cat(lengths, 1)) if has_bags else None, None, num_features)
     labels_B = torch.cat([p.labels for p in parts])
-    return Batch(
-        torch.cat([p.dense_features for p in parts]),
-        SparseFeatures(ids_L, offsets, None, num_features),
-        labels_B,
-        len(labels_B),
-    )
+    return Batch(torch.cat([p.dense_features for p in parts]), joined, labels_B, len(labels_B))

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from benchmark.covering import covering_rows
 from support.cluster import Clusters
 from support.matrix import Case, Outcome, check_against_one_process, train_case
-from support.pairwise import pairwise_rows
 
 from hybrid.config.sections import SCHEDULES, TABLE_OPTIMIZERS
 
@@ -30,7 +30,7 @@ CHOICES = {
     "compile": ("none", "script", "trace"),
 }
 # By cluster, so that one lives on until another is wanted; the last is the first of those below.
-CASES = sorted((Case(**row) for row in pairwise_rows(CHOICES)), key=lambda c: (c.trainers, c.workers % 3))
+CASES = sorted((Case(**row) for row in covering_rows(CHOICES)), key=lambda c: (c.trainers, c.workers % 3))
 
 # Nothing here adds numbers in another order than torch does. Each multi-hot table is on a worker of its
 # own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The

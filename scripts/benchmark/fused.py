@@ -1,0 +1,24 @@
+"""The optimizers of FBGEMM's tables, which take their steps within the backward pass."""
+
+from typing import Any
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from benchmark.workloads import Workload
+
+_KINDS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "adam": EmbOptimType.ADAM,  # counts the steps of the table, and ours those of each row
+}
+
+
+def fused_optimizer(workload: Workload) -> dict[str, Any]:
+    """The arguments of FBGEMM for the tables of a workload."""
+    embedding = workload.config().embedding
+    return {
+        "optimizer": _KINDS[workload.optimizer],
+        "learning_rate": embedding.learning_rate,
+        "eps": embedding.eps,
+    }
