@@ -144,6 +144,8 @@ def _of_role(series: Mapping[int, Measurement], role: str) -> list[float]:
 
 def draw_surface(points: Sequence[tuple[str, float, float]], path: Path) -> None:
     """A dot a point, by name, speed and cost; the ten dearest are named below by their numbers."""
+    from matplotlib.ticker import LogLocator
+
     if not points:
         return
     dearest = sorted(points, key=lambda point: -point[2])
@@ -155,10 +157,11 @@ def draw_surface(points: Sequence[tuple[str, float, float]], path: Path) -> None
             axes.annotate(str(number), (speed, cost), (5, 3), textcoords="offset points", fontsize=8)
         for line in (axes.axhline, axes.axvline):
             line(1.0, color=GREY, linestyle="--", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
         for axis in (axes.xaxis, axes.yaxis):
-            axis.axes.set_xscale("log", base=2)
-            axis.axes.set_yscale("log", base=2)
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
+            axis.set_major_locator(LogLocator(base=2, subs=(1.0, 2**0.5)))
+            axis.set_major_formatter(lambda value, _: f"{value:.2g}")
         axes.set_xlabel("samples a second, over TorchRec's (pipelined); to the right is better")
         axes.set_ylabel("CPU-seconds a sample, over the best single process; down is better")
         axes.grid(color="#e4e4e4", linewidth=0.8)

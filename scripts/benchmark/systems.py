@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OWN_PYTHON = sys.executable
 BENCH_PYTHON = str(ROOT / ".venv-bench/bin/python")  # with FBGEMM and TorchRec
+_FBGEMM_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")  # it has Adam on GPUs only
 CONFIG = "{config}"  # in a command: the file of the run's configuration
 
 
@@ -60,6 +61,7 @@ _ALL = (
         "one process, FBGEMM",
         BENCH_PYTHON,
         ("-m", "benchmark.one_process", "--kernels", "fbgemm"),
+        table_optimizers=_FBGEMM_OPTIMIZERS,
     ),
     System(
         "tutorial",
@@ -77,12 +79,19 @@ _ALL = (
         is_synchronous=False,
         table_optimizers=("sgd",),
     ),
-    System("torchrec", "TorchRec", BENCH_PYTHON, ("-m", "benchmark.torchrec_job")),
+    System(
+        "torchrec",
+        "TorchRec",
+        BENCH_PYTHON,
+        ("-m", "benchmark.torchrec_job"),
+        table_optimizers=_FBGEMM_OPTIMIZERS,
+    ),
     System(
         "torchrec-pipelined",
         "TorchRec, pipelined",
         BENCH_PYTHON,
         ("-m", "benchmark.torchrec_job", "--pipelined"),
+        table_optimizers=_FBGEMM_OPTIMIZERS,
     ),
 )
 SYSTEMS = {system.name: system for system in _ALL}

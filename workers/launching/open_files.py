@@ -6,7 +6,7 @@ from hybrid.config import ClusterSection
 from hybrid.errors import ClusterError
 from hybrid.topology import rpc_transport
 
-# Measured on clusters of up to 17 roles (torch 2.13), and rounded up: what a role has open alone, and for each
+# Measured on clusters of up to 17 roles (torch 2.13), rounded up: what a role has open alone, and for each
 # other role.
 _ALONE = 120
 _FOR_EACH_OTHER = {"uv": 9, "shm": 50}
