@@ -62,7 +62,6 @@ def start(
         rpc_timeout=timeout_seconds,
         init_method=f"{scheme}://",
         _transports=["uv"] if is_tcp else ["shm", "uv"],
-        _channels=["basic"],  # tensors by the connection itself; others take 16 more, and are no faster
     )
     name = role.rpc_name
     signatures, allowed = Signatures(secret, run_id, name), Allowed((*DATA, *data), created)

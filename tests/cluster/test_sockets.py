@@ -1,12 +1,9 @@
 """What the processes of a cluster are connected by, and listen on."""
 
 import psutil
-import pytest
-from support.cluster import Clusters, running_cluster, small_config
+from support.cluster import Clusters
 
-from hybrid import wire
 from workers.joining.bootstrap import Cluster
-from workers.launching.open_files import files_needed
 
 
 def addresses(cluster: Cluster) -> dict[str, tuple[set[str], int]]:
@@ -30,17 +27,3 @@ def test_every_role_is_on_loopback_only_and_only_the_rendezvous_listens(clusters
     for of_role, _ in found.values():
         assert of_role
         assert of_role <= {"127.0.0.1", "::1"}
-
-
-def open_files(cluster: Cluster) -> list[int]:
-    """How many each role has."""
-    return [vitals.open_files for vitals in wire.gather([wire.ping(r, 10.0) for r in cluster.topology.roles])]
-
-
-@pytest.mark.parametrize("transport", ["uv", "shm"])
-def test_a_role_has_as_few_files_open_as_launch_asks_for(transport: str) -> None:
-    """With the channels that torch would take by itself, it is two or three times as many."""
-    config = small_config(cluster={"trainers": 3, "workers": 3, "transport": transport})
-    with running_cluster(config) as cluster:
-        most = max(cluster.run(open_files))
-    assert 0.3 * files_needed(config.cluster) < most < files_needed(config.cluster)
