@@ -42,6 +42,7 @@ def last_line(ended: Ended) -> str:
     return ended.stderr.rpartition("\n")[0].rpartition("\n")[2]
 
 
+@pytest.mark.long
 def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path) -> None:
     overrides = settings(run={"folder": "run"}, cluster={"max_restarts": 1})
     with started(["launch", *endless, *ONE_EACH, *overrides], tmp_path) as command:

@@ -114,7 +114,7 @@ def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Comma
         yield command
 
 
-@pytest.mark.parametrize("then", ["again", "too long", "killed"])
+@pytest.mark.parametrize("then", ["again", pytest.param("too long", marks=pytest.mark.long), "killed"])
 def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path) -> None:
     bound = settings(cluster={"rpc_timeout_seconds": 5})
     with blocked(["launch", *endless, *RUN, *bound], "build", tmp_path) as command:

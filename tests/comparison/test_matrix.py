@@ -1,5 +1,7 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
+from operator import attrgetter
+
 import pytest
 import torch
 from benchmark.covering import covering_rows
@@ -61,7 +63,11 @@ def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters)
     check_against_one_process(case, trained(clusters, case), bits=True)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.long) if i % 3 == 2 else case for i, case in enumerate(CASES)],
+    ids=attrgetter("name"),
+)
 def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:
     outcome = trained(clusters, case)
     check_against_one_process(case, outcome)
