@@ -25,7 +25,6 @@ those of feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -175,16 +174,21 @@ class Batch(NamedTuple):
         """Consecutive parts whose sizes differ by one sample at most; later ones may be empty."""
         if parts == 1:
             return [self]
-        size, larger = divmod(len(self.labels), parts)
-        bounds = [part * size + min(part, larger) for part in range(parts + 1)]
         return [
             self._replace(
                 dense_features=self.dense_features[start:stop],
                 sparse_features=self.sparse_features.samples(start, stop),
                 labels=self.labels[start:stop],
             )
-            for start, stop in pairwise(bounds)
+            for start, stop in (share(len(self.labels), part, parts) for part in range(parts))
         ]
+
+
+def share(size: int, index: int, parts: int) -> tuple[int, int]:
+    """Start and stop of part ``index`` of ``size`` items in ``parts`` contiguous, balanced parts."""
+    small, larger = divmod(size, parts)
+    start = index * small + min(index, larger)
+    return start, start + small + (index < larger)
 
 
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:

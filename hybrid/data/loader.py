@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, share
 from hybrid.data.order import ShuffledOrder
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import DataError
@@ -64,13 +64,6 @@ class BatchLoader:
             return self.dataset.gather(order(first + start, first + stop), size)
 
         return BatchStream(read, range(first_step, self.steps_per_epoch), self.prefetch_batches)
-
-
-def share(size: int, index: int, parts: int) -> tuple[int, int]:
-    """Start and stop of part ``index`` of ``size`` items in ``parts`` contiguous, balanced parts."""
-    small, larger = divmod(size, parts)
-    start = index * small + min(index, larger)
-    return start, start + small + (index < larger)
 
 
 class BatchStream(Iterator[Batch]):

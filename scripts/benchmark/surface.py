@@ -61,11 +61,17 @@ class Point:
     measurements: Mapping[str, Measurement]
 
     @property
+    def single_cpu(self) -> float | None:
+        """CPU-seconds for a million samples of the best single process; None where none was measured."""
+        return min(
+            (m.cpu_seconds_per_million for s in SINGLE if (m := self.measurements.get(s))), default=None
+        )
+
+    @property
     def cost(self) -> float | None:
         """CPU-seconds over those of the best single process; None where either was not measured."""
-        single = [m.cpu_seconds_per_million for s in SINGLE if (m := self.measurements.get(s))]
-        ours = self.measurements.get(OURS)
-        return ours.cpu_seconds_per_million / min(single) if ours and single else None
+        ours, single = self.measurements.get(OURS), self.single_cpu
+        return ours.cpu_seconds_per_million / single if ours and single else None
 
     @property
     def speed(self) -> float | None:
@@ -146,9 +152,7 @@ def _table(points: Sequence[Point], failures: Sequence[Failure]) -> TextTable:
     header = ("point", "cost", "speed", "samples/s", "CPU-s per million", "of the best process", "TorchRec")
     table = TextTable("Points, the dearest first", header)
     for point in points:
-        of = point.measurements
-        single = [m.cpu_seconds_per_million for s in SINGLE if (m := of.get(s))]
-        ours, theirs = of.get(OURS), of.get(TORCHREC)
+        ours, theirs = (point.measurements.get(system) for system in (OURS, TORCHREC))
         table.rows.append(
             (
                 point.workload.name,
@@ -156,7 +160,7 @@ def _table(points: Sequence[Point], failures: Sequence[Failure]) -> TextTable:
                 times(point.speed),
                 f"{ours.samples_per_second:,.0f}" if ours else NONE,
                 f"{ours.cpu_seconds_per_million:.1f}" if ours else NONE,
-                f"{min(single):.1f}" if single else NONE,
+                f"{point.single_cpu:.1f}" if point.single_cpu else NONE,
                 f"{theirs.samples_per_second:,.0f}" if theirs else NONE,
             )
         )

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +10,13 @@ import pytest
 import torch
 from support.samples import csv_config, prepared, write
 
-from hybrid.batch import Batch, SparseFeatures
-from hybrid.data.loader import BatchLoader, BatchStream, share
+from hybrid.batch import Batch, SparseFeatures, share
+from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.order import ShuffledOrder
 from hybrid.data.storage import PreparedDataset
 
 NUM_ROWS = 1003
+SECONDS = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +112,21 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "batch reader"]
 
 
-def test_closing_early_ends_the_thread(dataset: PreparedDataset) -> None:
+def test_closing_early_ends_the_thread(dataset: PreparedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_no_room = threading.Event()
+
+    class Room(threading.Semaphore):
+        def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+            if super().acquire(blocking=False):
+                return True
+            has_no_room.set()
+            return super().acquire(blocking, timeout)
+
+    monkeypatch.setattr(threading, "Semaphore", Room)
     stream = BatchLoader(dataset, batch_size=10, prefetch_batches=1).batches(0)
     next(stream)
     assert reader_threads()
-    time.sleep(0.05)  # by now it waits until there is room
+    assert has_no_room.wait(SECONDS)
     stream.close()
     assert not reader_threads()
     assert list(stream) == []
