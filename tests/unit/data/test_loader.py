@@ -124,9 +124,8 @@ def test_closing_early_ends_the_thread(dataset: PreparedDataset, monkeypatch: py
 
     monkeypatch.setattr(threading, "Semaphore", Room)
     stream = BatchLoader(dataset, batch_size=10, prefetch_batches=1).batches(0)
-    next(stream)
+    assert has_no_room.wait(SECONDS), "the reader waits until a batch is taken"
     assert reader_threads()
-    assert has_no_room.wait(SECONDS)
     stream.close()
     assert not reader_threads()
     assert list(stream) == []
