@@ -40,7 +40,7 @@ _NUMBER_BYTES, _INDEX_BYTES = 8, 4
 _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
 # The library takes less than 2 GiB at once.
 _LARGEST_PART = 1 << 30
-_READ_ONLY = 0x100  # PyBUF_READ
+_READ_ONLY, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _OF_PICKLE = 1 << 31  # more parts than this no message has
 
 UNSIGNED = "it is not signed for this process by a role of this run"
@@ -161,16 +161,18 @@ def _nonce(number: bytes, index: int) -> bytes:
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
-    """The bytes of tensors, each in one piece, where they lie; one part for each that is not huge."""
-    parts: list[memoryview | bytes] = []
-    for tensor in tensors:
-        if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
-            parts.append(b"")
-            continue
-        # The view does not keep the tensor; the caller does.
-        whole: memoryview = _view(tensor.data_ptr(), num_bytes, _READ_ONLY)
-        if num_bytes <= _LARGEST_PART:
-            parts.append(whole)
-        else:
-            parts.extend(whole[at : at + _LARGEST_PART] for at in range(0, num_bytes, _LARGEST_PART))
-    return parts
+    """The bytes of tensors where they lie; one part for each that is not huge."""
+    return [part for tensor in tensors for part in memory_of(tensor) or (b"",)]
+
+
+def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
+    """The bytes of a tensor in one piece, where they lie, in parts that can be sealed.
+
+    Nothing where it is empty, or on another device than the CPU. The caller keeps the tensor.
+    """
+    if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
+        return []
+    whole: memoryview = _view(tensor.data_ptr(), num_bytes, _WRITABLE if to_write else _READ_ONLY)
+    if num_bytes <= _LARGEST_PART:
+        return [whole]
+    return [whole[at : at + _LARGEST_PART] for at in range(0, num_bytes, _LARGEST_PART)]
