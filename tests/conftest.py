@@ -5,10 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import cluster
 from support.cluster import Clusters
 
 # As commands set it before they import torch; processes that are forked here have imported it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    choices, said = ("socket", "rpc"), "cluster.carrier of the clusters that tests start"
+    parser.addoption("--carrier", choices=choices, default=choices[0], help=said)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    cluster.SMALL = cluster.small_config(cluster={"carrier": config.getoption("carrier")})
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -54,6 +54,12 @@ class ClusterSection:
         "RPC transport: shm polls shared memory, uv is TCP; auto takes uv where processes outnumber cores",
         choices=("auto", "uv", "shm"),
     )
+    carrier: str = option(
+        "socket",
+        "how lookups and gradients travel outside of autograd (all but those of synchronous steps): socket "
+        "is one encrypted connection between a trainer and a worker, rpc is RPC",
+        choices=("socket", "rpc"),
+    )
     threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
     start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
     rpc_timeout_seconds: float = option(

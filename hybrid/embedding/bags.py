@@ -1,5 +1,6 @@
 """Bags of ids, what both sides of a lookup know: from the rows they name to one vector a bag."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from hybrid.embedding.spec import Pooling
 
+_POOLINGS = {each.value: each for each in Pooling}
 _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 
 
@@ -36,6 +38,32 @@ class Bags(NamedTuple):
 
 # One lookup in one group of a worker's tables: the group's number, and the rows within it.
 Item: TypeAlias = tuple[int, Bags]
+
+
+# The same without its tensors: group, pooling, and whether there are offsets and weights.
+PlainItem: TypeAlias = tuple[int, str, bool, bool]
+
+
+def taken_apart(items: Sequence[Item]) -> tuple[list[PlainItem], list[Tensor]]:
+    """Items that are asked for as plain values, and their tensors, for :func:`put_together`."""
+    plain: list[PlainItem] = []
+    tensors: list[Tensor] = []
+    for group, (ids_L, offsets, weights_L, pooling, _) in items:
+        plain.append((group, pooling.value, offsets is not None, weights_L is not None))
+        tensors += [each for each in (ids_L, offsets, weights_L) if each is not None]
+    return plain, tensors
+
+
+def put_together(plain: Sequence[PlainItem], tensors: Sequence[Tensor]) -> list[Item]:
+    """The items that :func:`taken_apart` has made this of."""
+    rest = iter(tensors)
+    items = []
+    for group, pooling, has_offsets, has_weights in plain:
+        ids_L = next(rest)
+        offsets = next(rest) if has_offsets else None
+        weights_L = next(rest) if has_weights else None
+        items.append((group, Bags(ids_L, offsets, weights_L, _POOLINGS[pooling])))
+    return items
 
 
 def ids_dtype(num_rows: int) -> torch.dtype:

@@ -1,9 +1,12 @@
 """What a lookup says of itself: for which step, what it must see, and what follows."""
 
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hybrid.clock import Flow
+
+# A ticket as plain values; see Ticket.plain.
+PlainTicket: TypeAlias = tuple[int, int, int, int, str, bool]
 
 
 class Purpose(StrEnum):
@@ -33,6 +36,16 @@ class Ticket(NamedTuple):
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
     followed: bool = False
+
+    @property
+    def plain(self) -> PlainTicket:
+        """It as plain values, for :meth:`of`."""
+        return (*self[:4], self.purpose.value, self.followed)
+
+    @classmethod
+    def of(cls, plain: PlainTicket) -> "Ticket":
+        """The ticket of these plain values."""
+        return cls(*plain[:4], Purpose(plain[4]), plain[5])
 
     def flow(self, worker: int) -> Flow:
         """What the spans of this ticket's call to ``worker`` have in common, on both sides."""

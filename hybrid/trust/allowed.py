@@ -115,6 +115,13 @@ class Unpickler(pickle.Unpickler):
         return _Callable(found) if callable(found) else found
 
 
+class NothingNamed(pickle.Unpickler):
+    """Loads numbers, text, lists and the like."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise RefusedPayload(f"it names {module}:{name}")
+
+
 class _Callable:
     """What a pickle names, in a form that it can call and not change: neither attributes nor state."""
 

@@ -6,7 +6,6 @@ TorchScript functions do not pass here, nor does what keeps references and distr
 
 from __future__ import annotations
 
-import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch.distributed.rpc import api, internal
 from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code.names import name_of
-from hybrid.trust.allowed import Allowed, Unpickler, dtype_name, dump
+from hybrid.trust.allowed import Allowed, NothingNamed, Unpickler, dtype_name, dump
 from hybrid.trust.failure_text import raised_later, refused
 from hybrid.trust.refusals import Refusals, RefusedPayload
 from hybrid.trust.signature import UNSIGNED, Kind, Signatures
@@ -207,19 +206,14 @@ def install(pickler: internal._InternalRPCPickler | None) -> None:
     internal._internal_rpc_pickler = api._default_pickler = pickler or _TORCHS_OWN
 
 
-class _NothingNamed(pickle.Unpickler):
-    """Loads numbers, text, lists and the like."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise ClusterError(f"a message at the start of RPC was refused: it names {module}:{name}")
-
-
 @contextmanager
 def plain_collectives() -> Iterator[None]:
     """While torch joins an RPC group: it unpickles what it finds in a process group, which nobody signs."""
     before = distributed_c10d._unpickler
-    distributed_c10d._unpickler = _NothingNamed
+    distributed_c10d._unpickler = NothingNamed
     try:
         yield
+    except RefusedPayload as error:
+        raise ClusterError(f"a message at the start of RPC was refused: {error}") from error
     finally:
         distributed_c10d._unpickler = before

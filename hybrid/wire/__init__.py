@@ -1,4 +1,4 @@
-"""Everything that crosses process borders by RPC. Nothing else touches ``torch.distributed.rpc``.
+"""Everything that crosses process borders. Nothing else touches ``torch.distributed.rpc``.
 
 ::
 
@@ -11,7 +11,8 @@
 
 A call runs a method of an object on the process that owns it; what it returns or raises comes back as a
 value (:class:`Failure`), because RPC keeps the type of three kinds of exception only. Lookups are the
-exception: they take part in distributed autograd, so their answer must be bare tensors.
+exception: they take part in distributed autograd, so their answer must be bare tensors. Those that take no
+part, and the gradients that belong to them, go by ``carrier`` instead; nobody above ``Pending`` knows.
 
 Begin with ``stubs``, which the master and trainers call. Calls and answers are signed, and only the
 functions of ``calls.CALLS`` can be called (``hybrid/trust``), with ``payloads`` that only hold data; a role

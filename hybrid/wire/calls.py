@@ -2,30 +2,35 @@
 
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import psutil
-import torch
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
+from torch.futures import Future
 
 from hybrid.answer import Answer
 from hybrid.dense.remote import HostedNet
+from hybrid.embedding.bags import PlainItem, put_together
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.hosting.hosted import Hosted
 from hybrid.memory import available_memory_bytes
 from hybrid.own_code.names import resolved
-from hybrid.steps.ticket import Ticket
+from hybrid.steps.ticket import PlainTicket, Ticket
+from hybrid.wire.carrier.server import Carried
 from hybrid.wire.failure import Failure, failure_of
 
 # What others have created here, by number, as long as they keep it.
 _created: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 
+# A lookup without its tensors: number of the tables, ticket, items.
+PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PlainItem]]
 # Gives what to make an object by, or raises that there is no such class.
 Find: TypeAlias = Callable[[], Callable[..., Any]]
 
@@ -70,42 +75,59 @@ def vitals() -> Vitals:
     )
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def lookup(
-    number: int, ticket: tuple[Any, ...], items: list[tuple[int, Any]]
-) -> torch.futures.Future[list[Tensor]]:
+def _carried(function: Carried) -> Carried:
+    """One that RPC and the carrier know; what it raises at once comes back like an error of its answer."""
+
+    @wraps(function)
+    def answered(plain: Any, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+        try:
+            return function(plain, tensors)
+        except Exception as error:  # the caller's to know
+            answer: Answer[list[Tensor]] = Answer()
+            answer.set_exception(error)
+            return answer
+
+    known: Carried = rpc.functions.async_execution(answered)
+    return known
+
+
+@_carried
+def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """See :meth:`TableShards.lookup`."""
+    number, ticket, items = plain
     tables: TableShards = _created[number]
-    return tables.lookup(Ticket(*ticket), items)
+    return tables.lookup(Ticket.of(ticket), put_together(items, tensors))
 
 
-@rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def exchange(
-    number: int,
-    ticket: tuple[Any, ...],
-    grads: list[Tensor],
-    next_ticket: tuple[Any, ...],
-    items: list[tuple[int, Any]],
-) -> torch.futures.Future[list[Tensor]]:
-    """See :meth:`TableShards.exchange`."""
+@_carried
+def receive(plain: tuple[int, PlainTicket], grads: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """See :meth:`TableShards.receive`; the answer is empty."""
+    number, ticket = plain
     tables: TableShards = _created[number]
-    try:
-        answer = tables.exchange(Ticket(*ticket), grads, Ticket(*next_ticket), items)
-    except Exception as error:  # comes back like an error of the answer
-        answer = Answer()
-        answer.set_exception(error)
+    tables.receive(Ticket.of(ticket), grads)
+    answer: Answer[list[Tensor]] = Answer()
+    answer.set_result([])
     return answer
 
 
+@_carried
+def exchange(plain: tuple[PlainTicket, int, PlainLookup], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """See :meth:`TableShards.exchange`; the first tensors, so many, are gradients."""
+    ticket, num_grads, (number, next_ticket, items) = plain
+    tables: TableShards = _created[number]
+    asked = put_together(items, tensors[num_grads:])
+    return tables.exchange(Ticket.of(ticket), tensors[:num_grads], Ticket.of(next_ticket), asked)
+
+
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def call_net(number: int, ticket: tuple[Any, ...], hidden_BH: Tensor) -> torch.futures.Future[Tensor]:
+def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
     """See :meth:`HostedNet.call`."""
     net: HostedNet = _created[number]
-    return net.call(Ticket(*ticket), hidden_BH)
+    return net.call(Ticket.of(ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def norm(number: int, step: int) -> torch.futures.Future[float]:
+def norm(number: int, step: int) -> Future[float]:
     """See :meth:`UpdateBarrier.norm`."""
     hosted: Hosted = _created[number]
     return hosted.barrier.norm(step)
@@ -168,4 +190,6 @@ def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
     return getattr(owned, method)(*map(resolved, args))
 
 
-CALLS = (greet, vitals, lookup, exchange, call_net, norm, create, await_module, invoke, invoke_barrier)
+# What takes no part in distributed autograd, and so can go by a carrier of its own.
+CARRIED = (lookup, receive, exchange)
+CALLS = (*CARRIED, greet, vitals, call_net, norm, create, await_module, invoke, invoke_barrier)

@@ -10,19 +10,23 @@ import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from hybrid.topology import Role, Topology, rpc_transport
+from hybrid.topology import Role, RoleKind, Topology, rpc_transport
 from hybrid.trust.allowed import Allowed
 from hybrid.trust.pickler import SignedPickler, install, plain_collectives
 from hybrid.trust.refusals import Refusals
 from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Signatures
 from hybrid.trust.sockets import closed_after
-from hybrid.wire.calls import CALLS
+from hybrid.wire.calls import CALLS, CARRIED
+from hybrid.wire.carrier.link import LINKS, Link
+from hybrid.wire.carrier.meeting import Place, meet_trainers, meet_workers
+from hybrid.wire.carrier.server import Server
 from hybrid.wire.payloads import DATA
 from hybrid.wire.stubs import greet
 
 _scheme_numbers = itertools.count()
 _MIN_RPC_THREADS = 16
+_servers: list[Server] = []  # where this process is a worker
 
 
 def start(
@@ -34,6 +38,7 @@ def start(
     run_id: bytes,
     interface: str,
     transport: str,
+    carrier: str,
     timeout_seconds: float,
     data: Iterable[type[Any]] = (),
     created: Iterable[Callable[..., Any]] = (),
@@ -46,6 +51,8 @@ def start(
         run_id: the same for all roles, and drawn anew at each start of the cluster.
         interface: network interface that this process listens on.
         transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
+        carrier: of lookups and gradients outside of autograd: "socket", a sealed connection for each trainer
+            and worker, or "rpc".
         timeout_seconds: of every call, unless it names its own.
         data: classes whose values may travel, besides those of this package; they only hold data.
         created: classes of the project's of which others may create objects here, and functions that make
@@ -71,6 +78,9 @@ def start(
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
         _connect_to_all(topology, timeout_seconds)
+    if carrier == "socket":
+        place = Place(role, topology, secret, run_id, timeout_seconds)
+        _join_carrier(place, dist.PrefixStore("carrier", store), interface)
 
 
 def _connect_to_all(topology: Topology, timeout_seconds: float) -> None:
@@ -78,6 +88,14 @@ def _connect_to_all(topology: Topology, timeout_seconds: float) -> None:
     for greeting in [greet(role) for role in topology.roles]:
         greeting.wait()
     rpc.api._all_gather(None, timeout=timeout_seconds)
+
+
+def _join_carrier(place: Place, store: dist.Store, interface: str) -> None:
+    if place.role.kind is RoleKind.TRAINER:
+        for worker, connection in meet_workers(place, store).items():
+            LINKS[worker] = Link(connection, place.timeout_seconds)
+    elif place.role.kind is RoleKind.WORKER:
+        _servers.append(Server(meet_trainers(place, store, interface), CARRIED))
 
 
 def stop(timeout_seconds: float, graceful: bool = True) -> None:
@@ -91,3 +109,7 @@ def stop(timeout_seconds: float, graceful: bool = True) -> None:
         rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
     finally:
         install(None)
+        while LINKS:
+            LINKS.popitem()[1].close()
+        while _servers:
+            _servers.pop().close(timeout_seconds)

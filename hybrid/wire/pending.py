@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from hybrid.answer import Watched
 from hybrid.topology import Role
 from hybrid.wire.failure import Failure, RemoteError, raise_unanswered
 
@@ -20,7 +21,7 @@ class PendingTensors(Generic[Result]):
 
     __slots__ = ("_future", "role")
 
-    def __init__(self, role: Role, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, role: Role, future: Watched[Any]) -> None:
         self.role = role
         self._future = future
 
@@ -37,7 +38,7 @@ class PendingTensors(Generic[Result]):
         return answer
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """See torch's futures."""
+        """Have ``callback`` called with the future once the answer is there."""
         self._future.add_done_callback(callback)
 
 

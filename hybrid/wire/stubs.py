@@ -9,17 +9,20 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
 
+from hybrid.answer import Watched
 from hybrid.dense.remote import HostedNet
-from hybrid.embedding.bags import Item
+from hybrid.embedding.bags import Item, taken_apart
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.hosting.hosted import Hosted
 from hybrid.own_code.names import described, name_of
-from hybrid.steps.ticket import Ticket
+from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.topology import Role
 from hybrid.trust.allowed import ClassName
 from hybrid.trust.pickler import addressed_to
 from hybrid.wire import calls
+from hybrid.wire.carrier.link import LINKS
+from hybrid.wire.carrier.server import Carried
 from hybrid.wire.pending import Pending, PendingTensors
 
 Owned = TypeVar("Owned", covariant=True)
@@ -39,6 +42,12 @@ def _send(
             role.rpc_name, function, args=args, timeout=timeout_seconds
         )
     return future
+
+
+def _carry(role: Role, function: Carried, plain: Any, tensors: Sequence[Tensor]) -> Watched[Any]:
+    """As :func:`_send`, of one of :data:`calls.CARRIED`: by the link to ``role``, where there is one."""
+    link = LINKS.get(role)
+    return _send(role, function, plain, tensors) if link is None else link.call(function, plain, tensors)
 
 
 class Remote(Generic[Owned]):
@@ -107,23 +116,26 @@ class RemoteTables(RemoteHosted[TableShards]):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
         """See :meth:`TableShards.lookup`; within a context, part of its graph."""
-        sent = (self._number, tuple(ticket), _plain(items))
-        return PendingTensors(self.role, _send(self.role, calls.lookup, *sent))
+        plain, tensors = self._asked(ticket, items)
+        send = _send if ticket.purpose is Purpose.TRAIN else _carry
+        return PendingTensors(self.role, send(self.role, calls.lookup, plain, tensors))
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> PendingTensors[list[Tensor]]:
         """See :meth:`TableShards.exchange`."""
-        sent = (self._number, tuple(ticket), list(grads), tuple(next_ticket), _plain(items))
-        return PendingTensors(self.role, _send(self.role, calls.exchange, *sent))
+        lookup, tensors = self._asked(next_ticket, items)
+        plain = ticket.plain, len(grads), lookup
+        return PendingTensors(self.role, _carry(self.role, calls.exchange, plain, [*grads, *tensors]))
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Pending[None]:
-        """See :meth:`TableShards.receive`."""
-        return self.call(TableShards.receive, ticket, grads)
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> PendingTensors[list[Tensor]]:
+        """See :meth:`TableShards.receive`; the answer is empty."""
+        plain = self._number, ticket.plain
+        return PendingTensors(self.role, _carry(self.role, calls.receive, plain, list(grads)))
 
-
-def _plain(items: Sequence[Item]) -> list[tuple[int, tuple[Any, ...]]]:
-    return [(group, tuple(bags)) for group, bags in items]
+    def _asked(self, ticket: Ticket, items: Sequence[Item]) -> tuple[calls.PlainLookup, list[Tensor]]:
+        plain, tensors = taken_apart(items)
+        return (self._number, ticket.plain, plain), tensors
 
 
 class RemoteNet(RemoteHosted[HostedNet]):
@@ -131,7 +143,7 @@ class RemoteNet(RemoteHosted[HostedNet]):
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
         """The remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
-        sent = (self._number, tuple(ticket), hidden_BH)
+        sent = (self._number, ticket.plain, hidden_BH)
         output: PendingTensors[Tensor] = PendingTensors(self.role, _send(self.role, calls.call_net, *sent))
         return output.wait()
 

@@ -8,9 +8,10 @@ from support.failure_runs import JOB, shared_server
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[str]:
     """Settings of a job that trains within a second once its cluster is up; 16 steps an epoch."""
-    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")})]
+    cluster = {"carrier": pytestconfig.getoption("carrier")}
+    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")}, cluster=cluster)]
 
 
 @pytest.fixture(scope="session")

@@ -115,6 +115,7 @@ def started(store: dist.Store) -> Iterator[None]:
         run_id=b"run",
         interface="lo",
         transport="uv",
+        carrier="rpc",
         timeout_seconds=SECONDS,
     )
     try:

@@ -32,6 +32,7 @@ def loopback() -> Iterator[None]:
         run_id=b"loopback",
         interface="lo",
         transport="uv",
+        carrier="rpc",
         timeout_seconds=5.0,
         data=DATA,
         created=CREATED,

@@ -362,7 +362,7 @@ def test_at_the_start_of_rpc_torch_loads_plain_values_only() -> None:
     made.clear()
     plain, evil = pickle.dumps(("worker0", 0, {}, [])), pickle.dumps(Evil())
     size = torch.tensor([len(evil)])
-    with plain_collectives(), pytest.raises(ClusterError, match="was refused"):
+    with pytest.raises(ClusterError, match="was refused"), plain_collectives():
         distributed_c10d._tensor_to_object(torch.frombuffer(bytearray(evil), dtype=torch.uint8), size, None)
     with plain_collectives():
         buffer = torch.frombuffer(bytearray(plain), dtype=torch.uint8)

@@ -41,6 +41,7 @@ def test_groups_and_rpc_ask_five_questions() -> None:
             run_id=os.urandom(16),
             interface="lo",
             transport="uv",
+            carrier="rpc",
             timeout_seconds=SECONDS,
         )
         wire.stop(SECONDS)

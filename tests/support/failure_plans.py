@@ -104,6 +104,13 @@ class Plan:
         return f"{self.kind} {self.how}"
 
     @property
+    def update(self) -> str:
+        """How the run trains: one way or the other, in turn."""
+        if self.how == STARVED:
+            return "pipelined"
+        return ("sync", "pipelined")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
+
+    @property
     def phases(self) -> tuple[str, ...]:
         return ("step",) if self.how == STARVED else PHASES
 

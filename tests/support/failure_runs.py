@@ -135,6 +135,7 @@ def live_through(plan: Plan, job: Sequence[str], folder: Path) -> list[Took]:
     beat = HEARTBEAT_SECONDS if plan.how == "SIGSTOP" else 10 * HEARTBEAT_SECONDS
     overrides = settings(
         run={"folder": run},
+        train={"update": plan.update},
         dense={"net": "support.faulty_net:build"},
         checkpoint={"every_steps": CHECKPOINT_STEPS},
         cluster={"max_restarts": len(plan.rows), "heartbeat_timeout_seconds": beat},

@@ -218,6 +218,7 @@ def _start_torch(cluster: Cluster, config: RunConfig, secret: Secret) -> None:
         run_id=cluster.store.get("run"),
         interface=section.interface,
         transport=section.transport,
+        carrier=section.carrier,
         timeout_seconds=section.rpc_timeout_seconds,
         data=DATA,
         created=CREATED,

@@ -12,9 +12,8 @@
 Both sides draw a key pair for each connection, and exchange the public halves (X25519, RFC 7748). Proofs come
 of the secret and both public keys, so nobody in between can put in his own. The keys of frames come of the
 secret and of what the exchange has agreed on, which nobody can find out later, though he has heard everything
-and is told the secret. No key pair is used twice: nothing that was said on one connection is good on another;
-nor is it in the other direction, or at another place: each direction has its key, and counts its frames.
-Frames are sealed with AES-256-GCM: whoever listens learns their lengths only. Free of torch.
+and is told the secret. No key pair is used twice, and each direction has its key: nothing that was said is
+good anywhere else (``hybrid/trust/direction.py``). Whoever listens learns lengths only. Free of torch.
 """
 
 import asyncio
@@ -26,11 +25,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, TypeAlias
 
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from hybrid.errors import ClusterError, ConfigError
+from hybrid.trust.direction import TAG_BYTES, Direction
+from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.secret import VARIABLE, Secret
 from workers.joining.rhythm import Rhythm
 
@@ -40,7 +39,6 @@ LARGEST_FRAME = 1 << 20
 _REFUSAL = bytes(PROOF_BYTES)
 _CONNECT_SECONDS = 5.0
 _LENGTH = struct.Struct(">I")
-_GCM_NONCE_BYTES = 12
 _READ_BYTES = 1 << 16
 
 Side: TypeAlias = Literal["role", "master"]
@@ -61,19 +59,16 @@ class Seal:
     def __init__(self, secret: Secret, public_keys: bytes, agreed: bytes, side: Side) -> None:
         other: Side = "role" if side == "master" else "master"
         self._sending, self._receiving = (
-            AESGCM(secret.key(f"rendezvous frames of {sender}", public_keys, agreed))
+            Direction(secret.key(f"rendezvous frames of {sender}", public_keys, agreed))
             for sender in (side, other)
         )
-        self._sent = self._received = 0
 
     def seal(self, parts: Sequence[bytes]) -> bytes:
         """The frame of a message."""
         body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
         if len(body) > LARGEST_FRAME:
             raise ValueError(f"a message of {len(body)} bytes; at most {LARGEST_FRAME} can be sent")
-        nonce = self._sent.to_bytes(_GCM_NONCE_BYTES, "big")
-        self._sent += 1
-        sealed = self._sending.encrypt(nonce, body, None)
+        sealed = self._sending.seal(body)
         return _LENGTH.pack(len(sealed)) + sealed
 
     def open(self, sealed: bytes) -> list[bytes]:
@@ -82,12 +77,10 @@ class Seal:
         Raises:
             ChannelError: it is not the frame that the other side has sealed next.
         """
-        nonce = self._received.to_bytes(_GCM_NONCE_BYTES, "big")
-        self._received += 1
         try:
-            body = self._receiving.decrypt(nonce, sealed, None)
-        except InvalidTag:
-            raise ChannelError("a frame was altered, repeated or left out on the way") from None
+            body = self._receiving.open(sealed)
+        except RefusedPayload as error:
+            raise ChannelError(f"a frame was refused: {error}") from None
         parts, at = [], 0
         while at < len(body):
             start = at + _LENGTH.size
@@ -99,7 +92,7 @@ class Seal:
 def sealed_length(header: bytes) -> int:
     """How many bytes follow the header of a frame; ChannelError where they are too many."""
     length: int = _LENGTH.unpack(header)[0]
-    if length > LARGEST_FRAME + 16:  # and the tag
+    if length > LARGEST_FRAME + TAG_BYTES:
         raise ChannelError(f"a frame of {length} bytes")
     return length
 

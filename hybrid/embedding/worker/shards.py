@@ -197,7 +197,6 @@ class TableShards(Hosted):
         once, and hands its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they are
         values, and :meth:`receive` takes their gradients.
         """
-        items = [(group, Bags(*bags)) for group, bags in items]
         return self.barrier.when(ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker))
 
     def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:

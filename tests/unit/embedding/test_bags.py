@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from support.bags import BAGS, bags_of, every_kind, plain_pool, some_rows
 
-from hybrid.embedding.bags import Bags, concatenate, pool, pool_recorded
+from hybrid.embedding.bags import Bags, concatenate, pool, pool_recorded, put_together, taken_apart
 from hybrid.embedding.spec import Pooling
 
 
@@ -70,3 +70,16 @@ def test_torch_numbers_the_poolings_as_here_and_returns_the_largest_rows_last() 
         result = torch.ops.aten._embedding_bag(weight_RD, ids_L, starts, False, mode, False, None, True)
         assert torch.equal(result[0], F.embedding_bag(ids_L[None], weight_RD, mode=pooling.value))
     assert torch.equal(result[3][0], ids_L[weight_RD[ids_L].argmax(0)])
+
+
+def test_items_are_the_same_again_put_together() -> None:
+    ids, offsets, weights = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 3]), torch.tensor([0.5, 1.0, 2.0])
+    items = [
+        (0, Bags(ids)),
+        (2, Bags(ids, offsets, weights)),
+        (1, Bags(ids, offsets, None, Pooling.MAX)),
+        (0, Bags(ids, offsets, None, Pooling.MEAN)),
+    ]
+    plain, tensors = taken_apart(items)
+    assert [type(value) for item in plain for value in item] == [int, str, bool, bool] * len(items)
+    assert put_together(plain, tensors) == items
