@@ -1,15 +1,15 @@
 """Whose matrix products linear layers take: torch's own (MKL, on x86), or those of oneDNN in the same wheel.
 
 Torch sends float32 products on CPUs to MKL, which runs AVX2 kernels on AMD's processors; oneDNN takes what
-the processor has, and no setting of torch's leads there. So the products of a layer go through one operator
-of our own, ``hybrid::linear``: with x of B samples, F inputs and H outputs
+the processor has, and no setting of torch's leads there. So the products of a layer go through two operators
+of our own: with x of B samples, F inputs and H outputs
 
-    output              x_BF @ weight_HF.T + bias_H
-    gradient of x       grad_BH @ weight_HF
-    gradient of weight  grad_BH.T @ x_BF
+    output              x_BF @ weight_HF.T + bias_H    hybrid::linear
+    gradient of x       grad_BH @ weight_HF            hybrid::linear
+    gradient of weight  grad_BH.T @ x_BF               hybrid::weight_gradient
 
-are all that operator. Since it is an operator and no function of Python's, it is part of TorchScript, and of
-what ``torch.compile`` captures, too.
+Since they are operators and no functions of Python's, they are part of TorchScript, and of what
+``torch.compile`` captures, too.
 
 A ReLU after a layer stays a layer of its own: fused into oneDNN's product it makes 0 of NaN, and a loss that
 is not finite would go unnoticed.
@@ -31,12 +31,16 @@ from hybrid.errors import ConfigError
 # Multiplications of a product. With less, what oneDNN's calls and the operator take by themselves (0.2 ms for
 # a layer, forward and backward, beside torch's) is more than faster kernels save.
 _FEWEST = 1 << 23
+# Samples whose gradient of a weight is one product. oneDNN copies its operands into an order of its own, and
+# those of longer batches leave the cache on the way.
+_BLOCK = 512
 _ROUNDS = 3  # of measuring; oneDNN compiles its kernels in the first
-_MEASURED = 1 << 27  # multiplications of one product of each layer: about a millisecond
+_MEASURED = 1 << 28  # multiplications of one product of each layer: some ten milliseconds
 _FEWEST_SAMPLES = 64
 
 _library = torch.library.Library("hybrid", "DEF")
 _library.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
+_library.define("weight_gradient(Tensor grad, Tensor input) -> Tensor")
 
 
 class Linear(nn.Linear):
@@ -84,8 +88,8 @@ def measured_gain(shapes: Sequence[tuple[int, int]], num_samples: int) -> float:
     """How many times as fast layers of some shapes are here by oneDNN's products as by torch's.
 
     A layer counts with the shortest of its times, forward and backward: the one in which others on the
-    machine have disturbed it least. Large nets are measured with fewer samples, so that it takes a tenth of a
-    second or so.
+    machine have disturbed it least. Large nets are measured with fewer samples, so that it takes one or
+    two tenths of a second.
 
     Args:
         shapes: inputs and outputs of each layer; at least one.
@@ -138,52 +142,92 @@ def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _compute(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if _is_worth_it(input, weight):
-        return _onednn(input, weight, bias)
-    return F.linear(input, weight, bias)
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return _onednn(input, weight, bias) if _is_worth_it(input, weight) else F.linear(input, weight, bias)
 
 
-def _record(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator where autograd may be listening; what is small is torch's, with its derivative."""
+def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
+    if not _is_worth_it(grad_BH.t(), x_BF.t()):
+        return grad_BH.t() @ x_BF
+    first, *others = zip(grad_BH.split(_BLOCK), x_BF.split(_BLOCK), strict=True)
+    total_HF = _onednn(first[0].t(), first[1].t(), None)
+    for grad_bH, x_bF in others:
+        total_HF += _onednn(grad_bH.t(), x_bF.t(), None)
+    return total_HF
+
+
+def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The operator where autograd may be listening; what is small has torch's derivative."""
     if not _is_worth_it(input, weight):
         return F.linear(input, weight, bias)
     if not torch.is_grad_enabled():
-        return _below_autograd(input, weight, bias)
-    output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
-    return output
+        return _below_autograd(torch.ops.hybrid.linear, input, weight, bias)
+    output_BH: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return output_BH
 
 
-def _below_autograd(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _recorded_weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return _below_autograd(torch.ops.hybrid.weight_gradient, grad_BH, x_BF)
+    grad_HF: Tensor = _WeightGradient.apply(grad_BH, x_BF)  # type: ignore[no-untyped-call]
+    return grad_HF
+
+
+def _below_autograd(operator: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
     with torch._C._AutoDispatchBelowAutograd():
-        output: Tensor = torch.ops.hybrid.linear(input, weight, bias)
-    return output
+        return operator(*operands)
 
 
 class _Linear(torch.autograd.Function):
-    """The operator with its derivative, which is made of the same operator and has one, too."""
+    """The derivative of an operator, which is made of the operators and has a derivative, too."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
-        return _below_autograd(input, weight, bias)
+        return _below_autograd(torch.ops.hybrid.linear, input, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BH,) = grads
         x_BF, weight_HF = ctx.saved_tensors
         of_input, of_weight, of_bias = ctx.needs_input_grad
         return (
             torch.ops.hybrid.linear(grad_BH, weight_HF.t(), None) if of_input else None,
-            torch.ops.hybrid.linear(grad_BH.t(), x_BF.t(), None) if of_weight else None,
+            torch.ops.hybrid.weight_gradient(grad_BH, x_BF) if of_weight else None,
             grad_BH.sum(0) if of_bias else None,
         )
 
 
-def _without_values(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+class _WeightGradient(torch.autograd.Function):
+    """See :class:`_Linear`."""
+
+    @staticmethod
+    def forward(ctx: Any, grad_BH: Tensor, x_BF: Tensor) -> Tensor:
+        ctx.save_for_backward(grad_BH, x_BF)
+        return _below_autograd(torch.ops.hybrid.weight_gradient, grad_BH, x_BF)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (of_grad_HF,) = grads
+        grad_BH, x_BF = ctx.saved_tensors
+        of_grad, of_input = ctx.needs_input_grad
+        return (
+            torch.ops.hybrid.linear(x_BF, of_grad_HF, None) if of_grad else None,
+            torch.ops.hybrid.linear(grad_BH, of_grad_HF.t(), None) if of_input else None,
+        )
+
+
+def _linear_without_values(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return input.new_empty((input.size(0), weight.size(0)))
 
 
-_library.impl("linear", _compute, "CPU")
-_library.impl("linear", _record, "AutogradCPU")
-torch.library.register_fake("hybrid::linear", _without_values, lib=_library)
+def _weight_gradient_without_values(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
+    return x_BF.new_empty((grad_BH.size(1), x_BF.size(1)))
+
+
+_library.impl("linear", _linear, "CPU")
+_library.impl("linear", _recorded_linear, "AutogradCPU")
+_library.impl("weight_gradient", _weight_gradient, "CPU")
+_library.impl("weight_gradient", _recorded_weight_gradient, "AutogradCPU")
+torch.library.register_fake("hybrid::linear", _linear_without_values, lib=_library)
+torch.library.register_fake("hybrid::weight_gradient", _weight_gradient_without_values, lib=_library)

@@ -135,6 +135,19 @@ class TestNumbers:
         assert products
         assert_rounded(found, expected)
 
+    @pytest.mark.parametrize(("size", "blocks"), [(512, [512]), (513, [512, 1]), (1300, [512, 512, 276])])
+    def test_of_a_weights_gradient_are_sums_over_blocks_of_samples(
+        self, size: int, blocks: list[int], products: list[tuple[int, ...]]
+    ) -> None:
+        plain = layers()[:1]
+        expected = gradients(plain, rows(size), [*plain.parameters()])
+        use_onednn(plain)
+        found = gradients(plain, rows(size), [*plain.parameters()])
+        forward, of_input, *of_weight = products
+        assert (forward, of_input) == ((size, INPUTS, HIDDEN), (size, HIDDEN, INPUTS))
+        assert of_weight == [(HIDDEN, block, INPUTS) for block in blocks]
+        assert_rounded(found, expected)
+
     def test_have_a_second_derivative(self, products: list[tuple[int, ...]]) -> None:
         def penalties(net: nn.Module) -> list[Tensor]:
             x = rows()
@@ -144,7 +157,22 @@ class TestNumbers:
         plain = layers()
         expected = penalties(plain)
         found = penalties(by_onednn(plain))
-        assert products
+        assert len(products) > 8
+        assert_rounded(found, expected)
+
+    def test_of_a_weights_gradient_have_a_derivative(self, products: list[tuple[int, ...]]) -> None:
+        def penalties(net: nn.Module) -> list[Tensor]:
+            x = rows(600)
+            of_weights = torch.autograd.grad(
+                net(x).square().mean(), [p for p in net.parameters() if p.dim() > 1], create_graph=True
+            )
+            penalty = torch.stack([gradient.square().sum() for gradient in of_weights]).sum()
+            return list(torch.autograd.grad(penalty, [x, *net.parameters()]))
+
+        plain = layers()
+        expected = penalties(plain)
+        found = penalties(by_onednn(plain))
+        assert len(products) > 8
         assert_rounded(found, expected)
 
     def test_are_only_those_of_gradients_that_somebody_needs(self, products: list[tuple[int, ...]]) -> None:
@@ -291,7 +319,7 @@ class TestMeasuring:
         monkeypatch.setattr(matmul, "_seconds", seconds)
         for width in (64, 1024, 4096):
             measured_gain([(width, width)], 1000)
-        assert sizes == {1000, 128, 64}
+        assert sizes == {1000, 256, 64}
 
     def test_is_of_both(self) -> None:
         assert 0.01 < measured_gain([(INPUTS, HIDDEN)], SIZE) < 100
