@@ -34,8 +34,9 @@ _FEWEST = 1 << 23
 # Samples whose gradient of a weight is one product. oneDNN copies its operands into an order of its own, and
 # those of longer batches leave the cache on the way.
 _BLOCK = 512
-_ROUNDS = 3  # of measuring; oneDNN compiles its kernels in the first
-_MEASURED = 1 << 28  # multiplications of one product of each layer: some ten milliseconds
+_ROUNDS = 4  # of measuring, at least; oneDNN compiles its kernels in the first
+_ROUNDS_SECONDS = 0.1  # how long they go on
+_MEASURED = 1 << 27  # multiplications of one product of each layer: some milliseconds
 _FEWEST_SAMPLES = 64
 
 _library = torch.library.Library("hybrid", "DEF")
@@ -87,9 +88,9 @@ def layer_shapes(net: nn.Module, num_samples: int) -> list[tuple[int, int]]:
 def measured_gain(shapes: Sequence[tuple[int, int]], num_samples: int) -> float:
     """How many times as fast layers of some shapes are here by oneDNN's products as by torch's.
 
-    A layer counts with the shortest of its times, forward and backward: the one in which others on the
-    machine have disturbed it least. Large nets are measured with fewer samples, so that it takes one or
-    two tenths of a second.
+    A layer counts with the shortest of its times: the one in which others on the machine, with whom it shares
+    caches and memory, have disturbed it least. Large nets are measured with fewer samples, so that it takes
+    one or two tenths of a second.
 
     Args:
         shapes: inputs and outputs of each layer; at least one.
@@ -99,7 +100,10 @@ def measured_gain(shapes: Sequence[tuple[int, int]], num_samples: int) -> float:
     samples = min(num_samples, max(affordable, _FEWEST_SAMPLES))
     layers = [_operands(samples, *shape) for shape in shapes]
     of_torch, of_onednn = ([math.inf] * len(layers) for _ in range(2))
-    for _ in range(_ROUNDS):
+    end = time.perf_counter() + _ROUNDS_SECONDS
+    rounds = 0
+    while rounds < _ROUNDS or time.perf_counter() < end:
+        rounds += 1
         for place, operands in enumerate(layers):
             of_torch[place] = min(of_torch[place], _seconds(F.linear, *operands))
             of_onednn[place] = min(of_onednn[place], _seconds(_Linear.apply, *operands))
@@ -120,9 +124,10 @@ def _operands(samples: int, inputs: int, outputs: int) -> tuple[list[Tensor], Te
 
 
 def _seconds(linear: Callable[..., Tensor], operands: list[Tensor], grad_BH: Tensor) -> float:
-    start = time.perf_counter()
+    """Processor time of a layer, forward and backward: others that want the processor do not count."""
+    start = time.thread_time()
     torch.autograd.grad(linear(*operands), operands, grad_BH)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from hybrid.training.build import Blueprint
 from hybrid.training.tables import table_specs
 from hybrid.training.trial import MatmulTrial
 
-GAIN = 3.0
+SLOWER = 0.9
 LARGE = (
     'dense.net="wide_deep"',
     "dense.top_mlp=[512, 256]",
@@ -23,12 +23,12 @@ Measured = list[tuple[list[tuple[int, int]], int]]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """The shapes and numbers of samples that are measured."""
+    """The shapes and numbers of samples that are measured; oneDNN's products are found slower."""
     calls: Measured = []
 
     def gain(shapes: list[tuple[int, int]], num_samples: int) -> float:
         calls.append((shapes, num_samples))
-        return GAIN
+        return SLOWER
 
     monkeypatch.setattr(trial, "measured_gain", gain)
     return calls
@@ -41,19 +41,29 @@ def gain(*settings: str, index: int = 0) -> float:
 
 
 def test_the_layers_of_a_trainer_are_measured_with_its_samples(measured: Measured) -> None:
-    assert gain() == GAIN
+    assert gain() == SLOWER
     assert measured == [([(129, 512), (512, 256)], 1024)]
 
 
 def test_the_samples_are_those_of_one_pass(measured: Measured) -> None:
-    assert gain("train.micro_batches=2") == GAIN
-    assert gain('dense.parallel="replicas"', 'dense.devices=["cpu", "cpu"]') == GAIN
+    assert gain("train.micro_batches=2") == SLOWER
+    assert gain('dense.parallel="replicas"', 'dense.devices=["cpu", "cpu"]') == SLOWER
     assert [samples for _, samples in measured] == [512, 512]
 
 
 def test_the_layers_of_a_remote_net_are_measured_too(measured: Measured) -> None:
-    assert gain("dense.remote_mlp=[300, 200]") == GAIN
+    assert gain("dense.remote_mlp=[300, 200]") == SLOWER
     assert measured == [([(130, 300), (300, 200)], 1024)]
+
+
+@pytest.mark.parametrize("found", [(3.0, 2.0), (2.0, 3.0)])
+def test_a_gain_is_measured_again_and_the_smaller_one_counts(
+    found: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = iter(found)
+    monkeypatch.setattr(trial, "measured_gain", lambda shapes, num_samples: next(gains))
+    assert gain() == 2.0
+    assert not [*gains]
 
 
 @pytest.mark.parametrize(
