@@ -322,5 +322,16 @@ class TestMeasuring:
             measured_gain([(width, width)], 1000)
         assert sizes == {1000, 128, 64}
 
+    def test_goes_on_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken = []
+
+        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
+            taken.append(linear)
+            return 1.0
+
+        monkeypatch.setattr(matmul, "_seconds", seconds)
+        measured_gain([(INPUTS, HIDDEN)], SIZE)
+        assert len(taken) > 100
+
     def test_is_of_both(self) -> None:
         assert 0.01 < measured_gain([(INPUTS, HIDDEN)], SIZE) < 100
