@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config, to_toml
+from hybrid.config.file import load_config, to_toml, validate
 from hybrid.config.page import describe
 from hybrid.config.sections import OWN_FUNCTION
 from hybrid.errors import ConfigError, HybridError
@@ -150,6 +150,7 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
         raise ConfigError("--steps", "must be at least 1", options.steps)
     config = _read_config(options)
     config = config.replace(train=dataclasses.replace(config.train, dtype=options.dtype))
+    validate(config)
     if config.train.update == "async":
         rule = "must be sync or pipelined: what async comes to depends on who is quick"
         raise ConfigError("train.update", rule, config.train.update)

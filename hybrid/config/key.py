@@ -31,7 +31,8 @@ class Key:
     Attributes:
         is_fixed: whether a run that goes on must have it as before, since its tensors depend on it, or where
             in the data its step is.
-        is_local: whether the roles of a cluster may differ in it, since no result depends on it.
+        is_local: whether the roles of a cluster may differ in it, since no result depends on it, or the
+            master hands its own to all.
         prepares: whether prepared data depend on it; only of the section [data].
     """
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hybrid.config import RunConfig
 from hybrid.config.sections import NETS
+from hybrid.dense.matmul import use_onednn
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
@@ -33,24 +34,24 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     """The dense net of ``dense.net``; its weights depend on the arguments alone (``run.seed``).
 
     Where ``dense.remote_mlp`` is set, the head is one layer that takes the remote net's output. A net
-    of the user's own is what ``function(config, input_spec, widths)`` of their module returns.
+    of the user's own is what ``function(config, input_spec, widths)`` of their module returns. Its products
+    are those of ``dense.matmul``; torch's where that is still to be decided.
 
     Args:
         widths: width of each sparse feature's table, extra columns included.
 
     Raises:
-        ConfigError: the tables' widths do not suit the net, or the user's own net cannot be had.
+        ConfigError: the tables' widths do not suit the net, the user's own net cannot be had, or there is no
+            oneDNN.
     """
     with _seeded(config.run.seed, "dense net"):
-        if config.dense.net not in NETS:
-            return _own_net(config, input_spec, widths)
-        bottom, interaction = _bottom_and_interaction(config, input_spec, widths)
-        if config.dense.remote_mlp:
-            return DenseNet(bottom, interaction, _logits((config.dense.remote_mlp[-1],)))
-        width = _hidden_width(bottom, interaction, input_spec, widths)
-        if extra_columns(config.dense.net):
-            return DenseNet(bottom, interaction, WideHead(_logits((width - 1, *config.dense.top_mlp))))
-        return DenseNet(bottom, interaction, _logits((width, *config.dense.top_mlp)))
+        if config.dense.net in NETS:
+            net = _built_in_net(config, input_spec, widths)
+        else:
+            net = _own_net(config, input_spec, widths)
+    if config.dense.matmul == "onednn":
+        use_onednn(net)
+    return net
 
 
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
@@ -58,7 +59,20 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
     net = build_dense_net(config, input_spec, widths)
     width = _hidden_width(net.bottom, net.interaction, input_spec, widths)
     with _seeded(config.run.seed, "remote dense net"):
-        return _mlp((width, *config.dense.remote_mlp))
+        remote_net = _mlp((width, *config.dense.remote_mlp))
+    if config.dense.matmul == "onednn":
+        use_onednn(remote_net)
+    return remote_net
+
+
+def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    bottom, interaction = _bottom_and_interaction(config, input_spec, widths)
+    if config.dense.remote_mlp:
+        return DenseNet(bottom, interaction, _logits((config.dense.remote_mlp[-1],)))
+    width = _hidden_width(bottom, interaction, input_spec, widths)
+    if extra_columns(config.dense.net):
+        return DenseNet(bottom, interaction, WideHead(_logits((width - 1, *config.dense.top_mlp))))
+    return DenseNet(bottom, interaction, _logits((width, *config.dense.top_mlp)))
 
 
 def _hidden_width(

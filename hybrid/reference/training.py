@@ -1,9 +1,10 @@
 """The same training in one process of plain torch: what the cluster is measured against.
 
 No arithmetic is shared with the system: ordinary autograd, ``F.embedding`` and ``F.embedding_bag``,
-``torch.optim`` and its schedulers, ``clip_grad_norm_``. Every trainer's share of a step is computed
-here, one after another, and one backward pass goes through all of them. Rows that a step touches
-are leaves of their own, so that tables of millions of rows have no gradients of their size.
+``torch.optim`` and its schedulers, ``clip_grad_norm_``. Only the nets are given, and with them their layers'
+products, those of ``dense.matmul``. Every trainer's share of a step is computed here, one after another, and
+one backward pass goes through all of them. Rows that a step touches are leaves of their own, so that tables
+of millions of rows have no gradients of their size.
 """
 
 import copy

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.durations import ROUNDS, TIMED_STEPS
+from benchmark.durations import PRODUCTS, ROUNDS, TIMED_STEPS
 from benchmark.systems import SYSTEMS
 from hybrid.errors import HybridError
 
@@ -118,8 +118,15 @@ def _add_compare_options(compare: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"some of {','.join(SYSTEMS)} (default: all)",
     )
+    compare.add_argument(
+        "--products",
+        type=_names("library", PRODUCTS),
+        default=list(PRODUCTS),
+        metavar="NAMES",
+        help=f"whose matrix products dense nets take, some of {','.join(PRODUCTS)} (default: all)",
+    )
     steps = ", ".join(f"{count} of {name}" for name, count in TIMED_STEPS.items())
-    compare.add_argument("--quick", action="store_true", help="one short round, within three minutes")
+    compare.add_argument("--quick", action="store_true", help="one short round, within six minutes")
     compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
     text = f"rounds through all systems (default: {ROUNDS})"
     compare.add_argument("--rounds", type=_count, metavar="N", help=text)

@@ -65,19 +65,25 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if any(s.interpreter == BENCH_PYTHON for s in systems):
         make_environment()
     usual = QUICK_STEPS if options.quick else TIMED_STEPS
+    warm_up = QUICK_WARM_UP_STEPS if options.quick else WARM_UP_STEPS
     steps = {name: options.steps or usual[name] for name in options.workloads}
+    jobs = [
+        Job(WORKLOADS[name].by(products), warm_up, count)
+        for name, count in steps.items()
+        for products in options.products
+    ]
     num_rounds = options.rounds or (1 if options.quick else ROUNDS)
     note = _note(options.quick, num_rounds, steps)
-    state = _Comparison(systems, options.workloads, origin(s.interpreter for s in systems), note)
-    warm_up = QUICK_WARM_UP_STEPS if options.quick else WARM_UP_STEPS
+    came_from = origin(s.interpreter for s in systems)
+    state = _Comparison(systems, [job.workload.name for job in jobs], came_from, note)
     errors: list[str] = []
     tables: list[TextTable] = []
     for number in range(1, num_rounds + 1):
         tasks = [
-            Task(system, Job(WORKLOADS[name], warm_up, steps[name]), WORKLOADS[name].config(), number)
-            for name in options.workloads
+            Task(system, job, job.workload.config(), number)
+            for job in jobs
             for system in systems
-            if (name, system.name) not in {(f.workload, f.system) for f in state.failures}
+            if (job.workload.name, system.name) not in {(f.workload, f.system) for f in state.failures}
         ]
         measurements, failures = split(measured(tasks, console))
         state.measurements += measurements

@@ -1,9 +1,11 @@
-"""How long things are measured. Free of torch."""
+"""How long things are measured, and by whose products. Free of torch."""
 
 ROUNDS = 3
 WARM_UP_STEPS = 10
 # Timed steps by workload: some seconds for the fastest system on two cores.
 TIMED_STEPS = {"W1": 60, "W2": 160, "W3": 400}
-# One round of these is a first impression: all systems and workloads within three minutes.
+# Whose products dense nets take, each in a table of its own.
+PRODUCTS = ("torch", "onednn")
+# One round of these is a first impression: all systems and workloads within three minutes for each of those.
 QUICK_WARM_UP_STEPS = 4
 QUICK_STEPS = {"W1": 8, "W2": 12, "W3": 40}

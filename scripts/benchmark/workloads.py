@@ -14,6 +14,9 @@ Dense features are N(0, 1), labels 1 with probability a quarter, ids floor(rows 
 small ones are frequent. SGD with learning rate 0.1, for dense nets and tables.
 """
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -54,6 +57,7 @@ class Workload:
         trainer_batch: samples of a trainer in a step.
         dense: keys of ``[dense]``, of the net.
         optimizer: of the tables, all with sum pooling.
+        matmul: whose products every system's dense net takes, as ``dense.matmul`` says.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Workload:
     dense: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
     varies: bool = False
+    matmul: str = "torch"
 
     @property
     def global_batch(self) -> int:
@@ -91,8 +96,15 @@ class Workload:
             embedding=EmbeddingSection(
                 dim=self.dim, optimizer=self.optimizer, learning_rate=self.table_learning_rate
             ),
-            dense=DenseSection(optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", **self.dense),
+            dense=DenseSection(
+                optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", matmul=self.matmul, **self.dense
+            ),
         )
+
+    def by(self, matmul: str) -> Workload:
+        """The same by these products; those of torch need no saying."""
+        name = self.name if matmul == "torch" else f"{self.name} by {matmul}"
+        return dataclasses.replace(self, name=name, matmul=matmul)
 
     def tables(self) -> tuple[TableSpec, ...]:
         return table_specs(self.config(), self.input_spec)

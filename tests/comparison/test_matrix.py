@@ -1,5 +1,7 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
+import dataclasses
+from collections.abc import Iterator
 from operator import attrgetter
 
 import pytest
@@ -10,6 +12,7 @@ from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.config.sections import SCHEDULES, TABLE_OPTIMIZERS
 
+LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
 CHOICES = {
     "trainers": (1, 2, 3),
@@ -61,6 +64,26 @@ def trained(clusters: Clusters, case: Case) -> Outcome:
 @pytest.mark.parametrize("case", SAME_BITS, ids=lambda case: case.name)
 def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters) -> None:
     check_against_one_process(case, trained(clusters, case), bits=True)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As roles have; products of this size depend on it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(clusters: Clusters) -> None:
+    by_onednn = Case(trainers=1, matmul="onednn", dtype="float32", top_mlp=LARGE, shared_table=False)
+    by_torch = dataclasses.replace(by_onednn, matmul="torch")
+    outcome = trained(clusters, by_onednn)
+    check_against_one_process(by_onednn, outcome, bits=True)
+    check_against_one_process(by_torch, outcome)
+    with pytest.raises(AssertionError):
+        check_against_one_process(by_torch, outcome, bits=True)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def split(**values: Any) -> Case:
     return Case(trainers=4, workers=1, parallel="tensor", top_mlp=(7, 6, 5), **values)
 
 
+LARGE = (2048, 2048)  # of three samples, a product that oneDNN's are for
 CASES = [
     split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
     split(remote=True, micro_batches=2, update="pipelined"),
@@ -32,6 +33,8 @@ CASES = [
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
+    Case(parallel="replicas", compile="script", matmul="onednn", dtype="float32", top_mlp=LARGE),
+    Case(remote=True, matmul="onednn", dtype="float32", remote_mlp=LARGE),
 ]
 LONG_CASES = [
     split(net="dlrm", dtype="float32"),

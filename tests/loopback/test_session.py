@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import small_config
+from support.products import noted_products
 from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.files import shard_file
 from hybrid.checkpoint.reader import Checkpoint
+from hybrid.config.file import CONFIG_FILE, load_config
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
+from hybrid.training import trial
 from workers.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("loopback")
@@ -105,3 +108,37 @@ def test_a_profile_has_the_updates_that_are_still_on_their_way(
         profile = session.take_profile()
         spans = [placed.span.name for of_role in profile.placed.values() for placed in of_role]
         assert spans.count("apply") == 1
+
+
+@pytest.mark.parametrize(
+    ("gain", "taken", "decisions"),
+    [
+        (1.09, "torch", []),
+        (1.25, "onednn", ['dense.matmul is "onednn": large layers take 80% of their time by torch']),
+    ],
+)
+def test_one_trainer_measures_for_all_and_what_is_saved_says_what(
+    gain: float,
+    taken: str,
+    decisions: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of five samples, a layer of 2048 is large enough."""
+    monkeypatch.setattr(trial, "measured_gain", lambda shapes, num_samples: gain)
+    computed = noted_products(monkeypatch)
+    with opened("sync", dense={"top_mlp": (2048, 2048)}) as session:
+        assert session.decisions == decisions
+        session.train_on(make_batches, 0)
+        session.save(tmp_path / "saved", STEPS, 0)
+    products = {(SIZE, 2048, 2048), (2048, SIZE, 2048)}  # forward, and of the input; of the weight
+    assert set(computed) == (products if taken == "onednn" else set())
+    assert load_config(tmp_path / "saved" / CONFIG_FILE).dense.matmul == taken
+
+
+def test_what_is_told_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "layer_shapes", None)
+    for told in ("torch", "onednn"):
+        with opened("sync", dense={"matmul": told}) as session:
+            assert session.config.dense.matmul == told
+            assert session.decisions == []

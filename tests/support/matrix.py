@@ -52,9 +52,11 @@ class Case:
     weight_decay: float = 0.0
     dense_optimizer: str = "SGD"
     autocast: str = "none"
+    matmul: str = "auto"
     shared_table: bool = True
     net: str = "dcn_v2"
     top_mlp: tuple[int, ...] = (6,)
+    remote_mlp: tuple[int, ...] = (5, 4)
     all_reduce: str = "auto"
     parallel: str = "none"
     compile: str = "none"
@@ -101,10 +103,11 @@ class Case:
                 "cross_layers": 1,
                 "ddp": self.ddp,
                 "autocast": self.autocast,
+                "matmul": self.matmul,
                 "optimizer": self.dense_optimizer,
                 "optimizer_options": options,
                 "learning_rate": 0.05,
-                "remote_mlp": (5, 4) if self.remote else (),
+                "remote_mlp": self.remote_mlp if self.remote else (),
                 "remote_worker": self.workers - 1,
             },
             train={

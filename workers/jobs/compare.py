@@ -55,6 +55,9 @@ class Comparison:
         data_folder = data()
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
+        self._config = session.config
+        for line in session.decisions:
+            view.note(line)
         reference = self._reference(session, data_folder)
         steps = min(self._steps, session.total_steps)
         self.doing = "while training on the cluster"

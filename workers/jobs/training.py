@@ -16,6 +16,7 @@ from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
 from workers.jobs.tally import Interval, Tally
 from workers.run_folder.folder import RunFolder
 from workers.run_folder.paths import RESULT_FILE, own_command
+from workers.run_folder.resume import as_decided
 from workers.screen.data_notes import data_notes
 from workers.screen.progress import Progress
 from workers.screen.terminal import ProfileSummary, Summary, TerminalView
@@ -58,7 +59,11 @@ class Training:
         """Train, evaluate, write checkpoints and the report; whether the run has come to its end."""
         data_folder = data()
         view.status("placing tables and building nets")
-        session = DatasetSession(topology, self._config, data_folder)
+        config = as_decided(self._task.folder, self._config) if self._task.resume else self._config
+        session = DatasetSession(topology, config, data_folder)
+        self._config = session.config
+        for line in session.decisions:
+            view.note(line)
         for report in session.reports:
             for line in data_notes(report):
                 view.note(line)

@@ -1,10 +1,12 @@
 """Which run goes on, and what it may change. Free of torch, so that a wrong key is refused at once."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE, fixed_values, load_config
+from hybrid.config.rules import why_not_onednn
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import load_run_config
 from workers.run_folder.paths import RESULT_FILE, runs_named
@@ -38,6 +40,17 @@ def check_same_model(run: Path, config: RunConfig) -> None:
         if then != wanted:
             rule = f"the run to resume has {then!r}; keep that, or start a new run"
             raise ConfigError(dotted, rule, wanted)
+
+
+def as_decided(run: Path, config: RunConfig) -> RunConfig:
+    """``config`` with whose products ``run`` has measured and taken, where it leaves that to be measured.
+
+    A launcher starts a failed run again with the configuration that it was given itself.
+    """
+    if config.dense.matmul != "auto" or why_not_onednn(config) or not (run / CONFIG_FILE).is_file():
+        return config
+    decided = load_config(run / CONFIG_FILE).dense.matmul
+    return config.replace(dense=dataclasses.replace(config.dense, matmul=decided))
 
 
 def unfinished_run(config: RunConfig) -> Path | None:

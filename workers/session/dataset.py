@@ -91,5 +91,5 @@ class DatasetSession(Session):
         return {**super()._texts(), manifest.COPY_NAME: data}
 
     def _timeout_seconds(self, num_steps: int) -> float:
-        cluster = self._config.cluster
+        cluster = self.config.cluster
         return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds

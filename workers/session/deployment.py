@@ -16,13 +16,14 @@ from hybrid.hosting.hosted import Hosted
 from hybrid.steps.rules import UpdateRules
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import Blueprint, host_remote_net
+from hybrid.training.trial import MatmulTrial
 from workers.session.capacity import check_memory
 from workers.session.job import Job, Report
 from workers.session.trainer import Trainer
 
 # What travels between the roles of a session, and what the master creates on them.
 DATA = (Blueprint, Job, Report)
-CREATED = (TableShards, host_remote_net, Trainer)
+CREATED = (MatmulTrial, TableShards, host_remote_net, Trainer)
 
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
@@ -89,6 +90,13 @@ def deploy(
     job = Job(blueprint, placement, rules, tables, remote_net, data_folder)
     trainers = [wire.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
     return Deployment(wire.gather(trainers), tables, remote_net)
+
+
+def measure_matmul(topology: Topology, blueprint: Blueprint) -> float:
+    """See :meth:`MatmulTrial.gain`; on trainer 0, which has nothing else to do yet."""
+    role = topology.trainers[0]
+    trial = wire.create(role, MatmulTrial, role.index, blueprint, timeout_seconds=BULK_TIMEOUT_SECONDS).wait()
+    return trial.call(MatmulTrial.gain, timeout_seconds=BULK_TIMEOUT_SECONDS).wait()
 
 
 def _create_tables(

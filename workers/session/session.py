@@ -1,5 +1,6 @@
 """A job on a cluster, from the master's side: what it has created where, and the calls to it."""
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,11 +29,13 @@ from hybrid.training.build import Blueprint
 from hybrid.training.tables import place_tables
 from workers.profile import Profile
 from workers.session.capacity import has_memory_for_copies
-from workers.session.deployment import BULK_TIMEOUT_SECONDS, Called, deploy
+from workers.session.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, measure_matmul
 from workers.session.job import Report
 from workers.session.saving import NOTHING_COUNTED, Counted, Saving, hold, load
 from workers.session.trainer import Trainer
 
+# What oneDNN's products must gain to be taken: more than two times of the same thing differ by.
+_LEAST_GAIN = 1.1
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
@@ -42,12 +45,15 @@ class Session:
 
     Args:
         topology: the roles of the cluster.
+        config: the job; ``dense.matmul = "auto"`` is decided here, by a measurement on trainer 0.
         input_spec: what the batches hold.
         total_steps: that the run will take in all; learning rates may depend on it.
         ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None where only batches of the caller's own are trained on.
 
     Attributes:
+        config: the job, with what has been decided.
+        decisions: what was decided otherwise than by default, and why, in a line each.
         blueprint: of its nets and tables.
         placement: where the tables' rows are.
         recorded: the steps of which every role records what it does, as the section [profile] says;
@@ -66,15 +72,28 @@ class Session:
         data_folder: Path | None = None,
     ) -> None:
         self.meanwhile: Callable[[], object] = lambda: None
-        self._config = config
+        self.config = config
         self._data_folder = data_folder
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         tables, self.placement = place_tables(config, input_spec, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
+        self.decisions: list[str] = []
+        if config.dense.matmul == "auto":
+            self._decide_matmul(topology)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._deployed = deploy(topology, self.blueprint, self.placement, rules, data_folder)
         self._start_recording()
+
+    def _decide_matmul(self, topology: Topology) -> None:
+        """Whose products the dense nets take; every role is told, and what is saved says so."""
+        gain = measure_matmul(topology, self.blueprint)
+        matmul = "onednn" if gain >= _LEAST_GAIN else "torch"
+        if matmul == "onednn":
+            share = f"large layers take {1 / gain:.0%} of their time by torch"
+            self.decisions.append(f'dense.matmul is "onednn": {share}')
+        self.config = self.config.replace(dense=dataclasses.replace(self.config.dense, matmul=matmul))
+        self.blueprint = dataclasses.replace(self.blueprint, config=self.config)
 
     @property
     def trainers(self) -> Sequence[wire.Remote[Trainer]]:
@@ -111,7 +130,7 @@ class Session:
             spans[each.role] += its_spans
         profile = Profile(spans)
         if not profile.steps:
-            section = self._config.profile
+            section = self.config.profile
             rule = f"none of the {section.steps} steps to record (profile.steps) has been taken"
             raise ConfigError("profile.first_step", rule, section.first_step)
         return profile
@@ -155,7 +174,7 @@ class Session:
         values = {} if metrics is None else metrics.as_dict()
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and has_memory_for_copies(placement, holders)
-        writers, bulk = hold(deployed, self._config.dense, is_copied), BULK_TIMEOUT_SECONDS
+        writers, bulk = hold(deployed, self.config.dense, is_copied), BULK_TIMEOUT_SECONDS
         return Saving(
             folder,
             Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
@@ -172,12 +191,12 @@ class Session:
             features = FeatureEncoder.of_rows(self.blueprint.input_spec).text
         else:
             features = (folder / encode.FILE_NAME).read_text(encoding="utf-8")
-        return {CONFIG_FILE: signed_toml(self._config), encode.FILE_NAME: features}
+        return {CONFIG_FILE: signed_toml(self.config), encode.FILE_NAME: features}
 
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""
-        load(self._deployed, self._config.dense, stored)
-        self.recorded = recorded_steps(self._config.profile, stored.manifest.step, self._total_steps)
+        load(self._deployed, self.config.dense, stored)
+        self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
 
     def close(self) -> None:

@@ -185,8 +185,10 @@ def test_both_files_are_written_and_a_folder_is_not_used_twice(tmp_path: Path) -
         (WORKLOADS["W2"], 7),
         (replace(WORKLOADS["W1"], trainers=3, dense={"bottom_mlp": (4, 2), "net": "a b:c"}), None),
         (replace(WORKLOADS["W1"], name="a name with 3 1 4"), None),
+        (WORKLOADS["W2"].by("torch"), 7),
+        (WORKLOADS["W3"].by("onednn"), None),
     ],
-    ids=["by name", "varied", "renamed"],
+    ids=["by name", "varied", "renamed", "by torch", "by onednn"],
 )
 def test_a_job_comes_back_from_its_text(workload: Any, length: int | None) -> None:
     job = Job(workload, 3, 40)

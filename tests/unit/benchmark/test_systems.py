@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from benchmark.durations import PRODUCTS
 from benchmark.job import VARIABLE, Job
 from benchmark.start import bag_offsets, bags_by_feature, initial_rows, sgd_job
 from benchmark.workloads import WORKLOADS
 from support.commands import ROOT
 
 from hybrid.batch import SparseFeatures
+from hybrid.dense import matmul
 from hybrid.embedding.worker.initial import initialise_rows
 
 SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
@@ -48,6 +50,17 @@ def test_tables_start_with_the_rows_that_the_cluster_gives_them() -> None:
         expected_RD = torch.empty(num_rows, SMALL.dim)
         initialise_rows(expected_RD, SMALL.config().run.seed, name, num_rows**-0.5)
         assert torch.equal(rows[name], expected_RD)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_system_has_the_products_that_are_asked_for(name: str) -> None:
+    """Ours reads them in the run's configuration, the others build their net by it."""
+    by_torch, by_onednn = (WORKLOADS[name].by(products) for products in PRODUCTS)
+    assert by_torch == WORKLOADS[name]
+    assert by_onednn.name == f"{name} by onednn"
+    assert [each.config().dense.matmul for each in (by_torch, by_onednn)] == [*PRODUCTS]
+    kinds = [{type(m) for m in each.dense_net().modules()} for each in (by_torch, by_onednn)]
+    assert [matmul.Linear in each for each in kinds] == [False, True]
 
 
 def test_another_optimizer_than_sgd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,6 +306,7 @@ def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
         ),
         checkpoint=CheckpointSection(every_steps=1, every_minutes=0.0, keep_last=1, keep_best="none"),
         profile=ProfileSection(steps=1, first_step=0),
+        dense=DenseSection(matmul="torch"),  # the master tells all roles
     )
     assert decisive_values(same) == base
     others = [

@@ -20,6 +20,7 @@ def test_forms_that_go_together_pass() -> None:
     validate(config(parallel="tensor", tensor_size=4))
     validate(config(parallel="tensor", net="mine:net", tensor_plan=("head.0 = colwise_gathered",)))
     validate(config(compile="inductor", optimizer="Muon"))
+    validate(config(matmul="onednn", parallel="replicas", devices=("cpu",), compile="script"))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,22 @@ def test_forms_that_go_together_pass() -> None:
          "dense.device = 'cpu': leave it out"),
         ({"parallel": "both"}, "dense.parallel = 'both': must be one of none, replicas, tensor"),
         ({"compile": "jit"}, "dense.compile = 'jit': must be one of none, script, trace"),
+        ({"matmul": "onednn", "parallel": "tensor"},
+         "dense.matmul = 'onednn': must be torch or auto where dense.parallel is \"tensor\""),
+        ({"matmul": "onednn", "autocast": "bfloat16"},
+         "dense.matmul = 'onednn': must be torch or auto with dense.autocast"),
     ],
 )  # fmt: skip
 def test_forms_that_do_not_are_refused(dense: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(config(**dense))
     assert str(caught.value).startswith(message)
+
+
+def test_onednn_has_no_products_of_float64() -> None:
+    in_float64 = config(matmul="onednn").replace(train=TrainSection(dtype="float64"))
+    with pytest.raises(ConfigError, match=r"dense.matmul = .onednn.: .* where train.dtype is float64"):
+        validate(in_float64)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hybrid.config import DenseSection, RunConfig, RunSection
 from hybrid.config.sections import NETS
 from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.matmul import Linear
 from hybrid.dense.nets import (
     CrossInteraction,
     DenseNet,
@@ -78,6 +79,14 @@ def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
     assert [type(layer) for layer in net.head.children()] == in_head
     assert list(net.interaction.parameters()) == []
     assert all("interaction" not in name for name in net.state_dict())
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("auto", nn.Linear), ("torch", nn.Linear), ("onednn", Linear)])
+def test_a_net_takes_the_products_that_the_configuration_says(choice: str, kind: type[nn.Module]) -> None:
+    config = _config("dlrm", matmul=choice, remote_mlp=(8, 8))
+    for net in (f(config, _input_spec(2), _widths("dlrm")) for f in (build_dense_net, build_remote_net)):
+        kinds = {type(m) for m in net.modules() if isinstance(m, nn.Linear) and m.out_features > 1}
+        assert kinds == {kind}
 
 
 @pytest.mark.parametrize("num_dense", [0, 2])

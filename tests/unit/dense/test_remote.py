@@ -1,5 +1,6 @@
 """A dense net that several trainers share, without RPC: its steps equal those of one process."""
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.products import noted_products
 from support.seeded import random, seeded
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from hybrid.checkpoint import folders
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.config import ScheduleSection
 from hybrid.dense.compiled import compiled
+from hybrid.dense.matmul import use_onednn
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import HostedNet
 from hybrid.errors import CheckpointError, NonFiniteError
@@ -402,3 +405,24 @@ def test_a_gradient_that_is_not_finite_names_its_parameter(is_checked: bool) -> 
             host.barrier.decide(0, None)
             host.barrier.drain()
             assert host.version == 1
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+def test_a_net_by_onednns_products_takes_the_step_that_it_takes_alone(
+    mode: UpdateMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = noted_products(monkeypatch)
+    net = seeded(lambda: nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128)))
+    use_onednn(net)
+    alone = copy.deepcopy(net)
+    ours, its = (random(300, 128).requires_grad_() for _ in range(2))
+    with hosting(UpdateRules(1, mode=mode), net) as host:
+        pass_through(host, train(0, 0), ours)
+        host.barrier.drain()
+    of_host = sorted(computed)
+    alone(its).square().sum().backward()
+    assert sorted(computed) == sorted(2 * of_host) != []
+    torch.optim.SGD(alone.parameters(), RATE).step()
+    torch.testing.assert_close(
+        [ours.grad, *net.parameters()], [its.grad, *alone.parameters()], rtol=0, atol=0
+    )

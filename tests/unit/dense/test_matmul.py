@@ -1,0 +1,337 @@
+"""Linear layers by oneDNN's products: torch's numbers but for rounding, in every form that a net may take."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from support.products import noted_products
+from support.seeded import random, seeded
+from torch import Tensor, nn
+
+from hybrid.dense import matmul
+from hybrid.dense.compiled import compiled
+from hybrid.dense.layers import name_layer
+from hybrid.dense.matmul import layer_shapes, measured_gain, use_onednn
+from hybrid.dense.replicas.replica import DataParallel
+from hybrid.dense.shadow import shadow
+from hybrid.errors import ConfigError
+
+SIZE, INPUTS, HIDDEN, OUTPUTS = 300, 128, 256, 192  # both layers are large enough
+FORMS = ["script", "trace", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
+
+
+def layers() -> nn.Sequential:
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(INPUTS, HIDDEN),
+            nn.ReLU(),
+            nn.Linear(HIDDEN, OUTPUTS, bias=False),
+            nn.Linear(OUTPUTS, 1),
+        )
+    )
+
+
+def by_onednn(net: nn.Sequential) -> nn.Sequential:
+    use_onednn(net)
+    return net
+
+
+def rows(size: int = SIZE) -> Tensor:
+    return random(size, INPUTS, seed=size).requires_grad_()
+
+
+def gradients(module: nn.Module, x: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(module(x).square().mean(), [x, *parameters]))
+
+
+def assert_rounded(found: object, expected: object) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    return noted_products(monkeypatch)
+
+
+class TestTorchsOwnOperator:
+    """What is relied on of an operator that torch does not promise; a release that changes it fails here."""
+
+    def test_takes_what_it_takes(self) -> None:
+        assert str(torch.ops.mkldnn._linear_pointwise.default._schema) == (
+            "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
+            "str? algorithm) -> Tensor Y"
+        )
+
+    @pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[:, ::2]])
+    def test_computes_products_of_tensors_of_any_strides(self, layout: Callable[[Tensor], Tensor]) -> None:
+        x_BF, weight_HF, bias_H = layout(random(64, 32)), layout(random(16, 32, seed=1)), random(16, seed=2)
+        found = matmul._onednn(x_BF, weight_HF, bias_H)
+        assert type(found) is Tensor
+        assert found.is_contiguous()
+        assert_rounded(found, F.linear(x_BF, weight_HF, bias_H))
+
+    def test_has_no_float64(self) -> None:
+        with pytest.raises(RuntimeError, match="expects float"):
+            matmul._onednn(random(4, 4).double(), random(4, 4).double(), None)
+
+    def test_fused_with_a_relu_hides_what_is_not_a_number(self) -> None:
+        """The reason why it is not; once this fails, it may be."""
+        x_BF = torch.full((64, 32), math.nan)
+        fused = torch.ops.mkldnn._linear_pointwise(x_BF, random(16, 32), None, "relu", [], "")
+        assert not fused.isnan().any()
+
+
+class TestNumbers:
+    def test_are_torchs_but_for_rounding(self, products: list[tuple[int, ...]]) -> None:
+        plain = layers()
+        expected = [plain(rows()), *gradients(plain, rows(), [*plain.parameters()])]
+        assert products == []
+        net = by_onednn(copy.deepcopy(plain))
+        output = net(rows())
+        assert products == [(SIZE, INPUTS, HIDDEN), (SIZE, HIDDEN, OUTPUTS)]
+        products.clear()
+        found = gradients(net, rows(), [*net.parameters()])
+        assert products[2:] == [
+            (SIZE, OUTPUTS, HIDDEN),
+            (OUTPUTS, SIZE, HIDDEN),
+            (SIZE, HIDDEN, INPUTS),
+            (HIDDEN, SIZE, INPUTS),
+        ]
+        assert_rounded([output, *found], expected)
+
+    def test_are_the_same_in_every_call(self) -> None:
+        net = by_onednn(layers())
+        first, second = (gradients(net, rows(), [*net.parameters()]) for _ in range(2))
+        assert same_bits(first, second)
+
+    @pytest.mark.parametrize("shape", [(20, 15, INPUTS), (3, 4, 25, INPUTS)])
+    def test_of_more_dimensions_are_those_of_rows(
+        self, shape: tuple[int, ...], products: list[tuple[int, ...]]
+    ) -> None:
+        layer = by_onednn(layers())[0]
+        x = rows()
+        output = layer(x.view(shape))
+        assert output.shape == (*shape[:-1], HIDDEN)
+        assert torch.equal(output.flatten(0, -2), layer(x))
+        assert products == [(SIZE, INPUTS, HIDDEN)] * 2
+
+    @pytest.mark.parametrize("take", [lambda x: x[:, ::2], lambda x: x[:1, ::2].expand(SIZE, INPUTS)])
+    def test_of_inputs_of_any_strides_are_torchs(
+        self, take: Callable[[Tensor], Tensor], products: list[tuple[int, ...]]
+    ) -> None:
+        plain = layers()
+        wide = random(SIZE, 2 * INPUTS)
+        expected = gradients(plain, take(wide).detach().requires_grad_(), [*plain.parameters()])
+        net = by_onednn(plain)
+        found = gradients(net, take(wide).detach().requires_grad_(), [*net.parameters()])
+        assert products
+        assert_rounded(found, expected)
+
+    @pytest.mark.parametrize(("size", "blocks"), [(512, [512]), (513, [512, 1]), (1300, [512, 512, 276])])
+    def test_of_a_weights_gradient_are_sums_over_blocks_of_samples(
+        self, size: int, blocks: list[int], products: list[tuple[int, ...]]
+    ) -> None:
+        plain = layers()[:1]
+        expected = gradients(plain, rows(size), [*plain.parameters()])
+        use_onednn(plain)
+        found = gradients(plain, rows(size), [*plain.parameters()])
+        forward, of_input, *of_weight = products
+        assert (forward, of_input) == ((size, INPUTS, HIDDEN), (size, HIDDEN, INPUTS))
+        assert of_weight == [(HIDDEN, block, INPUTS) for block in blocks]
+        assert_rounded(found, expected)
+
+    def test_have_a_second_derivative(self, products: list[tuple[int, ...]]) -> None:
+        def penalties(net: nn.Module) -> list[Tensor]:
+            x = rows()
+            (of_x,) = torch.autograd.grad(net(x).square().mean(), [x], create_graph=True)
+            return list(torch.autograd.grad(of_x.square().sum(), [*net.parameters()]))
+
+        plain = layers()
+        expected = penalties(plain)
+        found = penalties(by_onednn(plain))
+        assert len(products) > 8
+        assert_rounded(found, expected)
+
+    def test_of_a_weights_gradient_have_a_derivative(self, products: list[tuple[int, ...]]) -> None:
+        def penalties(net: nn.Module) -> list[Tensor]:
+            x = rows(600)
+            of_weights = torch.autograd.grad(
+                net(x).square().mean(), [p for p in net.parameters() if p.dim() > 1], create_graph=True
+            )
+            penalty = torch.stack([gradient.square().sum() for gradient in of_weights]).sum()
+            return list(torch.autograd.grad(penalty, [x, *net.parameters()]))
+
+        plain = layers()
+        expected = penalties(plain)
+        found = penalties(by_onednn(plain))
+        assert len(products) > 8
+        assert_rounded(found, expected)
+
+    def test_are_only_those_of_gradients_that_somebody_needs(self, products: list[tuple[int, ...]]) -> None:
+        layer: nn.Module = by_onednn(layers())[:1]
+        with torch.no_grad():
+            assert not layer(rows()).requires_grad
+        layer(rows().detach()).sum().backward()
+        assert products[1:] == [(SIZE, INPUTS, HIDDEN), (HIDDEN, SIZE, INPUTS)]
+
+    def test_that_are_not_numbers_reach_the_output(self) -> None:
+        net = by_onednn(layers())
+        with torch.no_grad():
+            net.get_parameter("0.weight").fill_(math.nan)
+        assert net(rows()).isnan().all()
+
+
+class TestTorchsProductsStay:
+    @pytest.mark.parametrize("size", [0, 1, 2, 50])
+    def test_where_they_are_small(self, size: int, products: list[tuple[int, ...]]) -> None:
+        plain = layers()
+        expected = [plain(rows(size)), *gradients(plain, rows(size), [*plain.parameters()])]
+        net = by_onednn(plain)
+        assert same_bits([net(rows(size)), *gradients(net, rows(size), [*net.parameters()])], expected)
+        assert products == []
+
+    def test_of_one_sample_however_large(self, products: list[tuple[int, ...]]) -> None:
+        net = nn.Sequential(nn.Linear(4096, 2048))
+        x_BF = random(1, 4096)
+        expected = net(x_BF), net(x_BF[0])
+        by_onednn(net)
+        assert same_bits((net(x_BF), net(x_BF[0])), expected)
+        assert products == []
+
+    def test_in_float64(self, products: list[tuple[int, ...]]) -> None:
+        plain = layers().double()
+        expected = plain(rows().double())
+        assert torch.equal(by_onednn(plain)(rows().double()), expected)
+        assert products == []
+
+    def test_in_lower_precision(self, products: list[tuple[int, ...]]) -> None:
+        plain = layers()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(rows())
+            output = by_onednn(plain)(rows())
+        assert output.dtype == torch.bfloat16
+        assert torch.equal(output, expected)
+        assert products == []
+
+    @pytest.mark.parametrize("sizes", [(4096, 1), (1, 4096)])
+    def test_in_layers_of_one_output_or_input(self, sizes: tuple[int, int]) -> None:
+        net = by_onednn(nn.Sequential(nn.Linear(*sizes)))
+        assert type(net[0]) is nn.Linear
+
+    def test_in_layers_of_other_kinds(self) -> None:
+        class Own(nn.Linear):
+            pass
+
+        net = by_onednn(nn.Sequential(Own(INPUTS, HIDDEN)))
+        assert type(net[0]) is Own
+
+
+class TestLayers:
+    def test_keep_their_tensors_and_names(self) -> None:
+        net = layers()
+        before = dict(net.named_parameters())
+        assert "0.weight" in by_onednn(net).state_dict()
+        assert all(net.get_parameter(name) is parameter for name, parameter in before.items())
+        assert isinstance(net[0], nn.Linear)
+        assert repr(net[0]) == repr(nn.Linear(INPUTS, HIDDEN))
+
+    def test_refuse_what_does_not_fit_as_torch_does(self) -> None:
+        net = layers()
+        with pytest.raises(RuntimeError) as expected:
+            net(random(SIZE, INPUTS + 1))
+        with pytest.raises(RuntimeError) as caught:
+            by_onednn(net)(random(SIZE, INPUTS + 1))
+        assert str(caught.value) == str(expected.value)
+        name_layer(caught.value, net)
+        expected_note = f"in 0 of the net, Linear(in_features={INPUTS}, out_features={HIDDEN}, bias=True)"
+        assert caught.value.__notes__ == [expected_note]
+
+    def test_are_refused_where_torch_has_no_onednn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        with pytest.raises(ConfigError, match=r"dense.matmul = .onednn.: this build of torch has no oneDNN"):
+            use_onednn(layers())
+        assert layer_shapes(layers(), SIZE) == []
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_a_compiled_form_takes_the_products_of_the_net(how: str, products: list[tuple[int, ...]]) -> None:
+    net = by_onednn(layers())
+    parameters = [*net.parameters()]
+    form = compiled(net, how, [rows(2)])
+    for size in (SIZE, 2, 0, 400):
+        products.clear()
+        expected = [net(rows(size)), *gradients(net, rows(size), parameters)]
+        of_net = sorted(products)
+        products.clear()
+        found = [form(rows(size)), *gradients(form, rows(size), parameters)]
+        assert sorted(products) == of_net
+        assert bool(of_net) == (size >= SIZE)
+        # What is small, or no product, a form computes in its own way.
+        assert_rounded(found, expected)
+        if size >= SIZE and how != "inductor":
+            assert same_bits(found, expected)
+
+
+def test_replicas_and_shadows_have_the_bits_of_the_net(products: list[tuple[int, ...]]) -> None:
+    net = by_onednn(layers())
+    tensors: dict[Tensor, Tensor] = {p: p.detach().clone() for p in net.parameters()}
+    assert torch.equal(shadow(net, tensors)(rows()), net(rows()))
+    assert len(products) == 4
+    halves = torch.cat([net(half) for half in rows(2 * SIZE).chunk(2)])
+    products.clear()
+    assert torch.equal(DataParallel(net, ["cpu", "cpu"])(rows(2 * SIZE)), halves)
+    assert sorted(products) == [(SIZE, INPUTS, HIDDEN)] * 2 + [(SIZE, HIDDEN, OUTPUTS)] * 2
+
+
+class TestMeasuring:
+    def test_is_for_the_layers_that_are_large_enough(self) -> None:
+        assert layer_shapes(layers(), SIZE) == [(INPUTS, HIDDEN), (HIDDEN, OUTPUTS)]
+        assert layer_shapes(layers(), 200) == [(HIDDEN, OUTPUTS)]
+        assert layer_shapes(layers(), 10) == []
+        assert layer_shapes(by_onednn(layers()), SIZE) == []
+
+    def test_compares_the_best_times_of_all_layers_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By torch 4 + 8 seconds, by oneDNN 2 + 4."""
+        late = chain([0, 9, 5, 0, 3, 0, 7, 7, 9, 9, 0, 9], repeat(9))  # others on the machine
+
+        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
+            of_torch = 4 if operands[0].size(1) == INPUTS else 8
+            return (of_torch if linear is F.linear else of_torch / 2) + next(late)
+
+        monkeypatch.setattr(matmul, "_seconds", seconds)
+        assert measured_gain([(INPUTS, HIDDEN), (HIDDEN, OUTPUTS)], SIZE) == 2.0
+
+    def test_takes_fewer_samples_of_a_large_net(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = set()
+
+        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
+            sizes.add(len(grad_BH))
+            return 1.0
+
+        monkeypatch.setattr(matmul, "_seconds", seconds)
+        for width in (64, 1024, 4096):
+            measured_gain([(width, width)], 1000)
+        assert sizes == {1000, 128, 64}
+
+    def test_goes_on_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        taken = []
+
+        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
+            taken.append(linear)
+            return 1.0
+
+        monkeypatch.setattr(matmul, "_seconds", seconds)
+        measured_gain([(INPUTS, HIDDEN)], SIZE)
+        assert len(taken) > 100
+
+    def test_is_of_both(self) -> None:
+        assert 0.01 < measured_gain([(INPUTS, HIDDEN)], SIZE) < 100
