@@ -1,4 +1,4 @@
-"""Optimizers of the dense nets: any class of ``torch.optim``, fed from a distributed autograd context."""
+"""Optimizers of the dense nets: any class of ``torch.optim``, handed its gradients."""
 
 import difflib
 import inspect

@@ -97,7 +97,7 @@ class DdpModel:
         return no_sync
 
     def collect(self, gradients: dict[Tensor, Tensor], is_last: bool) -> None:
-        """Add the gradients of a micro-batch, as its distributed autograd context holds them."""
+        """Add the gradients of a micro-batch, as its graph gives them."""
         self.gradients.clear()
         for parameter in [p for p in self.net.parameters() if p in gradients]:
             gradient = gradients[parameter]

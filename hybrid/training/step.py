@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import autograd as dist_autograd
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.steps.ticket import Ticket
+from hybrid.training.backward import Graph, recorded_graph
 from hybrid.training.ddp import DdpModel
 from hybrid.training.guard import Guard
 from hybrid.training.model import MicroBatch, to_device
@@ -40,22 +40,26 @@ def train_step(
     guard: Guard,
     step: int,
     clock: StepClock,
+    spans_processes: bool,
 ) -> StepResult:
     """One step of training, called by every trainer with its share of the global batch.
 
     Tables and remote nets are updated at their workers, by the gradients that each backward pass
     delivers there; the trainers' own net by ``optimizer``, with those of all micro-batches together.
+
+    Args:
+        spans_processes: whether lookups or a remote net are part of the graph.
     """
     losses, logits = [], []
     for micro in micro_batches:
         is_last = micro is micro_batches[-1]
-        with model.reducing(is_last), dist_autograd.context() as context_id:
+        with model.reducing(is_last), recorded_graph(model.net, spans_processes) as graph:
             logits_B = model.module(micro, clock)
             with clock.phase("dense"), clock.span("loss"):
                 loss = _loss(logits_B, micro)
             with clock.phase("backward"):
-                _backward(model, context_id, loss)
-                model.collect(dist_autograd.get_gradients(context_id), is_last)
+                _backward(model, graph, loss)
+                model.collect(graph.gradients(), is_last)
         losses.append(loss.item())
         logits.append(logits_B.detach().cpu())
         guard.check_loss(step, losses[-1], model.first_not_finite)
@@ -68,9 +72,9 @@ def train_step(
     return StepResult(sum(losses), torch.cat(logits), scale is None)
 
 
-def _backward(model: DdpModel, context_id: int, loss: Tensor) -> None:
+def _backward(model: DdpModel, graph: Graph, loss: Tensor) -> None:
     try:
-        dist_autograd.backward(context_id, [loss])
+        graph.backward(loss)
     except RuntimeError:
         model.raise_of_backward()
         raise

@@ -97,13 +97,14 @@ class Job:
         self._model = DdpModel(self.model, DdpMode.OUTSIDE, Arrangement(group))
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
         self._guard = Guard(rules, self.hosts, group, torch.device("cpu"))
+        self._spans = remote or rules.mode is UpdateMode.SYNC
         self._feed = Feed(self.embeddings, [self.tables], 0, rules.mode, rules.parts, self.clock)
 
     def train(self, batches: Sequence[Batch]) -> list[StepResult]:
         """All steps, and the update of the last."""
         self._feed.begin(iter(batches), 0)
         results = [
-            train_step(self._model, micros, self._optimizer, self._guard, step, self.clock)
+            train_step(self._model, micros, self._optimizer, self._guard, step, self.clock, self._spans)
             for step, (_, micros) in enumerate(self._feed)
         ]
         self.predict(batches[0], len(batches))
@@ -150,25 +151,30 @@ def make_batches(multi_hot: bool) -> list[Batch]:
 @pytest.mark.parametrize("mode", list(UpdateMode))
 @pytest.mark.parametrize("multi_hot", [False, True], ids=["one id a sample", "bags"])
 @pytest.mark.parametrize("parts", [1, SIZE + 1])
-def test_micro_batches_add_up_to_the_whole_batch(mode: UpdateMode, multi_hot: bool, parts: int) -> None:
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "with a remote net"])
+def test_micro_batches_add_up_to_the_whole_batch(
+    mode: UpdateMode, multi_hot: bool, parts: int, remote: bool
+) -> None:
     """Of different sizes, and one of them empty, where a batch has fewer samples than parts.
 
     A single trainer's asynchronous updates come as late as pipelined ones.
     """
     made = make_batches(multi_hot)
-    with running(UpdateRules(1, mode, parts), multi_hot=multi_hot, remote=True) as job:
+    with running(UpdateRules(1, mode, parts), multi_hot=multi_hot, remote=remote) as job:
         update = "sync" if mode is UpdateMode.SYNC else "pipelined"
         config = RunConfig(
             dense=DenseSection(optimizer="SGD", learning_rate=RATE),
             train=TrainSection(dtype="float64", update=update),
         )
         rows = {table.name: rows_RD for table, rows_RD in zip(TABLES, job.rows(), strict=True)}
-        reference = Reference(config, job.spec, TABLES, rows, dense_net(), make_layer(), STEPS)
+        remote_net = make_layer() if remote else None
+        reference = Reference(config, job.spec, TABLES, rows, dense_net(), remote_net, STEPS)
         results = job.train(made)
         losses = [reference.step([batch]) for batch in made]
         assert [result.loss for result in results] == pytest.approx(losses, rel=1e-12)
-        assert reference.remote_net is not None
-        nets = (*reference.nets[0].parameters(), *reference.remote_net.parameters())
+        nets = [*reference.nets[0].parameters()]
+        if reference.remote_net is not None:
+            nets += reference.remote_net.parameters()
         for ours, theirs in zip(job.parameters(), (*reference.tables.values(), *nets), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
         assert {len(result.logits) for result in results} == {SIZE}
@@ -203,8 +209,9 @@ class Backwards(nn.Module):
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_an_exception_of_the_backward_pass_keeps_its_place(remote: bool) -> None:
-    with running(UpdateRules(1), remote=remote) as job:
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.PIPELINED])
+def test_an_exception_of_the_backward_pass_keeps_its_place(mode: UpdateMode, remote: bool) -> None:
+    with running(UpdateRules(1, mode), remote=remote) as job:
         job.model.stages.head = job.net.head = nn.Sequential(job.net.head, Backwards())
         with pytest.raises(KeyError) as caught:
             job.train(make_batches(multi_hot=False)[:1])

@@ -17,7 +17,6 @@ from hybrid.steps.rules import UpdateRules
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import Blueprint, host_remote_net
 from hybrid.training.trial import MatmulTrial
-from workers.session.capacity import check_memory
 from workers.session.job import Job, Report
 from workers.session.trainer import Trainer
 
@@ -76,13 +75,8 @@ def deploy(
     rules: UpdateRules,
     data_folder: Path | None,
 ) -> Deployment:
-    """Create everything that a job needs on the roles of ``topology``; see :class:`Job`.
-
-    Raises:
-        HybridError: a worker's host has no memory for its tables.
-    """
-    holders = [worker for worker in topology.workers if placement.of_worker(worker.index)]
-    check_memory(placement, holders)
+    """Create everything that a job needs on the roles of ``topology``; see :class:`Job`."""
+    holders = table_holders(topology, placement)
     tables = {role.index: _create_tables(role, blueprint, placement, rules) for role in holders}
     seed, bulk = blueprint.config.run.seed, BULK_TIMEOUT_SECONDS
     wire.gather([t.call(TableShards.initialise, seed, timeout_seconds=bulk) for t in tables.values()])
@@ -90,6 +84,11 @@ def deploy(
     job = Job(blueprint, placement, rules, tables, remote_net, data_folder)
     trainers = [wire.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
     return Deployment(wire.gather(trainers), tables, remote_net)
+
+
+def table_holders(topology: Topology, placement: Placement) -> list[Role]:
+    """The workers that hold rows."""
+    return [worker for worker in topology.workers if placement.of_worker(worker.index)]
 
 
 def measure_matmul(topology: Topology, blueprint: Blueprint) -> float:

@@ -28,8 +28,14 @@ from hybrid.topology import Role, Topology
 from hybrid.training.build import Blueprint
 from hybrid.training.tables import place_tables
 from workers.profile import Profile
-from workers.session.capacity import has_memory_for_copies
-from workers.session.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, measure_matmul
+from workers.session.capacity import check_memory, has_memory_for_copies
+from workers.session.deployment import (
+    BULK_TIMEOUT_SECONDS,
+    Called,
+    deploy,
+    measure_matmul,
+    table_holders,
+)
 from workers.session.job import Report
 from workers.session.saving import NOTHING_COUNTED, Counted, Saving, hold, load
 from workers.session.trainer import Trainer
@@ -50,6 +56,9 @@ class Session:
         total_steps: that the run will take in all; learning rates may depend on it.
         ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
         data_folder: a prepared data set; None where only batches of the caller's own are trained on.
+
+    Raises:
+        HybridError: a worker's host has no memory for its tables.
 
     Attributes:
         config: the job, with what has been decided.
@@ -78,6 +87,7 @@ class Session:
         self.recorded = recorded_steps(config.profile, 0, total_steps)
         tables, self.placement = place_tables(config, input_spec, ids_per_sample)
         self.blueprint = Blueprint(config, input_spec, tables)
+        check_memory(self.placement, table_holders(topology, self.placement))
         self.decisions: list[str] = []
         if config.dense.matmul == "auto":
             self._decide_matmul(topology)

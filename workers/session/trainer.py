@@ -22,6 +22,7 @@ from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
+from hybrid.steps.rules import UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
@@ -66,6 +67,7 @@ class Trainer:
             *([job.remote_net] if job.remote_net else []),
         ]
         self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
+        self._spans_processes = job.rules.mode is UpdateMode.SYNC or job.remote_net is not None
         tables = list(job.remote_tables.values())
         self._feed = Feed(self._embeddings, tables, index, job.rules.mode, job.rules.parts, self._clock)
         self._stream: BatchStream | None = None
@@ -128,7 +130,15 @@ class Trainer:
         report = _ReportBuilder()
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
             seed_step(self._config.run.seed, self._index, step, self._devices)
-            result = train_step(self._model, micro_batches, self._optimizer, self._guard, step, self._clock)
+            result = train_step(
+                self._model,
+                micro_batches,
+                self._optimizer,
+                self._guard,
+                step,
+                self._clock,
+                self._spans_processes,
+            )
             report.add(result.logits, batch.labels, result.loss, result.is_skipped)
             self._clock.end_step()
         return report.build(self._clock)
