@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.clock import StepClock
+from hybrid.clock import OpenSpan, StepClock
 from hybrid.dense.optimizer import squared_norm
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.model import HybridModel
@@ -149,15 +149,23 @@ def sum_hook(state: _Reduction, bucket: dist.GradBucket) -> torch.futures.Future
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if parameter in state.carried:
             gradient.add_(state.carried.pop(parameter))
-    span = state.clock.begin("all-reduce", num_bytes=bucket.buffer().nbytes)
+    buffer = bucket.buffer()
+    span = state.clock.begin("all-reduce", num_bytes=buffer.nbytes)
+    if state.shared is None and state.group.size() > 1:
+        return _summed_by_group(buffer, state.group, span)
     if state.shared is not None:
-        state.shared.sum_(bucket.buffer())
-        if span is not None:
-            span.close()
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())
-        return done
-    work = dist.all_reduce(bucket.buffer(), group=state.group, async_op=True)
+        state.shared.sum_(buffer)
+    if span is not None:
+        span.close()
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def _summed_by_group(
+    buffer: Tensor, group: dist.ProcessGroup, span: OpenSpan | None
+) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(buffer, group=group, async_op=True)
     assert work is not None
 
     def summed(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:

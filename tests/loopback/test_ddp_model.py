@@ -1,5 +1,8 @@
 """DDP around a trainer's net: the gradients of micro-batches add up, reduced once a step."""
 
+from functools import wraps
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
+from hybrid.training import ddp
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.model import HybridModel, MicroBatch
@@ -47,14 +51,25 @@ def take_step(model: DdpModel, micros: list[MicroBatch]) -> None:
 def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all gradients that are reduced."""
     sizes: list[int] = []
-    all_reduce = dist.all_reduce
+    sum_hook = ddp.sum_hook
 
-    def noted(tensor: Tensor, **options: object) -> object:
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, **options)  # type: ignore[arg-type]
+    @wraps(sum_hook)
+    def noted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        sizes.append(bucket.buffer().numel())
+        return sum_hook(state, bucket)
 
-    monkeypatch.setattr(dist, "all_reduce", noted)
+    monkeypatch.setattr(ddp, "sum_hook", noted)
     return sizes
+
+
+def test_a_group_of_one_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError("a trainer alone has its sums already")
+
+    monkeypatch.setattr(dist, "all_reduce", refused)
+    model = make_model(DdpMode.OUTSIDE)
+    take_step(model, micro_batches(0, 2))
+    assert model.gradients
 
 
 def make_model(mode: DdpMode, tensor_size: int = 1) -> DdpModel:
