@@ -141,7 +141,12 @@ class Frames:
         if self._end - start < length:
             return None
         self._start = start + length
-        message = self._open(memoryview(self._came)[start : self._start], head)
+        try:
+            message = self._open(memoryview(self._came)[start : self._start], head)
+        except RefusedPayload:
+            raise
+        except Exception as error:  # a pickle may have anything raised, for want of memory too
+            raise RefusedPayload(f"it holds no message ({type(error).__name__})") from error
         if self._start == self._end:
             self._start = self._end = 0
         return message

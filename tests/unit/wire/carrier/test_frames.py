@@ -1,6 +1,7 @@
 """Messages on a connection: what comes is what was sent, in whatever pieces it comes."""
 
 import os
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -154,6 +155,15 @@ def test_what_comes_with_a_message_and_is_not_of_it_is_refused() -> None:
     longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
     with pytest.raises(RefusedPayload, match="not what may come here"):
         list(received(trainer, longer))
+
+
+@pytest.mark.parametrize("head", [b"", b"\x80", pickle.dumps(7), pickle.dumps((0, 1, None, [(99, (1,))]))])
+def test_what_is_sealed_and_is_no_message_is_refused(head: bytes) -> None:
+    trainer, worker = frames()
+    sealed = trainer._sending.seal(head)
+    lengths = len(sealed).to_bytes(4, "little") + len(sealed).to_bytes(8, "little")
+    with pytest.raises(RefusedPayload, match="it holds no message"):
+        list(received(worker, lengths + sealed))
 
 
 def test_a_tensor_larger_than_its_message_is_refused() -> None:
