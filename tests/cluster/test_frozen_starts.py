@@ -46,7 +46,7 @@ def take_part(
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(membership, "_connect_to_all", freeze))
+            stack.enter_context(mock.patch.object(membership, "_connect", freeze))
         try:
             with join(role, config, secret, listener):
                 said.send("joined")
