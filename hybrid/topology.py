@@ -63,6 +63,15 @@ class Topology:
         """Every role, in the order of ranks."""
         return (MASTER, *self.trainers, *self.workers)
 
+    def partners(self, role: Role) -> tuple[Role, ...]:
+        """Whom a role talks to by RPC: the master to all, itself too; trainers and workers to each other."""
+        talking_to = {
+            RoleKind.MASTER: self.roles,
+            RoleKind.TRAINER: (MASTER, *self.workers),
+            RoleKind.WORKER: (MASTER, *self.trainers),
+        }
+        return talking_to[role.kind]
+
     def rank(self, role: Role) -> int:
         """The RPC rank of ``role``; ValueError where the cluster has no such role."""
         try:

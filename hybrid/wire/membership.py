@@ -25,7 +25,9 @@ from hybrid.wire.payloads import DATA
 from hybrid.wire.stubs import greet
 
 _scheme_numbers = itertools.count()
-_MIN_RPC_THREADS = 16
+# They run calls and take answers in. Few calls wait in one: a trainer's for its steps, a worker's for updates
+# before a checkpoint. All else computes, which cores bound; 41 roles start and stop with one thread each.
+_RPC_THREADS = 8
 _servers: list[Server] = []  # where this process is a worker
 
 
@@ -65,10 +67,11 @@ def start(
     register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
     is_tcp = rpc_transport(transport, world_size) == "uv"
     options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=max(_MIN_RPC_THREADS, world_size + 4),
+        num_worker_threads=_RPC_THREADS,
         rpc_timeout=timeout_seconds,
         init_method=f"{scheme}://",
         _transports=["uv"] if is_tcp else ["shm", "uv"],
+        _channels=["basic"],  # tensors by one connection; others open 16 for each, and are no faster
     )
     name = role.rpc_name
     signatures, allowed = Signatures(secret, run_id, name), Allowed((*DATA, *data), created)
@@ -77,15 +80,18 @@ def start(
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-        _connect_to_all(topology, timeout_seconds)
+        _connect(topology.partners(role), timeout_seconds)
     if carrier == "socket":
         place = Place(role, topology, secret, run_id, timeout_seconds)
         _join_carrier(place, dist.PrefixStore("carrier", store), interface)
 
 
-def _connect_to_all(topology: Topology, timeout_seconds: float) -> None:
-    """Return when every role is connected to every other, and to itself: nobody needs to be let in later."""
-    for greeting in [greet(role) for role in topology.roles]:
+def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
+    """Return when every role is connected to its partners: nobody needs to be let in later.
+
+    Torch's own calls stay within these: its barriers go through the name that sorts first, the master's.
+    """
+    for greeting in [greet(role) for role in partners]:
         greeting.wait()
     rpc.api._all_gather(None, timeout=timeout_seconds)
 

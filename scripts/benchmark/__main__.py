@@ -24,6 +24,7 @@ _MODULES = {
     "memory": "memory",
     "start": "start_stop",
     "forms": "forms",
+    "wide": "wide",
 }
 _DIMENSIONS = ("trainers", "workers", "tables", "rows", "dim", "hotness")
 
@@ -89,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_count(forms, "--batch-size", 4096, "samples of a step over all trainers")
     forms.add_argument("--only", default="", metavar="TEXT", help="forms whose name holds this")
     forms.add_argument("--wide", action="store_true", help="a net so large that its memory shows")
+    wide = _add(commands, "wide", "open files, threads, memory and seconds of a start, by number of roles")
+    _add_wide_options(wide)
     return parser
 
 
@@ -130,6 +133,13 @@ def _add_compare_options(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
     text = f"rounds through all systems (default: {ROUNDS})"
     compare.add_argument("--rounds", type=_count, metavar="N", help=text)
+
+
+def _add_wide_options(wide: argparse.ArgumentParser) -> None:
+    text = "how many in all, one after the other (default: 8 16 32 64)"
+    wide.add_argument("--roles", type=_count, nargs="+", default=[8, 16, 32, 64], metavar="N", help=text)
+    wide.add_argument("--hosts", action="store_true", help="each role on a host of its own, by namespaces")
+    _add_count(wide, "--open-files", 1024, "that a process may have: ulimit -n")
 
 
 def _add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:

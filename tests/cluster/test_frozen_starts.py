@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from socket import socket
@@ -39,10 +40,13 @@ def take_part(
 
     def freeze(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+        # Another thread takes the signal, and this one runs on until it does: on busy cores, long enough to
+        # close what torch listens on.
+        threading.Event().wait()
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(membership, "_connect_to_all", freeze))
+            stack.enter_context(mock.patch.object(membership, "_connect", freeze))
         try:
             with join(role, config, secret, listener):
                 said.send("joined")

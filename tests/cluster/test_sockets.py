@@ -1,16 +1,30 @@
 """What the processes of a cluster are connected by, and listen on."""
 
-import psutil
-from support.cluster import Clusters
+from collections import Counter
+from collections.abc import Mapping
 
+import psutil
+import pytest
+from support.cluster import Clusters, running_cluster, small_config
+
+from hybrid import wire
+from hybrid.wire import Vitals
 from workers.joining.bootstrap import Cluster
+from workers.launching.open_files import files_needed
+
+# Eight run calls of RPC; the others are torch's loops, signs of life, the rendezvous, readers of the carrier.
+MOST_THREADS = 22
+
+
+def pids_of(cluster: Cluster) -> dict[str, int]:
+    """The process of each role, the master first."""
+    return {"master": psutil.Process().pid} | {str(role): m.pid for role, m in cluster.members.items()}
 
 
 def addresses(cluster: Cluster) -> dict[str, tuple[set[str], int]]:
     """The addresses of each role's sockets, and how many of these listen; the master first."""
-    pids = {"master": psutil.Process().pid} | {str(role): m.pid for role, m in cluster.members.items()}
     found = {}
-    for name, pid in pids.items():
+    for name, pid in pids_of(cluster).items():
         connections = psutil.Process(pid).net_connections("inet")
         listening = [each for each in connections if each.status == psutil.CONN_LISTEN]
         found[name] = {each.laddr.ip for each in connections}, len(listening)
@@ -27,3 +41,42 @@ def test_every_role_is_on_loopback_only_and_only_the_rendezvous_listens(clusters
     for of_role, _ in found.values():
         assert of_role
         assert of_role <= {"127.0.0.1", "::1"}
+
+
+def connections(cluster: Cluster) -> Mapping[tuple[str, str], int]:
+    """How many connections each pair of roles has, by their names in order."""
+    ends = {}
+    for name, pid in pids_of(cluster).items():
+        for each in psutil.Process(pid).net_connections("inet"):
+            if each.status == psutil.CONN_ESTABLISHED:
+                ends[each.laddr.port, each.raddr.port] = name
+    pairs = Counter(
+        (name, ends[there, here]) for (here, there), name in ends.items() if (there, here) in ends
+    )
+    return {pair: count for pair, count in pairs.items() if pair[0] < pair[1]}
+
+
+def test_only_roles_that_talk_to_each_other_are_connected(clusters: Clusters) -> None:
+    found = clusters.get(2, 2).run(connections)
+    roles = ["trainer 0", "trainer 1", "worker 0", "worker 1"]
+    of_rpc = {*(("master", role) for role in roles), *((t, w) for t in roles[:2] for w in roles[2:])}
+    assert found.keys() == {*of_rpc, ("trainer 0", "trainer 1")}
+    # Three for each that may call the other; more are the rendezvous's, and the carrier's.
+    assert min(found[pair] for pair in of_rpc) >= 6
+    assert found["trainer 0", "trainer 1"] == 1  # in which gradients are reduced
+
+
+def vitals(cluster: Cluster) -> list[Vitals]:
+    """What each role says of itself."""
+    return wire.gather([wire.ping(role, 10.0) for role in cluster.topology.roles])
+
+
+@pytest.mark.parametrize("transport", ["uv", "shm"])
+def test_a_role_has_as_few_files_and_threads_as_a_wide_cluster_asks_for(transport: str) -> None:
+    """With the channels that torch would take by itself, it is two or three times as many."""
+    config = small_config(cluster={"trainers": 3, "workers": 3, "transport": transport})
+    with running_cluster(config) as cluster:
+        found = cluster.run(vitals)
+    most = max(each.open_files for each in found)
+    assert 0.3 * files_needed(config.cluster) < most < files_needed(config.cluster)
+    assert max(each.threads for each in found) <= MOST_THREADS

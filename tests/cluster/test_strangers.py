@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import wire
-from hybrid.topology import MASTER, Topology
+from hybrid.topology import MASTER, Role, Topology
 from hybrid.trust.failure_text import read_refused
 from hybrid.trust.pickler import SignedPickler, addressed_to
 from hybrid.trust.secret import Secret
@@ -167,16 +167,16 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, connect_to_all = dist.HashStore(), membership._connect_to_all
+    store, connect = dist.HashStore(), membership._connect
     with ExitStack() as stack:
         strangers: list[Connection] = []
 
-        def connect_with_a_stranger(topology: Topology, timeout_seconds: float) -> None:
+        def connect_with_a_stranger(partners: Iterable[Role], timeout_seconds: float) -> None:
             strangers.append(stack.enter_context(process_of_a_stranger(call_twice, address_in(store))))
             assert answer_of(strangers[0]).startswith("answered"), "the window is no window"
-            connect_to_all(topology, timeout_seconds)
+            connect(partners, timeout_seconds)
 
-        monkeypatch.setattr(membership, "_connect_to_all", connect_with_a_stranger)
+        monkeypatch.setattr(membership, "_connect", connect_with_a_stranger)
         with started(store):
             strangers[0].send("again")
             assert answer_of(strangers[0]).startswith("RuntimeError")

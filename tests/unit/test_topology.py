@@ -22,6 +22,17 @@ class TestTopology:
         assert len({r.rpc_name for r in roles}) == len(roles)
         assert (MASTER.rpc_name, Role(RoleKind.TRAINER, 1).rpc_name) == ("master", "trainer1")
 
+    def test_who_talks_by_rpc(self) -> None:
+        topology = Topology(num_trainers=2, num_workers=3)
+        partners = {str(role): " ".join(map(str, topology.partners(role))) for role in topology.roles}
+        of_trainers = "master worker 0 worker 1 worker 2"
+        of_workers = "master trainer 0 trainer 1"
+        assert partners == {
+            "master": "master trainer 0 trainer 1 worker 0 worker 1 worker 2",
+            **dict.fromkeys(["trainer 0", "trainer 1"], of_trainers),
+            **dict.fromkeys(["worker 0", "worker 1", "worker 2"], of_workers),
+        }
+
     @pytest.mark.upstream("dist_autograd/_do_test")
     def test_a_role_beyond_the_cluster_has_no_rank(self) -> None:
         with pytest.raises(ValueError, match=r"^trainer 2 is not in a cluster of 1 master, 2 trainer\(s\)"):
