@@ -162,9 +162,9 @@ class Link:
         self._failure = self._failure or words
         with suppress(OSError):  # it has gone by itself
             self._connection.shutdown(socket.SHUT_RDWR)
-        while self._open:
-            _, reply = self._open.popitem()
-            reply.complete((), self._failure)
+        for number in list(self._open):  # another thread may take some of them
+            if (reply := self._open.pop(number, None)) is not None:
+                reply.complete((), self._failure)
 
     def _late(self) -> str:
         return f"nothing came for {self._timeout_seconds:g} s"
