@@ -8,7 +8,6 @@ from torch import Tensor
 
 from hybrid.embedding.spec import Pooling
 
-_POOLINGS = {each.value: each for each in Pooling}
 _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 
 
@@ -62,7 +61,7 @@ def put_together(plain: Sequence[PlainItem], tensors: Sequence[Tensor]) -> list[
         ids_L = next(rest)
         offsets = next(rest) if has_offsets else None
         weights_L = next(rest) if has_weights else None
-        items.append((group, Bags(ids_L, offsets, weights_L, _POOLINGS[pooling])))
+        items.append((group, Bags(ids_L, offsets, weights_L, Pooling(pooling))))
     return items
 
 
