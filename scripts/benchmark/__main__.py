@@ -68,13 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
     scaling = _add(commands, "scaling", "cost of a sample as one thing grows at a time")
     _add_count(scaling, "--steps", 200, "timed steps of the base shape; larger ones take fewer")
-    scaling.add_argument(
-        "--dimensions",
-        type=_names("dimension", _DIMENSIONS),
-        default=list(_DIMENSIONS),
-        metavar="NAMES",
-        help=f"what grows, of {','.join(_DIMENSIONS)} (default: all)",
-    )
+    _add_names(scaling, "--dimensions", "dimension", _DIMENSIONS, "what grows,")
     surface = _add(commands, "surface", "shapes that nobody tuned for, beside one process and TorchRec")
     surface.add_argument("--quick", action="store_true", help="eight points, within ten minutes")
     _add_count(surface, "--seconds", 3, "about how long each system is timed at each point")
@@ -107,27 +101,9 @@ def _add(
 
 
 def _add_compare_options(compare: argparse.ArgumentParser) -> None:
-    compare.add_argument(
-        "--workloads",
-        type=_names("workload", TIMED_STEPS),
-        default=list(TIMED_STEPS),
-        metavar="NAMES",
-        help=f"some of {','.join(TIMED_STEPS)} (default: all)",
-    )
-    compare.add_argument(
-        "--systems",
-        type=_names("system", SYSTEMS),
-        default=list(SYSTEMS),
-        metavar="NAMES",
-        help=f"some of {','.join(SYSTEMS)} (default: all)",
-    )
-    compare.add_argument(
-        "--products",
-        type=_names("library", PRODUCTS),
-        default=list(PRODUCTS),
-        metavar="NAMES",
-        help=f"whose matrix products dense nets take, some of {','.join(PRODUCTS)} (default: all)",
-    )
+    _add_names(compare, "--workloads", "workload", TIMED_STEPS, "some")
+    _add_names(compare, "--systems", "system", SYSTEMS, "some")
+    _add_names(compare, "--products", "library", PRODUCTS, "whose matrix products dense nets take, some")
     steps = ", ".join(f"{count} of {name}" for name, count in TIMED_STEPS.items())
     compare.add_argument("--quick", action="store_true", help="one short round, within six minutes")
     compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
@@ -150,6 +126,19 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: {text!r}")
     return int(text)
+
+
+def _add_names(
+    command: argparse.ArgumentParser, option: str, what: str, known: Collection[str], text: str
+) -> None:
+    """An option that takes some of the names of what is known; all where it is left out."""
+    command.add_argument(
+        option,
+        type=_names(what, known),
+        default=list(known),
+        metavar="NAMES",
+        help=f"{text} of {','.join(known)} (default: all)",
+    )
 
 
 def _names(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
