@@ -12,7 +12,7 @@ import dataclasses
 import importlib
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import cache, partial
 from pathlib import PurePath
@@ -24,7 +24,7 @@ from torch.distributed import rpc
 
 from hybrid.own_code.names import load_own, name_of
 from hybrid.trust.refusals import RefusedPayload
-from hybrid.trust.signature import is_in_one_piece
+from hybrid.trust.signature import UNSIGNED
 
 PLAIN = {
     f"{module}:{name}": getattr(importlib.import_module(module), name)
@@ -88,16 +88,13 @@ class Unpickler(pickle.Unpickler):
     """Loads plain data, tensors that came beside it, and references to objects of other processes.
 
     Args:
-        pickled: what :func:`dump` has made, and somebody of this run has sent.
-        tensor: called with number, dtype and shape of each tensor beside it, in order; gives the tensor.
+        pickled, tensors: of a payload whose signature is good; of the tensors it holds for their bytes alone.
         allowed: what it may name.
     """
 
-    def __init__(
-        self, pickled: bytes, tensor: Callable[[int, str, tuple[int, ...]], Tensor], allowed: Allowed
-    ) -> None:
+    def __init__(self, pickled: bytes, tensors: Sequence[Tensor], allowed: Allowed) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._tensor = _Callable(tensor)
+        self._tensors = tensors
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
@@ -108,11 +105,17 @@ class Unpickler(pickle.Unpickler):
         """
         if module == __name__:
             if name == tensor_beside.__name__:
-                return self._tensor
+                return _Callable(self._tensor)
             if name in self._allowed.marks:
                 return self._allowed.marks[name]
         found = self._allowed.listed(f"{module}:{name}")
         return _Callable(found) if callable(found) else found
+
+    def _tensor(self, index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self._tensors[index]
+        if dtype_name(tensor.dtype) != dtype or tensor.shape != shape:
+            raise RefusedPayload(UNSIGNED)
+        return tensor
 
 
 class NothingNamed(pickle.Unpickler):
@@ -183,29 +186,3 @@ def reference_to(fork: tuple[Any, ...]) -> rpc.RRef[Any]:
 def dtype_name(dtype: torch.dtype) -> str:
     """How a pickle calls the type of a tensor's values."""
     return str(dtype)
-
-
-def dump(content: Any) -> tuple[bytes, list[Tensor]]:
-    """The pickle of ``content``, and the tensors in it, of which it has dtypes and shapes."""
-    tensors: list[Tensor] = []
-
-    def reduce_tensor(tensor: Tensor) -> Reduced:
-        # In one piece, as it is signed; within a context this is part of the graph.
-        tensors.append(tensor if is_in_one_piece(tensor) else tensor.contiguous())
-        return tensor_beside, (len(tensors) - 1, dtype_name(tensor.dtype), tuple(tensor.shape))
-
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = reducers = _Reducers()
-    reducers[Tensor] = reduce_tensor
-    pickler.dump(content)
-    return file.getvalue(), tensors
-
-
-class _Reducers(dict[type[Any], Reducer]):
-    """How a pickle makes values, by their class; see :func:`by_value` for those that are not named."""
-
-    def __missing__(self, kind: type[Any]) -> Reducer:
-        if (reducer := by_value(kind)) is None:  # type: ignore[arg-type]  # a class can be hashed
-            raise KeyError(kind)  # the pickler knows by itself
-        return reducer

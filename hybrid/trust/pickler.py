@@ -6,11 +6,12 @@ TorchScript functions do not pass here, nor does what keeps references and distr
 
 from __future__ import annotations
 
+import io
+import pickle
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,10 +23,19 @@ from torch.distributed.rpc import api, internal
 from hybrid.answer import Answer, serving
 from hybrid.errors import ClusterError
 from hybrid.own_code.names import name_of
-from hybrid.trust.allowed import Allowed, NothingNamed, Unpickler, dtype_name, dump
+from hybrid.trust.allowed import (
+    Allowed,
+    NothingNamed,
+    Reduced,
+    Reducer,
+    Unpickler,
+    by_value,
+    dtype_name,
+    tensor_beside,
+)
 from hybrid.trust.failure_text import raised_later, refused
 from hybrid.trust.refusals import Refusals, RefusedPayload
-from hybrid.trust.signature import UNSIGNED, Kind, Signatures
+from hybrid.trust.signature import Kind, Signatures, is_in_one_piece
 
 # What torch's processes tell each other when they start and stop: the same for all of them.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
@@ -160,7 +170,7 @@ class SignedPickler(internal._InternalRPCPickler):
         return Kind.CALL, target.encode(), (name, udf.args, udf.kwargs)
 
     def _seal(self, kind: Kind, to: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
-        pickled, tensors = dump(content)
+        pickled, tensors = _dump(content)
         return self._signatures.seal(kind, to, pickled, tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
@@ -168,8 +178,7 @@ class SignedPickler(internal._InternalRPCPickler):
         to: bytes | None = None
         try:
             kind, to, pickled = self._signatures.open(binary_data, tensor_table)
-            beside = partial(_beside, tensor_table)
-            return self._load(kind, to, Unpickler(pickled, beside, self._allowed).load())
+            return self._load(kind, to, Unpickler(pickled, tensor_table, self._allowed).load())
         except ClusterError:  # the alarm's, which rings in whatever the main thread is at
             raise
         except Exception as error:  # a pickle may have anything raised, for want of memory too
@@ -192,12 +201,30 @@ class SignedPickler(internal._InternalRPCPickler):
         return internal.PythonUDF(served, args, keywords)
 
 
-def _beside(tensors: Sequence[Tensor], index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of a payload that its pickle names, whose bytes are signed."""
-    tensor = tensors[index]
-    if dtype_name(tensor.dtype) != dtype or tensor.shape != shape:
-        raise RefusedPayload(UNSIGNED)
-    return tensor
+def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
+    """The pickle of ``content``, and the tensors in it, of which it has dtypes and shapes."""
+    tensors: list[Tensor] = []
+
+    def reduce_tensor(tensor: Tensor) -> Reduced:
+        # In one piece, as it is signed; within a context this is part of the graph.
+        tensors.append(tensor if is_in_one_piece(tensor) else tensor.contiguous())
+        return tensor_beside, (len(tensors) - 1, dtype_name(tensor.dtype), tuple(tensor.shape))
+
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.dispatch_table = reducers = _Reducers()
+    reducers[Tensor] = reduce_tensor
+    pickler.dump(content)
+    return file.getvalue(), tensors
+
+
+class _Reducers(dict[type[Any], Reducer]):
+    """How a pickle makes values, by their class; see :func:`by_value` for those that are not named."""
+
+    def __missing__(self, kind: type[Any]) -> Reducer:
+        if (reducer := by_value(kind)) is None:  # type: ignore[arg-type]  # a class can be hashed
+            raise KeyError(kind)  # the pickler knows by itself
+        return reducer
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:

@@ -216,7 +216,7 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
 def test_whatever_a_signed_pickle_raises_is_a_refusal(
     pickled: bytes, raised: str, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickler, "dump", lambda content: (pickled, []))
+    monkeypatch.setattr(pickler, "_dump", lambda content: (pickled, []))
     assert worker.refuses(*trainer.call("worker0")) == f"it holds no call or answer ({raised})"
 
 
@@ -437,7 +437,7 @@ class TestWithinTorch:
     ) -> None:
         huge = b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62)
         with monkeypatch.context() as patched:
-            patched.setattr(pickler, "dump", lambda content: (huge, []))
+            patched.setattr(pickler, "_dump", lambda content: (huge, []))
             answer = wire.ping(MASTER, 5.0)
         with pytest.raises(wire.RefusedError, match=r"it holds no call or answer \(MemoryError\)"):
             answer.wait()

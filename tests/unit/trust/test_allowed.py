@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig, TableSection
@@ -17,8 +16,8 @@ from hybrid.embedding.worker.shards import TableShards
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.trust import allowed
-from hybrid.trust.allowed import Allowed, ClassName, Unpickler, dump
+from hybrid.trust import allowed, pickler
+from hybrid.trust.allowed import Allowed, ClassName, Unpickler
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire import calls, payloads
 from workers.session.deployment import CREATED, DATA
@@ -27,13 +26,8 @@ ALLOWED = Allowed((*payloads.DATA, *DATA), CREATED)
 ENUMS = [each for each in ALLOWED.data.values() if isinstance(each, type) and issubclass(each, Enum)]
 
 
-def unpickler(pickled: bytes, *tensors: Tensor) -> Unpickler:
-    return Unpickler(pickled, lambda index, *_: tensors[index], ALLOWED)
-
-
 def travelled(value: Any) -> Any:
-    pickled, tensors = dump(value)
-    return unpickler(pickled, *tensors).load()
+    return Unpickler(*pickler._dump(value), ALLOWED).load()
 
 
 def names_in(pickled: bytes) -> set[str]:
@@ -49,7 +43,7 @@ def test_an_enumeration_travels_by_value(
         monkeypatch.setattr(kind, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     for member in kind:
         assert travelled(member) is member
-        assert "getattr" not in names_in(dump([member])[0])
+        assert "getattr" not in names_in(pickler._dump([member])[0])
 
 
 def test_every_enumeration_that_may_travel_is_seen() -> None:
@@ -84,7 +78,7 @@ def test_tensors_within_named_tuples_travel_beside() -> None:
 
 def test_a_path_travels_by_its_text_wherever_python_keeps_the_class() -> None:
     assert travelled(PurePosixPath("/a")) == Path("/a")
-    assert "pathlib._local" not in names_in(dump(Path("/a"))[0])
+    assert "pathlib._local" not in names_in(pickler._dump(Path("/a"))[0])
 
 
 def build(name: str, state: object) -> bytes:
@@ -110,15 +104,15 @@ def build(name: str, state: object) -> bytes:
 def test_what_a_pickle_names_it_cannot_change(name: str, state: object) -> None:
     """With BUILD, of Python's pickles: of a class it would set attributes, of a function its ``__dict__``."""
     with pytest.raises(RefusedPayload, match="would change what it names"):
-        unpickler(build(name, state)).load()
-    for each in (*ALLOWED.data.values(), Unpickler, allowed.made, allowed.reference_to):
+        Unpickler(build(name, state), (), ALLOWED).load()
+    for each in (*ALLOWED.data.values(), Unpickler, Unpickler._tensor, allowed.made, allowed.reference_to):
         assert not hasattr(each, "planted")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool", "Size", "device"])
 def test_types_of_torch_cannot_be_changed_either(dtype: str) -> None:
     with pytest.raises((RefusedPayload, AttributeError, TypeError)):
-        unpickler(build(f"torch:{dtype}", (None, {"planted": 1}))).load()
+        Unpickler(build(f"torch:{dtype}", (None, {"planted": 1})), (), ALLOWED).load()
     assert not hasattr(getattr(torch, dtype), "planted")
 
 
@@ -127,7 +121,7 @@ def test_types_of_torch_cannot_be_changed_either(dtype: str) -> None:
 )
 def test_what_is_not_listed_is_not_made_either(name: str) -> None:
     with pytest.raises(RefusedPayload, match=f"^{name} may not travel"):
-        unpickler(dump(0)[0]).find_class(*name.split(":"))
+        Unpickler(pickler._dump(0)[0], (), ALLOWED).find_class(*name.split(":"))
     with pytest.raises(RefusedPayload, match=f"^{name} may not travel"):
         ALLOWED.marks["made"](name, (), {})
 
