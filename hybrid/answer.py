@@ -47,11 +47,11 @@ _serving = threading.local()
 
 
 class serving:  # as a generator it would cost twice as much
-    """While it is entered, answers that this thread makes are for this caller."""
+    """While it is entered, answers that this thread makes are for this caller, or for none."""
 
     __slots__ = ("_caller",)
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller | None) -> None:
         self._caller = caller
 
     def __enter__(self) -> None:

@@ -60,6 +60,12 @@ class ClusterSection:
         "is one encrypted connection between a trainer and a worker, rpc is RPC",
         choices=("socket", "rpc"),
     )
+    combine: str = option(
+        "auto",
+        "whether the trainers of a host ask each worker together, through one of them, for what they look up "
+        "ahead; auto where it spares work",
+        choices=("auto", "on", "off"),
+    )
     threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
     start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
     rpc_timeout_seconds: float = option(

@@ -1,6 +1,6 @@
 """Bags of ids, what both sides of a lookup know: from the rows they name to one vector a bag."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -53,8 +53,8 @@ def taken_apart(items: Sequence[Item]) -> tuple[list[PlainItem], list[Tensor]]:
     return plain, tensors
 
 
-def put_together(plain: Sequence[PlainItem], tensors: Sequence[Tensor]) -> list[Item]:
-    """The items that :func:`taken_apart` has made this of."""
+def put_together(plain: Sequence[PlainItem], tensors: Iterable[Tensor]) -> list[Item]:
+    """The items that :func:`taken_apart` has made this of; of an iterator, it takes their tensors."""
     rest = iter(tensors)
     items = []
     for group, pooling, has_offsets, has_weights in plain:

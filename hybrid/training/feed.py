@@ -12,7 +12,7 @@ Pipelined, the rows of step s+2 have all updates up to that of step s.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ class StepInput(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step, and its lookups where they are under way: one a micro-batch, none where nobody is asked."""
+    """A step, and its lookups where they are under way, one a micro-batch."""
 
     input: StepInput
     lookups: list[Lookup]
@@ -122,7 +122,7 @@ class Feed:
             raise StopIteration
         current = self._ahead.popleft()
         for lookup in current.lookups:
-            lookup.is_followed = bool(self._ahead and self._ahead[0].lookups)
+            lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
         return current
@@ -141,10 +141,8 @@ class Feed:
         micro_batches = []
         for part, samples in enumerate(batch.split(self._parts)):
             ticket = Ticket(self._trainer, step, step, part)
-            start: Callable[[], Lookup] = partial(self._embeddings.lookup, samples.sparse_features, ticket)
-            if batch.ended:
-                start = partial(self._embeddings.nothing, ticket)
-            elif self._looks_ahead:
+            start = partial(self._start, samples, ticket)
+            if self._looks_ahead:
                 lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
                 start = partial(_given, lookups[part])
             micro_batches.append(MicroBatch(samples, ticket, start))
@@ -154,7 +152,12 @@ class Feed:
         version = max(self._first_step, ticket.step - 1)
         ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         with self._clock.phase("lookup"):
-            return self._embeddings.lookup(samples.sparse_features, ticket, after)
+            return self._start(samples, ticket, after)
+
+    def _start(self, samples: Batch, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        if samples.ended:
+            return self._embeddings.nothing(ticket, after)
+        return self._embeddings.lookup(samples.sparse_features, ticket, after)
 
 
 def _given(lookup: Lookup) -> Lookup:

@@ -12,7 +12,8 @@
 A call runs a method of an object on the process that owns it; what it returns or raises comes back as a
 value (:class:`Failure`), because RPC keeps the type of three kinds of exception only. Lookups are the
 exception: they take part in distributed autograd, so their answer must be bare tensors. Those that take no
-part, and the gradients that belong to them, go by ``carrier`` instead; nobody above ``Pending`` knows.
+part, and the gradients that belong to them, go by ``carrier`` instead; nobody above ``Pending`` knows. The
+trainers of a host may send these together (``combining``), through memory that they share.
 
 Begin with ``stubs``, which the master and trainers call. Calls and answers are signed, and only the
 functions of ``calls.CALLS`` can be called (``hybrid/trust``), with ``payloads`` that only hold data; a role

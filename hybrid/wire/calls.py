@@ -4,16 +4,17 @@ import itertools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
+from itertools import islice
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import psutil
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
-from hybrid.answer import Answer
+from hybrid.answer import Answer, serving
 from hybrid.dense.remote import HostedNet
 from hybrid.embedding.bags import PlainItem, put_together
 from hybrid.embedding.worker.shards import TableShards
@@ -31,6 +32,9 @@ _numbers = itertools.count()
 
 # A lookup without its tensors: number of the tables, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PlainItem]]
+# What a trainer sends for a step: the ticket of gradients and how many they are, the ticket of a lookup and
+# its items; either ticket may be None.
+PlainPart: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PlainItem]]
 # Gives what to make an object by, or raises that there is no such class.
 Find: TypeAlias = Callable[[], Callable[..., Any]]
 
@@ -100,23 +104,36 @@ def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]
 
 
 @_carried
-def receive(plain: tuple[int, PlainTicket], grads: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.receive`; the answer is empty."""
-    number, ticket = plain
+def exchange(plain: tuple[int, Sequence[PlainPart]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """What trainers send for their steps, one or several: gradients, then lookups, each of either or none.
+
+    The answer: the tensors of all lookups. All gradients are received before anything is looked up, and an
+    update that they complete is made meanwhile.
+    """
+    number, parts = plain
     tables: TableShards = _created[number]
-    tables.receive(Ticket.of(ticket), grads)
+    rest, lookups = iter(tensors), []
+    looks_up = any(next_ticket is not None for _, _, next_ticket, _ in parts)
+    for ticket, num_grads, next_ticket, items in parts:
+        if ticket is not None:
+            tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), updates_here=looks_up)
+        if next_ticket is not None:
+            lookups.append((Ticket.of(next_ticket), put_together(items, rest)))
+    if len(lookups) == 1:
+        return tables.lookup(*lookups[0])
     answer: Answer[list[Tensor]] = Answer()
-    answer.set_result([])
+    with serving(None):
+        answers = collect_all([tables.lookup(*each) for each in lookups])
+    answers.add_done_callback(partial(_complete, answer))
     return answer
 
 
-@_carried
-def exchange(plain: tuple[PlainTicket, int, PlainLookup], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.exchange`; the first tensors, so many, are gradients."""
-    ticket, num_grads, (number, next_ticket, items) = plain
-    tables: TableShards = _created[number]
-    asked = put_together(items, tensors[num_grads:])
-    return tables.exchange(Ticket.of(ticket), tensors[:num_grads], Ticket.of(next_ticket), asked)
+def _complete(answer: Answer[list[Tensor]], answers: Future[list[Future[list[Tensor]]]]) -> None:
+    """Answer with the tensors of all, in order, or with the first failure."""
+    try:
+        answer.set_result([tensor for each in answers.value() for tensor in each.value()])
+    except Exception as error:  # handed on to whoever waits
+        answer.set_exception(error)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -191,5 +208,5 @@ def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
 
 
 # What takes no part in distributed autograd, and so can go by a carrier of its own.
-CARRIED = (lookup, receive, exchange)
+CARRIED = (lookup, exchange)
 CALLS = (*CARRIED, greet, vitals, call_net, norm, create, await_module, invoke, invoke_barrier)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed.nn import RemoteModule
+from torch.futures import Future
 
 from hybrid.answer import Watched
 from hybrid.dense.remote import HostedNet
@@ -96,9 +97,14 @@ class RemoteHosted(Remote[Kind]):
         super().__init__(role, module.rref)
         self._number = module.number
 
+    @property
+    def module(self) -> ModuleRef:
+        """Where it is."""
+        return ModuleRef(self._rref, self._number)
+
     def __reduce__(self) -> tuple[type[Any], tuple[Role, ModuleRef]]:
         """A stub travels as the arguments of its constructor: a pickle sets no state where it arrives."""
-        return type(self), (self.role, ModuleRef(self._rref, self._number))
+        return type(self), (self.role, self.module)
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
@@ -116,26 +122,46 @@ class RemoteTables(RemoteHosted[TableShards]):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
         """See :meth:`TableShards.lookup`; within a context, part of its graph."""
-        plain, tensors = self._asked(ticket, items)
+        if ticket.purpose is Purpose.PREFETCH:
+            return self._exchange(next_ticket=ticket, items=items)
+        plain, tensors = taken_apart(items)
         send = _send if ticket.purpose is Purpose.TRAIN else _carry
-        return PendingTensors(self.role, send(self.role, calls.lookup, plain, tensors))
+        asked = self._number, ticket.plain, plain
+        return PendingTensors(self.role, send(self.role, calls.lookup, asked, tensors))
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> PendingTensors[list[Tensor]]:
+        """See :meth:`TableShards.receive`; the answer is empty."""
+        return self._exchange(ticket, grads)
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableShards.exchange`."""
-        lookup, tensors = self._asked(next_ticket, items)
-        plain = ticket.plain, len(grads), lookup
-        return PendingTensors(self.role, _carry(self.role, calls.exchange, plain, [*grads, *tensors]))
+        """Send gradients and look up, in one message."""
+        return self._exchange(ticket, grads, next_ticket, items)
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableShards.receive`; the answer is empty."""
-        plain = self._number, ticket.plain
-        return PendingTensors(self.role, _carry(self.role, calls.receive, plain, list(grads)))
+    def skip(self) -> Watched[list[Tensor]]:
+        """See :meth:`TableSource.skip`."""
+        nothing: Future[list[Tensor]] = Future()
+        nothing.set_result([])
+        return nothing
 
-    def _asked(self, ticket: Ticket, items: Sequence[Item]) -> tuple[calls.PlainLookup, list[Tensor]]:
+    def _exchange(
+        self,
+        ticket: Ticket | None = None,
+        grads: Sequence[Tensor] = (),
+        next_ticket: Ticket | None = None,
+        items: Sequence[Item] = (),
+    ) -> PendingTensors[list[Tensor]]:
         plain, tensors = taken_apart(items)
-        return (self._number, ticket.plain, plain), tensors
+        part = ticket and ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
+        return PendingTensors(self.role, self._carry_part(part, [*grads, *tensors]))
+
+    def carry_parts(self, parts: Sequence[calls.PlainPart], tensors: Sequence[Tensor]) -> Watched[Any]:
+        """Send :func:`calls.exchange`; what it comes to is for :func:`raise_unanswered`."""
+        return _carry(self.role, calls.exchange, (self._number, parts), tensors)
+
+    def _carry_part(self, part: calls.PlainPart, tensors: Sequence[Tensor]) -> Watched[Any]:
+        return self.carry_parts([part], tensors)
 
 
 class RemoteNet(RemoteHosted[HostedNet]):

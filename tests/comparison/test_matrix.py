@@ -31,6 +31,7 @@ CHOICES = {
     "weight_decay": (0.0, 0.01),
     "dense_optimizer": ("SGD", "AdamW"),
     "all_reduce": ("auto", "group"),
+    "combine": ("off", "on"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
 }
@@ -117,3 +118,25 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
     first, second = trained(clusters, case), trained(clusters, case)
     assert first.losses == second.losses
     assert [part for part, tensor in first.end.items() if not torch.equal(second.end[part], tensor)] == []
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(trainers=3, workers=2, update="pipelined", features="mean", inputs="uneven", placement="row"),
+        pytest.param(
+            Case(trainers=3, workers=2, update="pipelined", micro_batches=2, dtype="float32"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=lambda case: case.name,
+)
+def test_trainers_that_ask_together_have_the_bits_of_those_that_ask_alone(
+    case: Case, clusters: Clusters
+) -> None:
+    alone, together = (
+        trained(clusters, dataclasses.replace(case, combine=combine)) for combine in ("off", "on")
+    )
+    assert alone.losses == together.losses
+    assert [part for part, tensor in alone.end.items() if not torch.equal(together.end[part], tensor)] == []
+    assert alone.staleness == together.staleness

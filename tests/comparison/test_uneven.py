@@ -15,6 +15,7 @@ ROUNDS = 3
     [
         Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
         Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
+        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, combine="on"),
         pytest.param(
             Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
             marks=pytest.mark.long,

@@ -63,18 +63,23 @@ class LocalTables:
         """See :meth:`TableShards.lookup`."""
         return self._shards.lookup(ticket, items)
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[None]:
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
         """See :meth:`TableShards.receive`."""
         self._shards.receive(ticket, grads)
-        sent: Future[None] = Future()
-        sent.set_result(None)
-        return sent
+        return self.skip()
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.exchange`."""
-        return self._shards.exchange(ticket, grads, next_ticket, items)
+        """Both, in this order."""
+        self._shards.receive(ticket, grads, updates_here=True)
+        return self._shards.lookup(next_ticket, items)
+
+    def skip(self) -> Future[list[Tensor]]:
+        """Nothing is sent."""
+        nothing: Future[list[Tensor]] = Future()
+        nothing.set_result([])
+        return nothing
 
 
 class Cluster:

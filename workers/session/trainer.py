@@ -1,7 +1,7 @@
 """The trainer: a dense net or its part of one, a share of the data, and a stub of every worker's tables."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hybrid.data.storage import PreparedDataset
 from hybrid.dense.device import choose_devices
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.steps.rules import UpdateMode
@@ -33,6 +34,8 @@ from hybrid.training.guard import Guard
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
 from hybrid.wire import RemoteHosted
+from hybrid.wire.combining import Combining, pays
+from hybrid.wire.shared_memory import SharedMemory
 from workers.session.job import Job, Report
 
 
@@ -53,12 +56,13 @@ class Trainer:
         self._devices = devices = choose_devices(dense, index)
         self._device = devices[0]
         self._clock = StepClock()
-        self._embeddings = Embeddings(blueprint.tables, spec, job.placement, job.remote_tables, self._clock)
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self._group = dist.group.WORLD
+        sources = self._sources(job)
+        self._embeddings = Embeddings(blueprint.tables, spec, job.placement, sources, self._clock)
         model = blueprint.model(blueprint.dense_net().to(self._device), job.remote_net)
         self._arrangement = arrange(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
-        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
-        self._group = dist.group.WORLD
         self._model = DdpModel(
             model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
         )
@@ -210,7 +214,19 @@ class Trainer:
         if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
             return None
         timeout_seconds = config.cluster.rpc_timeout_seconds
-        return SharedSum.join(self._arrangement.group, self._device, timeout_seconds)
+        return SharedSum.join(self._arrangement.group, self._index, self._device, timeout_seconds)
+
+    def _sources(self, job: Job) -> Mapping[int, TableSource]:
+        """Who answers for each worker's tables: it, or the trainers of this host together."""
+        config, tables = self._config, list(job.remote_tables.values())
+        in_step = job.rules.mode is not UpdateMode.SYNC and config.dense.ddp != DdpMode.NONE
+        if config.cluster.combine == "off" or not in_step or dist.get_backend(self._group) != "gloo":
+            return job.remote_tables
+        timeout_seconds = config.cluster.rpc_timeout_seconds
+        memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)
+        if memory is None or not (config.cluster.combine == "on" or pays(len(memory.members), len(tables))):
+            return job.remote_tables
+        return Combining(memory, tables).sources()
 
     @property
     def _reducing_device(self) -> torch.device:

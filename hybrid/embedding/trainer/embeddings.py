@@ -25,7 +25,7 @@ from hybrid.embedding.trainer.route import Items, Route
 from hybrid.embedding.trainer.row_route import RowRoute
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
-from hybrid.steps.ticket import Ticket
+from hybrid.steps.ticket import Purpose, Ticket
 
 
 class Embeddings:
@@ -80,16 +80,24 @@ class Embeddings:
             self._check(sparse, ids)
             routes = self._routes_for(sparse)
             parts = [Columns(route.start(ids, items), columns_F) for route, columns_F in routes]
-        lookup = Lookup(ticket, items, parts, sum(self.widths), self._sources, self._outbox, self._clock)
+        return self._started(self._lookup(ticket, items, parts, self._sources), after)
+
+    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        """What :meth:`lookup` would give for no samples, without asking anybody."""
+        sources = self._sources if ticket.purpose is Purpose.PREFETCH else {}
+        return self._started(self._lookup(ticket, {worker: [] for worker in sources}, (), sources), after)
+
+    def _lookup(
+        self, ticket: Ticket, items: Items, parts: Sequence[Columns], sources: Mapping[int, TableSource]
+    ) -> Lookup:
+        return Lookup(ticket, items, parts, sum(self.widths), sources, self._outbox, self._clock)
+
+    def _started(self, lookup: Lookup, after: Lookup | None) -> Lookup:
         if after is None:
             lookup.start()
         else:
             lookup.start_with_gradients_of(after)
         return lookup
-
-    def nothing(self, ticket: Ticket) -> Lookup:
-        """What :meth:`lookup` would give for no samples, without asking anybody."""
-        return Lookup(ticket, {}, (), sum(self.widths), {}, self._outbox, self._clock)
 
     def settle(self) -> None:
         """Return once all gradients that were sent by messages of their own have arrived."""

@@ -33,12 +33,21 @@ class TableSource(Protocol):
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Watched[list[Tensor]]: ...
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Watched[object]: ...
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Watched[list[Tensor]]:
+        """Send gradients; the answer is empty."""
+        ...
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> Watched[list[Tensor]]:
         """Send gradients and look up, in one message."""
+        ...
+
+    def skip(self) -> Watched[list[Tensor]]:
+        """Send nothing, in the place of a lookup ahead, of gradients or of both; the answer is empty.
+
+        Trainers that ask together (``hybrid/wire/combining.py``) wait for each other's word.
+        """
         ...
 
 
@@ -81,7 +90,7 @@ class Lookup:
     Args:
         ticket: for which step, and what follows.
         items: what each worker is asked for.
-        parts: the features, by route.
+        parts: the features, by route; none of no samples, for which nobody is asked.
         width: of all vectors of a sample together.
 
     Attributes:
@@ -110,11 +119,13 @@ class Lookup:
         self._answers: dict[int, Watched[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(asked) for worker, asked in items.items()}
+        self._is_of_nothing = not parts
 
     def start(self) -> None:
         """Ask the workers."""
         for worker, source in self._sources.items():
-            self._ask(worker, partial(source.lookup, self._ticket, self._items[worker]))
+            lookup = partial(source.lookup, self._ticket, self._items[worker])
+            self._ask(worker, source.skip if self._is_of_nothing else lookup)
 
     def start_with_gradients_of(self, earlier: Lookup) -> None:
         """Ask the workers when the gradients of ``earlier`` leave for them."""
@@ -143,7 +154,7 @@ class Lookup:
 
     def assemble(self, tensors: Sequence[Tensor]) -> Tensor:
         """``pooled_BE`` of the tensors of all answers, worker after worker."""
-        if not self._parts:
+        if self._is_of_nothing:
             return torch.empty(0, self._width)
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
@@ -172,17 +183,24 @@ class Lookup:
         return [None] * sum(self._sizes.values())
 
     def _send(self, worker: int, grads: Sequence[Tensor]) -> None:
-        source, ticket = self._sources[worker], self._ticket._replace(followed=self.is_followed)
-        following = self._next
+        message, following = self._message(worker, grads), self._next
         if following is None:
             with self._clock.span("serialise") as span:
                 _count(span, grads)
-                sending = source.send_gradients(ticket, grads)
+                sending = message()
             self._outbox.add(sending)
         else:
-            items = following._items[worker]
-            exchange = partial(source.exchange, ticket, grads, following._ticket, items)
-            following._ask(worker, exchange, grads)
+            following._ask(worker, message, grads)
+
+    def _message(self, worker: int, grads: Sequence[Tensor]) -> Callable[[], Watched[list[Tensor]]]:
+        """Sends gradients, with the next lookup where there is one."""
+        source, ticket = self._sources[worker], self._ticket._replace(followed=self.is_followed)
+        following = self._next
+        if self._is_of_nothing:
+            return source.skip
+        if following is None or following._is_of_nothing:
+            return partial(source.send_gradients, ticket, grads)
+        return partial(source.exchange, ticket, grads, following._ticket, following._items[worker])
 
     def _ask(
         self, worker: int, send: Callable[[], Watched[list[Tensor]]], grads: Sequence[Tensor] = ()

@@ -232,13 +232,6 @@ class TableShards(Hosted):
         items, read_at = self._prefetched.pop(key)
         self.contribute(ticket, items, grads, read_at, updates_here=updates_here)
 
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> Future[list[Tensor]]:
-        """:meth:`receive`, then :meth:`lookup`: what a trainer that looks ahead sends each step."""
-        self.receive(ticket, grads, updates_here=True)
-        return self.lookup(next_ticket, items)
-
     def contribute(
         self,
         ticket: Ticket,

@@ -53,6 +53,10 @@ class StoredTables:
         """ClusterError: a checkpoint is not trained."""
         self.send_gradients(ticket, grads)
 
+    def skip(self) -> NoReturn:
+        """ClusterError: a checkpoint is not trained."""
+        raise ClusterError("tables in a checkpoint take no gradients")
+
     def _pooled(self, group: ShardGroup, bags: Bags) -> Tensor:
         rows_U, ids_L = bags.ids_L.unique(return_inverse=True)
         offsets = None if bags.offsets is None else bags.offsets.to(ids_L.dtype)

@@ -15,7 +15,7 @@ import math
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -30,11 +30,16 @@ from hybrid.trust.signature import is_in_one_piece, memory_of
 
 _LENGTHS = struct.Struct("<IQ")
 _FIRST_BYTES = 1 << 16  # of a buffer, which grows
-_DTYPES = (
+DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int32, torch.int64, torch.uint8, torch.bool),
 )
-_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+def described(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """Of each, the number of its type in ``DTYPES``, and its shape."""
+    return [(_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
 class Kind(IntEnum):
@@ -84,8 +89,7 @@ class Frames:
         tensors = [each if is_in_one_piece(each) else each.contiguous() for each in message.tensors]
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("what is on a GPU does not travel between trainers and workers")
-        described = [(_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
-        head = pickle.dumps((message.kind.value, *message[1:3], described), pickle.HIGHEST_PROTOCOL)
+        head = pickle.dumps((message.kind.value, *message[1:3], described(tensors)), pickle.HIGHEST_PROTOCOL)
         parts: list[bytes | memoryview] = [head]
         for tensor in tensors:
             parts += memory_of(tensor)
@@ -154,10 +158,10 @@ class Frames:
     def _open(self, sealed: memoryview, head: int) -> Message:
         at = min(head, len(sealed))
         opened = io.BytesIO(self._receiving.open(sealed[:at]))
-        kind, number, value, described = NothingNamed(opened).load()
+        kind, number, value, shapes = NothingNamed(opened).load()
         tensors = []
-        for dtype_number, shape in described:
-            dtype = _DTYPES[dtype_number]
+        for dtype_number, shape in shapes:
+            dtype = DTYPES[dtype_number]
             if math.prod(shape) * dtype.itemsize > len(sealed) - at:
                 raise RefusedPayload("a tensor is larger than what has come")
             tensors.append(torch.empty(shape, dtype=dtype))

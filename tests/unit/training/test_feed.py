@@ -62,15 +62,17 @@ class Log:
         self.tickets.append(ticket)
         lookup = nothing(ticket.step)  # as wide as the step's number
         self.lookups[ticket.step, ticket.part] = lookup
-        with_gradients = next((f" with {s}" for (s, _), each in self.lookups.items() if each is after), "")
-        self.events.append(f"look up {ticket.step}{with_gradients}")
+        self.events.append(f"look up {ticket.step}{self._with(after)}")
         return lookup
+
+    def _with(self, after: Lookup | None) -> str:
+        return next((f" with {step}" for (step, _), each in self.lookups.items() if each is after), "")
 
     def settle(self) -> None:
         self.events.append("all sent has arrived")
 
-    def nothing(self, ticket: Ticket) -> Lookup:
-        self.events.append("look up nothing")
+    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        self.events.append(f"look up nothing{self._with(after)}")
         return nothing()
 
     def call_barrier(self, method: Callable[..., None], trainer: int, step: int) -> wire.Pending[None]:
@@ -254,14 +256,10 @@ class TestEnds:
         feed = log.feed(mode)
         feed.begin(log.reading(batch(0), batch(1), END, END), 5)
         log.compute(feed)
-        assert log.take()[-4:] == ["read", "ends at 7", "heard", "compute 5"]
+        assert log.take()[-5:] == ["read", "ends at 7", "heard", "look up nothing with 5", "compute 5"]
         for _ in range(3):
             log.compute(feed)
-        assert log.take() == [
-            *["read", "compute 6"],
-            *["look up nothing", "compute 7"],
-            *["look up nothing", "compute 8"],
-        ]
+        assert log.take() == ["read", "look up nothing with 6", "compute 6", "compute 7", "compute 8"]
         assert log.tickets == [prefetched(5, 5), prefetched(6, 5)]
         assert [lookup.is_followed for lookup in log.lookups.values()] == [True, False]
 

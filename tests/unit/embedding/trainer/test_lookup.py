@@ -49,7 +49,7 @@ class Watched(LocalTables):
                 tensor.register_hook(self._sent.append)
         return answer
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[None]:
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
         self._sent += grads
         return super().send_gradients(ticket, grads)
 
@@ -94,10 +94,11 @@ class Message:
     def done(self) -> bool:
         return self.has_arrived
 
-    def wait(self) -> None:
+    def wait(self) -> list[Tensor]:
         assert self.has_arrived, "nothing waits for gradients to arrive"
         if self.error:
             raise self.error
+        return []
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         raise NotImplementedError("nothing is recorded here")
@@ -110,6 +111,7 @@ class FakeHost:
         self.tickets: list[Ticket] = []
         self.sent: list[tuple[Ticket, list[Tensor], Message]] = []
         self.exchanged: list[tuple[Ticket, Ticket]] = []
+        self.num_skipped = 0
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
         self.tickets.append(ticket)
@@ -127,6 +129,12 @@ class FakeHost:
         self.exchanged.append((ticket, next_ticket))
         self.sent.append((ticket, list(grads), Message()))
         return self.lookup(next_ticket, items)
+
+    def skip(self) -> Message:
+        self.num_skipped += 1
+        message = Message()
+        message.has_arrived = True
+        return message
 
 
 @pytest.fixture
@@ -192,9 +200,37 @@ def test_settling_waits_for_all_gradients_that_were_sent(host: FakeHost, embeddi
     embeddings.settle()
 
 
-def test_nothing_is_looked_up_without_asking_anybody(host: FakeHost, embeddings: Embeddings) -> None:
-    assert embeddings.nothing(prefetched(0)).wait().shape == (0, 3)
+@pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
+def test_nothing_is_looked_up_without_asking_anybody(
+    host: FakeHost, embeddings: Embeddings, purpose: Purpose
+) -> None:
+    """Trainers that ask together hear of it: of the lookup ahead, and of its gradients."""
+    is_ahead = purpose is Purpose.PREFETCH
+    pooled_BE = embeddings.nothing(Ticket(0, 0, 0, purpose=purpose)).wait()
+    assert pooled_BE.shape == (0, 3)
+    assert host.num_skipped == is_ahead
+    if is_ahead:
+        pooled_BE.sum().backward()
+        assert host.num_skipped == 2
     assert host.tickets == []
+    assert host.sent == []
+
+
+def test_gradients_that_nothing_follows_leave_alone_and_those_of_nothing_are_none(
+    host: FakeHost, embeddings: Embeddings
+) -> None:
+    first = embeddings.lookup(IDS, prefetched(0))
+    second = embeddings.nothing(prefetched(2), first)
+    third = embeddings.nothing(prefetched(4), second)
+    first.wait().sum().backward()
+    assert [ticket.step for ticket, _, _ in host.sent] == [0]
+    assert host.exchanged == []
+    assert host.num_skipped == 0
+    host.sent[0][2].has_arrived = True
+    second.wait().sum().backward()
+    assert host.num_skipped == 1
+    assert third.wait().shape == (0, 3)
+    assert host.tickets == [prefetched(0)]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

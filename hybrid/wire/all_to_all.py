@@ -1,0 +1,109 @@
+"""What the trainers of one host hand to each other, each something to each, in memory that they share.
+
+A slot holds a packet for every place::
+
+    where each packet begins            8 bytes a place
+    packet: length of its head          8 bytes
+            head                        a pickle of numbers, text, and lists of such: nothing that has a name
+            tensors                     the bytes of each
+"""
+
+import io
+import math
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybrid.trust.allowed import NothingNamed
+from hybrid.trust.signature import memory_of
+from hybrid.wire.carrier.frames import DTYPES, described
+from hybrid.wire.shared_memory import SharedMemory
+
+_NUMBER = struct.Struct("<Q")
+_ALIGNMENT = 64
+
+
+class Packet(NamedTuple):
+    """What one hands to another.
+
+    Attributes:
+        values: numbers, text, and tuples and lists of such.
+    """
+
+    values: list[Any]
+    tensors: list[Tensor]
+
+
+def all_to_all(memory: SharedMemory, outgoing: Sequence[Packet]) -> list[Packet]:
+    """What each place has for this one, for what this one has for each; all of them call this at once.
+
+    Tensors lie in the memory of who has handed them over, and are good until the next turn of ``memory``.
+
+    Raises:
+        ClusterError: another trainer is gone, or did not come in time.
+    """
+    packed = [b"" if place == memory.place else _Packed(each) for place, each in enumerate(outgoing)]
+    start = _NUMBER.size * len(packed)
+    starts = []
+    for each in packed:
+        starts.append(start := _aligned(start))
+        start += len(each)
+    slot = memory.slot(start)
+    for place, each in enumerate(packed):
+        _NUMBER.pack_into(slot, _NUMBER.size * place, starts[place])
+        if isinstance(each, _Packed):
+            each.write(slot[starts[place] :])
+    return [
+        outgoing[place] if place == memory.place else _packet_in(slot, memory.place)
+        for place, slot in enumerate(memory.publish())
+    ]
+
+
+class _Packed:
+    """A packet as bytes."""
+
+    def __init__(self, packet: Packet) -> None:
+        self._tensors = [each.contiguous() for each in packet.tensors]
+        self._head = pickle.dumps((packet.values, described(self._tensors)), pickle.HIGHEST_PROTOCOL)
+
+    def __len__(self) -> int:
+        return _aligned(_NUMBER.size + len(self._head)) + sum(_aligned(t.nbytes) for t in self._tensors)
+
+    def write(self, room: memoryview) -> None:
+        end = _NUMBER.size + len(self._head)
+        _NUMBER.pack_into(room, 0, len(self._head))
+        room[_NUMBER.size : end] = self._head
+        for tensor in self._tensors:
+            end = _aligned(end)
+            for part in memory_of(tensor):
+                room[end : end + len(part)] = part
+                end += len(part)
+
+
+def _packet_in(slot: memoryview, place: int) -> Packet:
+    """The packet in a slot for this place."""
+    (start,) = _NUMBER.unpack_from(slot, _NUMBER.size * place)
+    (head,) = _NUMBER.unpack_from(slot, start)
+    end = start + _NUMBER.size + head
+    values, shapes = NothingNamed(io.BytesIO(slot[start + _NUMBER.size : end])).load()
+    tensors = []
+    for number, shape in shapes:
+        dtype, count = DTYPES[number], math.prod(shape)
+        end = _aligned(end)
+        # torch makes no empty tensor of memory.
+        flat = (
+            torch.frombuffer(slot, dtype=dtype, count=count, offset=end)
+            if count
+            else torch.empty(0, dtype=dtype)
+        )
+        tensors.append(flat.view(shape))
+        end += flat.nbytes
+    return Packet(values, tensors)
+
+
+def _aligned(at: int) -> int:
+    return -(-at // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,192 @@
+"""The trainers of one host ask each worker together, through one of them.
+
+::
+
+    trainer 0 ─┬─ for worker 1 ─┐ memory of  ┌─► trainer 0, for both ── one message ──► worker 0
+    trainer 1 ─┴─ for worker 0 ─┴─ the host ─┴─► trainer 1, for both ── one message ──► worker 1
+
+Answers come back by the same ways. Of T trainers on H hosts and W workers, a step sends H * W messages, not
+T * W. A worker computes with the same parts, trainer by trainer, and so the same bits. All trainers of a host
+take the same rounds: in each, every one has something for every worker, or says that it has nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from hybrid.answer import Watched
+from hybrid.wire import calls
+from hybrid.wire.all_to_all import Packet, all_to_all
+from hybrid.wire.pending import PendingTensors
+from hybrid.wire.shared_memory import SharedMemory
+from hybrid.wire.stubs import RemoteTables
+
+
+def pays(num_trainers: int, num_workers: int) -> bool:
+    """Whether so many trainers of a host ask so many workers with less work together than each for itself."""
+    return num_trainers * num_workers >= 16
+
+
+class Combining:
+    """One trainer's place among those that ask together; for one thread at a time.
+
+    Args:
+        memory: that they share.
+        tables: of all workers that each of them asks; the same on each, in the same order.
+    """
+
+    def __init__(self, memory: SharedMemory, tables: Sequence[RemoteTables]) -> None:
+        self._memory = memory
+        num_members = len(memory.members)
+        self._workers = {each.role.index: each for each in tables}
+        self._askers = {each.role.index: number % num_members for number, each in enumerate(tables)}
+        self._round = _Round()
+        self._sent: deque[_Round] = deque()
+
+    def sources(self) -> dict[int, CombinedTables]:
+        """For every worker, whoever answers for it."""
+        return {index: CombinedTables(tables, self) for index, tables in self._workers.items()}
+
+    def call(self, worker: int, part: calls.PlainPart | None, tensors: Sequence[Tensor]) -> Reply:
+        """Send a part of :func:`calls.exchange`, or nothing, once there is one for each worker."""
+        packet = self._round.outgoing.setdefault(self._askers[worker], Packet([], []))
+        if part is not None:
+            packet.values.append((worker, part, len(tensors)))
+            packet.tensors.extend(tensors)
+        self._round.replies[worker] = reply = Reply(self)
+        if len(self._round.replies) == len(self._workers):
+            self._ask(self._round)
+            self._sent.append(self._round)
+            self._round = _Round()
+        return reply
+
+    def _ask(self, of: _Round) -> None:
+        """Ask the workers that this trainer asks, for all."""
+        parts: dict[int, list[calls.PlainPart]] = {}
+        tensors: dict[int, list[Tensor]] = {}
+        for place, packet in enumerate(self._handed(of.outgoing)):
+            rest = iter(packet.tensors)
+            for worker, part, num_tensors in packet.values:
+                parts.setdefault(worker, []).append(part)
+                tensors.setdefault(worker, []).extend(islice(rest, num_tensors))
+                of.takers.setdefault(worker, []).append((place, len(part[3])))
+        for worker, of_worker in parts.items():
+            of.answers[worker] = self._workers[worker].carry_parts(of_worker, tensors[worker])
+
+    def collect(self, reply: Reply) -> None:
+        """Take in the answers to one round after the other, until this one is there."""
+        while not reply.is_done:
+            self._hand_out(self._sent.popleft())
+
+    def _hand_out(self, of: _Round) -> None:
+        """Take the answers to a round in, and hand them to those whom they are for."""
+        outgoing: dict[int, Packet] = {}
+        for worker, answer in of.answers.items():
+            error, tensors = None, []
+            try:
+                tensors = answer.wait()
+            except RuntimeError as raised:  # each taker's to know
+                error = str(raised)
+            rest = iter(tensors)
+            for place, num_tensors in of.takers[worker]:
+                packet = outgoing.setdefault(place, Packet([], []))
+                own = list(islice(rest, num_tensors))
+                packet.values.append((worker, error, len(own)))
+                packet.tensors.extend(own)
+        for place, packet in enumerate(self._handed(outgoing)):
+            is_own = place == self._memory.place
+            rest = iter(packet.tensors if is_own else [each.clone() for each in packet.tensors])
+            for worker, error, num_tensors in packet.values:
+                of.replies[worker].complete(list(islice(rest, num_tensors)), error)
+        for reply in of.replies.values():
+            reply.complete([], None)  # to those that were nothing
+
+    def _handed(self, outgoing: Mapping[int, Packet]) -> list[Packet]:
+        """What the others have for this trainer, by place, for what it has for them."""
+        places = range(len(self._memory.members))
+        return all_to_all(self._memory, [outgoing.get(place, Packet([], [])) for place in places])
+
+
+@dataclass
+class _Round:
+    """What the trainers send to each worker once.
+
+    Attributes:
+        outgoing: what this trainer sends, by the place of who asks for it.
+        replies: to it, by worker.
+        answers: of the workers that this trainer asks.
+        takers: whom they are for: place, and number of tensors.
+    """
+
+    outgoing: dict[int, Packet] = field(default_factory=dict)
+    replies: dict[int, Reply] = field(default_factory=dict)
+    answers: dict[int, Watched[list[Tensor]]] = field(default_factory=dict)
+    takers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Reply:
+    """The answer to one part, an :class:`hybrid.answer.Watched`. It comes while somebody waits for it.
+
+    Attributes:
+        is_done: whether it has come.
+    """
+
+    __slots__ = ("_callbacks", "_combining", "_error", "_tensors", "is_done")
+
+    def __init__(self, combining: Combining) -> None:
+        self._combining = combining
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._tensors: list[Tensor] = []
+        self._error: str | None = None
+        self.is_done = False
+
+    def done(self) -> bool:
+        """Whether the answer has come."""
+        return self.is_done
+
+    def wait(self) -> list[Tensor]:
+        """The answer.
+
+        Raises:
+            RuntimeError: in its place came an error, or nothing; :func:`raise_unanswered` reads which.
+            ClusterError: another trainer of this host is gone, or did not come in time.
+        """
+        self._combining.collect(self)
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return self._tensors
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Have ``callback`` called with this once the answer is taken."""
+        if self.is_done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def complete(self, tensors: list[Tensor], error: str | None) -> None:
+        """Called with what has come; the first counts."""
+        if not self.is_done:
+            self._tensors, self._error, self.is_done = tensors, error, True
+            for callback in self._callbacks:
+                callback(self)
+
+
+class CombinedTables(RemoteTables):
+    """A stub of a worker's tables to which lookups ahead, and gradients, go with those of other trainers."""
+
+    def __init__(self, tables: RemoteTables, combining: Combining) -> None:
+        super().__init__(tables.role, tables.module)
+        self._combining = combining
+
+    def skip(self) -> Watched[list[Tensor]]:
+        """See :meth:`TableSource.skip`."""
+        return PendingTensors(self.role, self._combining.call(self.role.index, None, ()))
+
+    def _carry_part(self, part: calls.PlainPart, tensors: Sequence[Tensor]) -> Watched[Any]:
+        return self._combining.call(self.role.index, part, tensors)

@@ -1,0 +1,69 @@
+"""What each of some threads hands to each, in memory that they share."""
+
+import pytest
+import torch
+from support.shared_memory import at_once, joined
+from torch import Tensor
+
+from hybrid.trust.refusals import RefusedPayload
+from hybrid.wire.all_to_all import Packet, all_to_all
+from hybrid.wire.carrier.frames import DTYPES
+from hybrid.wire.shared_memory import SharedMemory
+
+
+def tensors(*pair: int) -> list[Tensor]:
+    """Of every type, of shapes that depend on who has them for whom; some are empty."""
+    first, second = pair
+    generator = torch.Generator().manual_seed(10 * first + second)
+    shapes = [(first, second), (3, 1, 2 + second), (), (7 * first,)] * 2
+    return [
+        (100 * torch.rand(shape, generator=generator)).to(dtype)
+        for shape, dtype in zip(shapes, DTYPES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_has_what_the_others_had_for_it(size: int) -> None:
+    def exchange(memory: SharedMemory) -> None:
+        place = memory.place
+        outgoing = [Packet([place, to, ("for", to)], tensors(place, to)) for to in range(size)]
+        for _ in range(3):
+            for other, (values, received) in enumerate(all_to_all(memory, outgoing)):
+                assert values == [other, place, ("for", place)]
+                for expected, tensor in zip(tensors(other, place), received, strict=True):
+                    assert tensor.dtype == expected.dtype
+                    assert torch.equal(tensor, expected)
+
+    at_once(exchange, joined(size))
+
+
+def test_packets_may_grow_and_shrink_and_be_empty() -> None:
+    def exchange(memory: SharedMemory) -> None:
+        other = 1 - memory.place
+        for turn in range(60):
+            count = (turn * 7919 % 11) ** 6 if turn % 3 else 0
+            outgoing = [Packet([turn], [torch.full((count,), float(10 * memory.place + turn))])] * 2
+            (values, (received,)) = all_to_all(memory, outgoing)[other]
+            assert values == [turn]
+            assert torch.equal(received, torch.full((count,), float(10 * other + turn)))
+
+    at_once(exchange, joined(2))
+
+
+def test_what_is_not_in_one_piece_arrives_so() -> None:
+    columns = torch.arange(12.0).view(3, 4)[:, 1:3]
+
+    def exchange(memory: SharedMemory) -> Tensor:
+        (_, (received,)) = all_to_all(memory, [Packet([], [columns])] * 2)[1 - memory.place]
+        return received.clone()
+
+    for received in at_once(exchange, joined(2)):
+        assert torch.equal(received, columns)
+
+
+def test_a_value_that_has_a_name_is_refused() -> None:
+    def exchange(memory: SharedMemory) -> None:
+        with pytest.raises(RefusedPayload):
+            all_to_all(memory, [Packet([print], [])] * 2)
+
+    at_once(exchange, joined(2))
