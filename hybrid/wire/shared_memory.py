@@ -58,7 +58,7 @@ class SharedMemory:
     ) -> None:
         self.place = place
         self.members = members
-        self._peers = peers
+        self._peers = dict(sorted(peers.items()))
         self._memory: dict[int, mmap.mmap] = {}  # by place: its slots, one after the other
         self._unshown: list[int] = []  # the descriptor of memory that the others do not have yet
         self._turn = 0
