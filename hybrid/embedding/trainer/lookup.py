@@ -85,7 +85,7 @@ class Lookup:
         width: of all vectors of a sample together.
 
     Attributes:
-        is_followed: whether the next step is looked up before these gradients come.
+        is_followed, is_closing: what the ticket of its gradients says (:class:`Ticket`).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Lookup:
         outbox: Outbox,
         clock: StepClock,
     ) -> None:
-        self.is_followed = False
+        self.is_followed = self.is_closing = False
         self._ticket = ticket
         self._items = items
         self._parts = parts
@@ -172,8 +172,8 @@ class Lookup:
         return [None] * sum(self._sizes.values())
 
     def _send(self, worker: int, grads: Sequence[Tensor]) -> None:
-        source, ticket = self._sources[worker], self._ticket._replace(followed=self.is_followed)
-        following = self._next
+        source, following = self._sources[worker], self._next
+        ticket = self._ticket._replace(followed=self.is_followed, closing=self.is_closing)
         if following is None:
             with self._clock.span("serialise") as span:
                 _count(span, grads)

@@ -2,5 +2,6 @@
 
 Begin with ``shards``, which the master creates on a worker, and whose ``lookup`` trainers call through
 ``wire``. It holds ``groups`` of ``rows``, which ``optimizers`` update. ``initial`` has the rows that a table
-starts with; ``stored`` answers lookups out of the files of a checkpoint, for predictions.
+starts with, ``earlier`` those that a resumed run does; ``stored`` answers lookups out of the files of a
+checkpoint, for predictions.
 """

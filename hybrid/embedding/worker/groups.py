@@ -12,8 +12,10 @@ from hybrid.checkpoint.reused_memory import ReusedMemory
 from hybrid.embedding.bags import Bags, concatenate
 from hybrid.embedding.gradients import RowGradients
 from hybrid.embedding.placement import Shard, ShardGroup
+from hybrid.embedding.worker.earlier import EarlierRows
 from hybrid.embedding.worker.initial import initialise_rows
 from hybrid.embedding.worker.optimizers import OPTIMIZERS
+from hybrid.embedding.worker.rows import copy
 from hybrid.errors import NonFiniteError
 from hybrid.memory import zeros_in_large_pages
 
@@ -91,19 +93,26 @@ class TableUpdate:
     """One step's merged gradients of all tables of a worker.
 
     Args:
-        parts: each group with the gradients of its rows.
+        parts: by number, groups with the gradients of their rows.
         step: whose gradients they are.
         factor: of the learning rates.
         check_finite: whether a gradient that is not finite is an error.
+        earlier: takes what is overwritten, if it is to be kept.
     """
 
     def __init__(
-        self, parts: list[tuple[TableGroup, RowGradients]], step: int, factor: float, check_finite: bool
+        self,
+        parts: Mapping[int, tuple[TableGroup, RowGradients]],
+        step: int,
+        factor: float,
+        check_finite: bool,
+        earlier: EarlierRows | None,
     ) -> None:
         self._parts = parts
         self._step = step
         self._factor = factor
         self._check_finite = check_finite
+        self._earlier = earlier
 
     def squared_norm(self) -> float:
         """Of all gradients.
@@ -111,10 +120,10 @@ class TableUpdate:
         Raises:
             NonFiniteError: see :meth:`apply`.
         """
-        for group, gradients in self._parts:
+        for group, gradients in self._parts.values():
             grad_UD = gradients.whole()
             self._check(group, gradients.rows_U, grad_UD, float(grad_UD.sum()))
-        norms = (torch.linalg.vector_norm(g.whole(), dtype=torch.float64) for _, g in self._parts)
+        norms = (torch.linalg.vector_norm(g.whole(), dtype=torch.float64) for _, g in self._parts.values())
         return sum(float(norm) ** 2 for norm in norms)
 
     def apply(self, scale: float) -> None:
@@ -124,11 +133,16 @@ class TableUpdate:
             NonFiniteError: a gradient is not finite where that is an error; names table and row. Rows
                 before it are updated then, and the tables of no further use.
         """
-        for group, gradients in self._parts:
+        for number, (group, gradients) in self._parts.items():
+            earlier_UD = None
+            if self._earlier is not None:
+                earlier_UD = self._earlier.room(number, gradients.rows_U, group.weight_RD)
             for first, last in group.blocks(len(gradients.rows_U)):
                 grad_UD, total = gradients.block(first, last)
                 rows_U = gradients.rows_U[first:last]
                 self._check(group, rows_U, grad_UD, total)
+                if earlier_UD is not None:
+                    copy(group.weight_RD, rows_U, earlier_UD[first:last])
                 group.optimizer.step(rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale), self._factor)
 
     def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:

@@ -2,24 +2,35 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from hybrid.checkpoint.files import earlier_file
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_recorded
 from hybrid.embedding.placement import Placement, Shard
+from hybrid.embedding.worker.earlier import EarlierRows
 from hybrid.embedding.worker.groups import TableGroup, TableUpdate
 from hybrid.errors import ClusterError
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.hosting.hosted import Hosted
-from hybrid.steps.rules import UpdateRules
+from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 
-# The items of one trainer's lookup, each with the gradient of its result.
-Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
+
+class Gradients(NamedTuple):
+    """What one trainer hands in for one lookup.
+
+    Attributes:
+        items: those of the lookup, each with the gradient of its result.
+        is_closing: see :class:`Ticket`.
+    """
+
+    items: list[tuple[int, Bags, Tensor]]
+    is_closing: bool
 
 
 class TableShards(Hosted):
@@ -44,6 +55,7 @@ class TableShards(Hosted):
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._dtype = dtype
         self._wire_dtype = wire_dtype or dtype
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
         self._rules = rules
@@ -51,6 +63,7 @@ class TableShards(Hosted):
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         # What was looked up ahead, until its gradients come: by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
+        self._earlier: EarlierRows | None = None  # than the last update, where that was a closing one
         self._worker = worker
         self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
 
@@ -75,16 +88,32 @@ class TableShards(Hosted):
         with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            version = self.version
-            pooled, recorded = self.pool_recorded(items)
+            earlier = self._earlier_for(ticket)
+            version = self.version if earlier is None else earlier.step
+            pooled, recorded = self.pool_recorded(items, earlier)
             self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
             return pooled
 
-    def pool_recorded(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
-        """Pooled vectors, and the items with what their gradients will need."""
+    def _earlier_for(self, ticket: Ticket) -> EarlierRows | None:
+        """What a lookup ahead reads that came after an update which it must not see, as in a resumed run."""
+        earlier = self._earlier
+        return earlier if earlier is not None and ticket.version == earlier.step < self.version else None
+
+    def pool_recorded(
+        self, items: Sequence[Item], earlier: EarlierRows | None = None
+    ) -> tuple[list[Tensor], list[Item]]:
+        """Pooled vectors, and the items with what their gradients will need.
+
+        Args:
+            earlier: what other rows are to be read than those of now, if any.
+        """
         pooled, recorded = [], []
         for group, bags in items:
-            vectors_BD, bags_then = pool_recorded(self.groups[group].weight_RD, bags)
+            weight_RD = self.groups[group].weight_RD
+            if earlier is None:
+                vectors_BD, bags_then = pool_recorded(weight_RD, bags)
+            else:
+                vectors_BD, bags_then = earlier.pool_recorded(weight_RD, group, bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, bags_then))
         return pooled, recorded
@@ -135,7 +164,9 @@ class TableShards(Hosted):
             (group, bags, grad.to(self.groups[group].weight_RD.dtype))
             for (group, bags), grad in zip(items, grads, strict=True)
         ]
-        self.barrier.contribute(ticket, gradients, read_at, updates_here=updates_here)
+        self.barrier.contribute(
+            ticket, Gradients(gradients, ticket.closing), read_at, updates_here=updates_here
+        )
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows and optimizer state of one shard, as views."""
@@ -148,18 +179,26 @@ class TableShards(Hosted):
         for shard in (shard for group in self.groups for shard in group.group.shards):
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
         self._prefetched.clear()
+        self._earlier = None
+        if self._rules.mode is UpdateMode.PIPELINED:
+            self._earlier = EarlierRows.read(checkpoint, [group.group for group in self.groups], self._dtype)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+        files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+        if self._earlier is not None:
+            files[earlier_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
+        return files
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         parts: dict[int, list[tuple[Bags, Tensor]]] = {}
         for gradients in contributions:
-            for group, bags, grad_BD in gradients:
+            for group, bags, grad_BD in gradients.items:
                 parts.setdefault(group, []).append((bags, grad_BD))
-        merged = [(self.groups[g], self.groups[g].merge(group_parts)) for g, group_parts in parts.items()]
-        return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
+        merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
+        self._earlier = EarlierRows(step) if any(each.is_closing for each in contributions) else None
+        factor = self._rules.schedule.factor(step)
+        return TableUpdate(merged, step, factor, self._rules.check_finite, self._earlier)
 
 
 class _Lookup(torch.autograd.Function):
