@@ -15,6 +15,7 @@ MANIFEST_FILE = "manifest.json"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
+_EARLIER = "earlier."
 
 # Files by their path relative to the checkpoint, with their size in bytes and their SHA-256.
 Files: TypeAlias = dict[str, tuple[int, str]]
@@ -23,6 +24,16 @@ Files: TypeAlias = dict[str, tuple[int, str]]
 def shard_file(table: str, index: int, count: int) -> str:
     """Relative path of the file with one shard of a table."""
     return f"tables/{quote(table, safe='')}.{index}-of-{count}.safetensors"
+
+
+def earlier_file(worker: int) -> str:
+    """The file with what the last update has changed of a worker's rows, as they were before it."""
+    return f"{_EARLIER}{worker}.safetensors"
+
+
+def is_earlier_file(name: str) -> bool:
+    """Whether it is one of :func:`earlier_file`."""
+    return name.startswith(_EARLIER)
 
 
 def dense_file(trainer: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 from torch import Tensor
 
-from hybrid.checkpoint.files import MANIFEST_FILE, damaged, misfit, shard_file
+from hybrid.checkpoint.files import MANIFEST_FILE, damaged, is_earlier_file, misfit, shard_file
 from hybrid.checkpoint.folders import step_folder, step_of, stored
 from hybrid.checkpoint.manifest import Best, Manifest
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
@@ -113,6 +113,11 @@ class Checkpoint:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The named tensors of one file."""
         return read_tensors(self.folder / name)
+
+    def earlier_rows(self) -> dict[Path, dict[str, Tensor]]:
+        """What workers have saved of rows before the last update, by file; nothing where nobody has."""
+        names = filter(is_earlier_file, self.manifest.files)
+        return {self.folder / name: self.tensors(name) for name in names}
 
     def mapped_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """The rows of every shard of a table, in their files: see :func:`map_arrays`.

@@ -51,6 +51,11 @@ class ShardGroup:
     starts: tuple[int, ...]
     num_rows: int
 
+    @property
+    def located(self) -> list[tuple[Shard, int]]:
+        """Each shard, and the row of the group at which it begins."""
+        return list(zip(self.shards, self.starts, strict=True))
+
 
 class Location(NamedTuple):
     """Where a shard lies: in the group ``number`` of a worker, from its row ``start`` on."""

@@ -154,9 +154,15 @@ class UpdateBarrier(Generic[Contribution]):
         """Let everybody who waits here, now and later, know that the run has failed elsewhere."""
         self._fail(ClusterError(reason))
 
-    def take_staleness(self) -> Staleness:
-        """The staleness of all updates since the last call."""
+    def take_staleness(self, version: int = 0) -> Staleness:
+        """The staleness of all updates since the last call, once there are ``version`` of them in all.
+
+        Raises:
+            ClusterError: they do not come; see :meth:`drain`.
+        """
         with self._changed:
+            if not self._await(lambda: self._ledger.version >= version, timeouts=2):
+                raise ClusterError(f"step {version}: updates before it are missing")
             taken, self._staleness = self._staleness, Staleness()
         return taken
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 from hybrid.clock import Flow
 
 # A ticket as plain values; see Ticket.plain.
-PlainTicket: TypeAlias = tuple[int, int, int, int, str, bool]
+PlainTicket: TypeAlias = tuple[int, int, int, int, str, bool, bool]
 
 
 class Purpose(StrEnum):
@@ -28,6 +28,8 @@ class Ticket(NamedTuple):
         part: which of the step's micro-batches.
         purpose: what follows.
         followed: whether the trainer has looked up the next step before these gradients come.
+        closing: whether a checkpoint may follow the update of these gradients: it is to have the rows as they
+            were before that, too, since the next step is computed with those.
     """
 
     trainer: int
@@ -36,16 +38,17 @@ class Ticket(NamedTuple):
     part: int = 0
     purpose: Purpose = Purpose.TRAIN
     followed: bool = False
+    closing: bool = False
 
     @property
     def plain(self) -> PlainTicket:
         """It as plain values, for :meth:`of`."""
-        return (*self[:4], self.purpose.value, self.followed)
+        return (*self[:4], self.purpose.value, self.followed, self.closing)
 
     @classmethod
     def of(cls, plain: PlainTicket) -> "Ticket":
         """The ticket of these plain values."""
-        return cls(*plain[:4], Purpose(plain[4]), plain[5])
+        return cls(*plain[:4], Purpose(plain[4]), *plain[5:])
 
     def flow(self, worker: int) -> Flow:
         """What the spans of this ticket's call to ``worker`` have in common, on both sides."""

@@ -8,12 +8,14 @@
     pipelined,       step s     compute s, send its gradients with the ids of s+2
     async            step s+1   compute s+1, send its gradients with the ids of s+3
 
-Pipelined, the rows of step s+2 have all updates up to that of step s.
+Pipelined, the rows of step s+2 have all updates up to that of step s. A run that goes on from a checkpoint
+after step s+1 asks for the same: the checkpoint has what the rows were before the update of that step.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from hybrid import wire
@@ -67,17 +69,29 @@ class Feed:
         self._embeddings = embeddings
         self._hosted = hosted
         self._trainer = trainer
+        self._mode = mode
         self._looks_ahead = mode is not UpdateMode.SYNC
         self._parts = parts
         self._clock = clock
         self._has_ended = False
         self.begin(iter(()), 0)
 
-    def begin(self, batches: Iterator[Batch], step: int) -> None:
-        """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead."""
+    def begin(self, batches: Iterator[Batch], step: int, *, is_within: bool = False) -> None:
+        """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead.
+
+        Args:
+            is_within: whether they are the rest of others, so that this step would have been looked up ahead.
+        """
         self._batches = batches
-        self._first_step = self._step = step
+        self._step = step
+        self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
+        self._last_step: int | None = None
         self._ahead: deque[_Step] = deque()  # looked up already
+
+    def take(self, num_steps: int) -> Iterator[StepInput]:
+        """The next steps, or as many as there are; a checkpoint may follow the last of them."""
+        self._last_step = self._step + num_steps - 1
+        return islice(self, num_steps)
 
     def rejoin(self) -> None:
         """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
@@ -123,6 +137,7 @@ class Feed:
         current = self._ahead.popleft()
         for lookup in current.lookups:
             lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
+            lookup.is_closing = self._mode is UpdateMode.PIPELINED and self._step == self._last_step
         if self._ahead and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
         return current
@@ -149,7 +164,7 @@ class Feed:
         return _Step(StepInput(batch, micro_batches), lookups)
 
     def _look_ahead(self, samples: Batch, ticket: Ticket, after: Lookup | None) -> Lookup:
-        version = max(self._first_step, ticket.step - 1)
+        version = max(self._first_version, ticket.step - 1)
         ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         with self._clock.phase("lookup"):
             return self._start(samples, ticket, after)

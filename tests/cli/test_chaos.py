@@ -16,8 +16,9 @@ KILLS = 3
 
 
 @pytest.mark.long
-def test_a_short_run(tiny: list[str], tmp_path: Path) -> None:
-    overrides = settings(train={"epochs": 4}, checkpoint={"every_steps": 5})
+@pytest.mark.parametrize("update", ["sync", "pipelined"])
+def test_a_short_run(update: str, tiny: list[str], tmp_path: Path) -> None:
+    overrides = settings(train={"epochs": 4, "update": update}, checkpoint={"every_steps": 5})
     command = [*(sys.executable, "-m", "chaos_run", "--kills", str(KILLS), "--seed", "1", "--pause", "0.3")]
     ended = subprocess.run(
         [*command, "--launcher", "--folder", "chaos", *tiny, *overrides],

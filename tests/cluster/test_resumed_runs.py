@@ -1,23 +1,15 @@
 """Checkpoints of a running cluster: each of one moment, and what goes on from one is as if never stopped."""
 
 import json
-import os
 import shutil
-import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
-from rich.console import Console
 from support.checkpoints import flip_a_bit
-from support.cluster import CASE_SECONDS, CaseError, Clusters, small_config
-from support.commands import eventually
+from support.cluster import CaseError, Clusters, small_config
 from support.jobs import opened
-from support.shards import PATIENCE_SECONDS
+from support.stopped_runs import calls_of, checksums, lines, stop, train
 
 from hybrid import wire
 from hybrid.checkpoint import folders
@@ -26,17 +18,8 @@ from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
-from hybrid.metrics import Predictions
-from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
-from workers.screen.progress import Progress
-from workers.screen.terminal import TerminalView
-from workers.session.dataset import DatasetSession
-from workers.session.job import Report
 from workers.session.trainer import Trainer
-from workers.stopping import ASK_SIGNAL
-from workers.task import TrainTask
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -45,117 +28,6 @@ CONFIG = small_config(
     dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
     schedule={"kind": "cosine", "warmup_steps": 4},
 )
-TIMED = ("time", "samples_per_second", "phase_seconds")
-
-
-class InterruptedRunError(Exception):
-    """Stands for what kills a run."""
-
-
-class View(TerminalView):
-    """A screen that nobody sees, which ends the run at a line of progress."""
-
-    def __init__(self, run: Path, last_step: int) -> None:
-        super().__init__(Console(file=open(os.devnull, "w", encoding="utf-8")))  # noqa: SIM115
-        self.notes: list[str] = []
-        self.statuses: list[str] = []
-        self._run = run
-        self._last_step = last_step
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def status(self, text: str) -> None:
-        self.statuses.append(text)
-
-    def progress(self, progress: Progress) -> None:
-        if progress.step == self._last_step:
-            assert eventually(step_folder(self._run, CUT).exists, PATIENCE_SECONDS)
-            raise InterruptedRunError
-
-
-class Asking(DatasetSession):
-    """A session in the midst of which its run is asked to stop.
-
-    Attributes:
-        moment: while it trains or evaluates, and at or after which step.
-        calls: how many steps trainers were to take at a time.
-    """
-
-    moment = ("", 0)
-    calls: list[int]
-
-    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
-        self.calls.append(num_steps)
-        if self.moment[0] == "training" and steps_before <= self.moment[1] < steps_before + num_steps:
-            signal.raise_signal(ASK_SIGNAL)
-        return super().train(epoch, first_step, num_steps, steps_before)
-
-    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
-        if self.moment == ("evaluating", steps_before):
-            signal.raise_signal(ASK_SIGNAL)
-        yield from super().evaluation(steps_before)
-        if self.moment == ("done evaluating", steps_before):
-            signal.raise_signal(ASK_SIGNAL)
-
-
-@contextmanager
-def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
-    """Close what a run that does not come to its end has left on the cluster."""
-    made: list[Asking] = []
-
-    def make(*args: Any) -> Asking:
-        made.append(Asking(*args))
-        made[-1].moment, made[-1].calls = moment, []
-        return made[-1]
-
-    with patch("workers.jobs.training.DatasetSession", make):
-        try:
-            yield made
-        except InterruptedRunError:
-            made[-1].close()
-
-
-def train(
-    cluster: Cluster, config: RunConfig, cache: Path, run: Path, resume: bool = False, last_step: int = 0
-) -> list[str]:
-    """Train in a run folder, to the end or to a line of progress; the notes."""
-    view = View(run, last_step)
-    with view, sessions_closed(("", 0)):
-        task = TrainTask(run, resume, time.time())
-        Training(config, task).run(cluster.topology, lambda: prepare(config, cache), view)
-    return view.notes
-
-
-def stop(cluster: Cluster, cache: Path, run: Path, moment: tuple[str, int]) -> tuple[bool, list[str]]:
-    """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
-    view = View(run, 0)
-    signal.signal(ASK_SIGNAL, signal.default_int_handler)
-    # However slow the machine is, a call goes as far as the next thing that is due.
-    with view, sessions_closed(moment), patch("workers.jobs.training._CALL_SECONDS", CASE_SECONDS):
-        training = Training(CONFIG, TrainTask(run, False, time.time()))
-        return training.run(cluster.topology, lambda: prepare(CONFIG, cache), view), view.statuses
-
-
-def calls_of(cluster: Cluster, cache: Path, run: Path, seconds: float) -> list[int]:
-    """Train where a call of the trainers is to take so long; the steps of each call."""
-    view = View(run, 0)
-    with view, sessions_closed(("", 0)) as sessions, patch("workers.jobs.training._CALL_SECONDS", seconds):
-        training = Training(CONFIG, TrainTask(run, False, time.time()))
-        assert training.run(cluster.topology, lambda: prepare(CONFIG, cache), view)
-        return sessions[0].calls
-
-
-def lines(run: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of training, without what depends on the clock."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in r.items() if k not in TIMED} for r in records if r["kind"] != "checkpoint"]
-
-
-def checksums(folder: Path) -> dict[str, str]:
-    """Of all tensors of a checkpoint."""
-    files = Checkpoint.open(folder).manifest.files
-    return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +60,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
 ) -> None:
     """Between two lines of progress, in the middle of an epoch, with dropout and running statistics."""
     run, cluster = tmp_path / "run", clusters.get(2, 2)
-    cluster.run(train, CONFIG, cache, run, last_step=15)
+    cluster.run(train, CONFIG, cache, run, last_step=15, saved_step=CUT)
     assert folders.step_of(folders.stored(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
@@ -222,7 +94,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     moment: tuple[str, int], step: int, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     run, cluster = tmp_path / "run", clusters.get(2, 2)
-    has_ended, statuses = cluster.run(stop, cache, run, moment)
+    has_ended, statuses = cluster.run(stop, CONFIG, cache, run, moment)
     assert not has_ended
     assert statuses[-1] == f"saving step {step}; again to stop at once"
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
@@ -244,7 +116,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
 def test_how_many_steps_trainers_take_at_a_time_means_nothing(
     whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    assert clusters.get(2, 2).run(calls_of, cache, tmp_path / "run", 1e-9) == [1] * TOTAL
+    assert clusters.get(2, 2).run(calls_of, CONFIG, cache, tmp_path / "run", 1e-9) == [1] * TOTAL
     assert lines(tmp_path / "run") == lines(whole)
     assert checksums(step_folder(tmp_path / "run", TOTAL)) == checksums(step_folder(whole, TOTAL))
 

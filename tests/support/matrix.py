@@ -234,7 +234,7 @@ def train_case(
             losses += [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
             skipped = [count + r.skipped_steps for count, r in zip(skipped, reports, strict=True)]
         end = snapshot(session, *names)
-        return Outcome(losses, skipped, start, end, session.take_staleness())
+        return Outcome(losses, skipped, start, end, session.take_staleness(len(losses)))
     finally:
         session.close()
 

@@ -189,6 +189,7 @@ class Checkpoints:
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
+        now.tally.count_staleness(self._session, now.step)
         packed = now.tally.pack()
         more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **more})

@@ -15,6 +15,7 @@ from hybrid.metrics import binary_metrics
 from hybrid.steps.rules import Staleness
 from workers.session.job import Report
 from workers.session.saving import Counted
+from workers.session.session import Session
 
 
 @dataclass
@@ -32,14 +33,12 @@ class Interval:
     parts: list[list[Report]] = field(default_factory=list)
     staleness: Staleness | None = None
 
-    def add(self, reports: Sequence[Report], seconds: float, staleness: Staleness | None) -> None:
+    def add(self, reports: Sequence[Report], seconds: float) -> None:
         """Count some further steps."""
         self.seconds += seconds
         self.parts += [[] for _ in reports[len(self.parts) :]]
         for parts, report in zip(self.parts, reports, strict=False):
             parts.append(report)
-        if staleness is not None:
-            self.staleness = staleness + (self.staleness or Staleness())
 
     @property
     def num_steps(self) -> int:
@@ -101,12 +100,21 @@ class Tally:
     skipped_steps: int = 0
     interval: Interval = field(default_factory=Interval)
 
-    def add(self, reports: Sequence[Report], seconds: float, staleness: Staleness | None) -> None:
+    def add(self, reports: Sequence[Report], seconds: float) -> None:
         """Count some further steps."""
         self.samples += sum(len(report.labels) for report in reports)
         self.seconds += seconds
         self.skipped_steps += reports[0].skipped_steps  # the same on every trainer
-        self.interval.add(reports, seconds, staleness)
+        self.interval.add(reports, seconds)
+
+    def count_staleness(self, session: Session, step: int) -> None:
+        """Count that of all updates before ``step``, which is next; before anybody asks for it.
+
+        It may wait for the last of them, so it is not counted with each call of the trainers.
+        """
+        if session.config.train.update != "sync":
+            staleness = self.interval.staleness or Staleness()
+            self.interval.staleness = staleness + session.take_staleness(step)
 
     def pack(self) -> Counted:
         """It as a checkpoint holds it."""

@@ -142,13 +142,12 @@ class Training:
             self._seconds_to_first_step = time.time() - self._task.started_at
         self._note_skipped(reports, count, view)
         self._step += count
-        self._tally.add(
-            reports, seconds, None if self._config.train.update == "sync" else session.take_staleness()
-        )
+        self._tally.add(reports, seconds)
         self._checkpoints.poll()
         epoch_ends = within + count == per_epoch
         self._owes_evaluation = session.has_test_rows and self._is_evaluation_due(epoch_ends, total)
         if self._owes_evaluation or epoch_ends or self._is_line_due():
+            self._tally.count_staleness(session, self._step)
             self._log(epoch, total, view)
         if self._profile is None and session.recorded and self._step >= session.recorded.stop:
             self._profile = self._take_profile(session)

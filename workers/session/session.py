@@ -118,11 +118,19 @@ class Session:
         """
         return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
 
-    def take_staleness(self) -> Staleness:
-        """The staleness of all updates of tables since the last call."""
+    def take_staleness(self, step: int) -> Staleness:
+        """The staleness of the updates of tables since the last call.
+
+        Args:
+            step: how many are taken. The updates of all of them are awaited, but for async mode, which has no
+                such number. Elsewhere each worker has the same ones, and those of one are counted: what comes
+                out does not depend on how many there are.
+        """
         tables = self._deployed.tables.values()
-        taken = wire.gather([each.call_barrier(UpdateBarrier.take_staleness) for each in tables])
-        return sum(taken, Staleness())
+        is_async = self.config.train.update == "async"
+        version = 0 if is_async else step
+        taken = wire.gather([each.call_barrier(UpdateBarrier.take_staleness, version) for each in tables])
+        return sum(taken if is_async else taken[:1], Staleness())
 
     def take_profile(self) -> Profile:
         """What every role did in the recorded steps that are done; the next call has what comes after.

@@ -94,7 +94,7 @@ class Lookup:
         width: of all vectors of a sample together.
 
     Attributes:
-        is_followed: whether the next step is looked up before these gradients come.
+        is_followed, is_closing: what the ticket of its gradients says (:class:`Ticket`).
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Lookup:
         outbox: Outbox,
         clock: StepClock,
     ) -> None:
-        self.is_followed = False
+        self.is_followed = self.is_closing = False
         self._ticket = ticket
         self._items = items
         self._parts = parts
@@ -194,8 +194,8 @@ class Lookup:
 
     def _message(self, worker: int, grads: Sequence[Tensor]) -> Callable[[], Watched[list[Tensor]]]:
         """Sends gradients, with the next lookup where there is one."""
-        source, ticket = self._sources[worker], self._ticket._replace(followed=self.is_followed)
-        following = self._next
+        source, following = self._sources[worker], self._next
+        ticket = self._ticket._replace(followed=self.is_followed, closing=self.is_closing)
         if self._is_of_nothing:
             return source.skip
         if following is None or following._is_of_nothing:

@@ -11,8 +11,13 @@ from hybrid.embedding import loops
 def take(whole: Tensor, rows_U: Tensor) -> Tensor:
     """``whole[rows_U]``, of a contiguous matrix or vector."""
     part = whole.new_empty(len(rows_U), *whole.shape[1:])
-    loops.take_rows(_matrix(whole), rows_U.numpy(), _matrix(part))
+    copy(whole, rows_U, part)
     return part
+
+
+def copy(whole: Tensor, rows_U: Tensor, to: Tensor) -> None:
+    """``to[:] = whole[rows_U]``, of contiguous matrices or vectors."""
+    loops.take_rows(_matrix(whole), rows_U.numpy(), _matrix(to))
 
 
 def put(whole: Tensor, rows_U: Tensor, part: Tensor) -> None:

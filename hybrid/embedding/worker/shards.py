@@ -1,156 +1,36 @@
 """The worker's side: the tables it holds, looked up by trainers and updated step by step."""
 
-import bisect
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.checkpoint.files import shard_file
+from hybrid.checkpoint.files import earlier_file
 from hybrid.checkpoint.reader import Checkpoint
-from hybrid.checkpoint.reused_memory import ReusedMemory
-from hybrid.embedding.bags import Bags, Item, concatenate, pool, pool_recorded
-from hybrid.embedding.gradients import RowGradients
-from hybrid.embedding.placement import Placement, Shard, ShardGroup
-from hybrid.embedding.worker.initial import initialise_rows
-from hybrid.embedding.worker.optimizers import OPTIMIZERS
-from hybrid.errors import ClusterError, NonFiniteError
+from hybrid.embedding.bags import Bags, Item, pool, pool_recorded
+from hybrid.embedding.placement import Placement, Shard
+from hybrid.embedding.worker.earlier import EarlierRows
+from hybrid.embedding.worker.groups import TableGroup, TableUpdate
+from hybrid.errors import ClusterError
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.hosting.hosted import Hosted
-from hybrid.memory import zeros_in_large_pages
-from hybrid.steps.rules import UpdateRules
+from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 
-# The items of one trainer's lookup, each with the gradient of its result.
-Gradients: TypeAlias = list[tuple[int, Bags, Tensor]]
 
-# Rows, gradients and state of one block of an update: what stays in the cache between gather and scatter.
-_BLOCK_BYTES = 2 << 20
+class Gradients(NamedTuple):
+    """What one trainer hands in for one lookup.
 
-
-class TableGroup:
-    """The rows of several shards in one tensor, with their optimizer; rows hold nothing yet."""
-
-    def __init__(self, group: ShardGroup, dtype: torch.dtype) -> None:
-        self.group = group
-        self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
-        self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
-        self._for_copies = ReusedMemory()
-
-    def initialise(self, seed: int) -> None:
-        """Fill the rows with their initial values."""
-        for shard in self.group.shards:
-            table, rows_RD = shard.table, self.shard_tensors(shard)["weight"]
-            initialise_rows(rows_RD, seed, table.name, table.init_scale, shard.index, shard.count)
-
-    def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
-        """The rows of one shard ("weight") and their optimizer state, as views into the group."""
-        return self._of_shard(shard, self._tensors)
-
-    def files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        """What a checkpoint has of each shard, by file: views into the group, or into a copy of it."""
-        tensors = self._tensors
-        if is_copied:
-            tensors = {name: self._for_copies.copy(tensor) for name, tensor in tensors.items()}
-        return {
-            shard_file(shard.table.name, shard.index, shard.count): self._of_shard(shard, tensors)
-            for shard in self.group.shards
-        }
-
-    @property
-    def _tensors(self) -> dict[str, Tensor]:
-        return {"weight": self.weight_RD, **self.optimizer.state}
-
-    def _of_shard(self, shard: Shard, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        start = self.group.starts[self.group.shards.index(shard)]
-        return {name: tensor[start : start + shard.num_rows] for name, tensor in tensors.items()}
-
-    def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        """The gradients of the distinct rows that ``parts`` touch, summed in the order of ``parts``."""
-        kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
-        for bags, grad_BD in parts:
-            kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
-        merged = [self._merge_alike(same) for same in kinds.values()]
-        if len(merged) == 1:
-            return merged[0]
-        # Rows read both one by one and pooled.
-        return self._merge_alike([(Bags(gradients.rows_U), gradients.whole()) for gradients in merged])
-
-    def _merge_alike(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        bags = concatenate([b for b, _ in parts])
-        grad_BD = parts[0][1] if len(parts) == 1 else torch.cat([g for _, g in parts])
-        return RowGradients(bags, grad_BD, self.group.num_rows)
-
-    def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Parts of ``num_rows`` touched rows which, with gradients and state, fit the processor's cache."""
-        tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
-        size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
-        return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
-
-    def table_of(self, row: int) -> tuple[str, int]:
-        """The table, and the row within it, that a row of the group is."""
-        number = bisect.bisect_right(self.group.starts, row) - 1
-        shard = self.group.shards[number]
-        return shard.table.name, (row - self.group.starts[number]) * shard.count + shard.index
-
-
-class TableUpdate:
-    """One step's merged gradients of all tables of a worker.
-
-    Args:
-        parts: each group with the gradients of its rows.
-        step: whose gradients they are.
-        factor: of the learning rates.
-        check_finite: whether a gradient that is not finite is an error.
+    Attributes:
+        items: those of the lookup, each with the gradient of its result.
+        is_closing: see :class:`Ticket`.
     """
 
-    def __init__(
-        self, parts: list[tuple[TableGroup, RowGradients]], step: int, factor: float, check_finite: bool
-    ) -> None:
-        self._parts = parts
-        self._step = step
-        self._factor = factor
-        self._check_finite = check_finite
-
-    def squared_norm(self) -> float:
-        """Of all gradients.
-
-        Raises:
-            NonFiniteError: see :meth:`apply`.
-        """
-        for group, gradients in self._parts:
-            grad_UD = gradients.whole()
-            self._check(group, gradients.rows_U, grad_UD, float(grad_UD.sum()))
-        norms = (torch.linalg.vector_norm(g.whole(), dtype=torch.float64) for _, g in self._parts)
-        return sum(float(norm) ** 2 for norm in norms)
-
-    def apply(self, scale: float) -> None:
-        """Update the rows with the gradients times ``scale``, block by block.
-
-        Raises:
-            NonFiniteError: a gradient is not finite where that is an error; names table and row. Rows
-                before it are updated then, and the tables of no further use.
-        """
-        for group, gradients in self._parts:
-            for first, last in group.blocks(len(gradients.rows_U)):
-                grad_UD, total = gradients.block(first, last)
-                rows_U = gradients.rows_U[first:last]
-                self._check(group, rows_U, grad_UD, total)
-                group.optimizer.step(rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale), self._factor)
-
-    def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:
-        if not self._check_finite or math.isfinite(total):
-            return
-        wrong_U = ~grad_UD.isfinite().all(1)
-        if wrong_U.any():  # else the sum of finite values has overflown
-            table, row = group.table_of(int(rows_U[wrong_U.nonzero()[0]]))
-            raise NonFiniteError(
-                f"step {self._step}: the gradient of table {table}, row {row}, is not finite"
-            )
+    items: list[tuple[int, Bags, Tensor]]
+    is_closing: bool
 
 
 class TableShards(Hosted):
@@ -175,6 +55,7 @@ class TableShards(Hosted):
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._dtype = dtype
         self._wire_dtype = wire_dtype or dtype
         self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
         self._rules = rules
@@ -182,6 +63,7 @@ class TableShards(Hosted):
         self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
         # What was looked up ahead, until its gradients come: by trainer, step and part.
         self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
+        self._earlier: EarlierRows | None = None  # than the last update, where that was a closing one
         self._worker = worker
         self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
 
@@ -206,16 +88,32 @@ class TableShards(Hosted):
         with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
             if ticket.purpose is Purpose.TRAIN:
                 return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
-            version = self.version
-            pooled, recorded = self.pool_recorded(items)
+            earlier = self._earlier_for(ticket)
+            version = self.version if earlier is None else earlier.step
+            pooled, recorded = self.pool_recorded(items, earlier)
             self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
             return pooled
 
-    def pool_recorded(self, items: Sequence[Item]) -> tuple[list[Tensor], list[Item]]:
-        """Pooled vectors, and the items with what their gradients will need."""
+    def _earlier_for(self, ticket: Ticket) -> EarlierRows | None:
+        """What a lookup ahead reads that came after an update which it must not see, as in a resumed run."""
+        earlier = self._earlier
+        return earlier if earlier is not None and ticket.version == earlier.step < self.version else None
+
+    def pool_recorded(
+        self, items: Sequence[Item], earlier: EarlierRows | None = None
+    ) -> tuple[list[Tensor], list[Item]]:
+        """Pooled vectors, and the items with what their gradients will need.
+
+        Args:
+            earlier: what other rows are to be read than those of now, if any.
+        """
         pooled, recorded = [], []
         for group, bags in items:
-            vectors_BD, bags_then = pool_recorded(self.groups[group].weight_RD, bags)
+            weight_RD = self.groups[group].weight_RD
+            if earlier is None:
+                vectors_BD, bags_then = pool_recorded(weight_RD, bags)
+            else:
+                vectors_BD, bags_then = earlier.pool_recorded(weight_RD, group, bags)
             pooled.append(vectors_BD.to(self._wire_dtype))
             recorded.append((group, bags_then))
         return pooled, recorded
@@ -259,7 +157,9 @@ class TableShards(Hosted):
             (group, bags, grad.to(self.groups[group].weight_RD.dtype))
             for (group, bags), grad in zip(items, grads, strict=True)
         ]
-        self.barrier.contribute(ticket, gradients, read_at, updates_here=updates_here)
+        self.barrier.contribute(
+            ticket, Gradients(gradients, ticket.closing), read_at, updates_here=updates_here
+        )
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows and optimizer state of one shard, as views."""
@@ -272,18 +172,26 @@ class TableShards(Hosted):
         for shard in (shard for group in self.groups for shard in group.group.shards):
             checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
         self._prefetched.clear()
+        self._earlier = None
+        if self._rules.mode is UpdateMode.PIPELINED:
+            self._earlier = EarlierRows.read(checkpoint, [group.group for group in self.groups], self._dtype)
         self.barrier.restart(step)
 
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
-        return {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+        files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+        if self._earlier is not None:
+            files[earlier_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
+        return files
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
         parts: dict[int, list[tuple[Bags, Tensor]]] = {}
         for gradients in contributions:
-            for group, bags, grad_BD in gradients:
+            for group, bags, grad_BD in gradients.items:
                 parts.setdefault(group, []).append((bags, grad_BD))
-        merged = [(self.groups[g], self.groups[g].merge(group_parts)) for g, group_parts in parts.items()]
-        return TableUpdate(merged, step, self._rules.schedule.factor(step), self._rules.check_finite)
+        merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
+        self._earlier = EarlierRows(step) if any(each.is_closing for each in contributions) else None
+        factor = self._rules.schedule.factor(step)
+        return TableUpdate(merged, step, factor, self._rules.check_finite, self._earlier)
 
 
 class _Lookup(torch.autograd.Function):

@@ -224,6 +224,26 @@ def test_staleness_is_of_all_updates_since_it_was_taken(updates_here: bool) -> N
         assert each.take_staleness() == Staleness()
 
 
+def test_staleness_is_awaited_of_as_many_updates_as_are_asked_for() -> None:
+    gate = Gate()
+    with barrier(1, gate) as each, ThreadPoolExecutor(1) as pool:
+        give(each, 0, 0)
+        gate.await_entry()
+        assert each.take_staleness() == Staleness()
+        taken = pool.submit(each.take_staleness, 1)
+        assert not wait([taken], timeout=0.02).done
+        gate.let_through()
+        assert taken.result(PATIENCE_SECONDS) == Staleness(1, 0, 0)
+
+
+def test_staleness_of_updates_that_do_not_come_is_an_error() -> None:
+    with (
+        barrier(1, ignore, timeout_seconds=0.05) as each,
+        pytest.raises(ClusterError, match=r"^step 2: updates before it are missing$"),
+    ):
+        each.take_staleness(2)
+
+
 def test_who_has_finished_is_not_waited_for_until_it_is_back() -> None:
     applied: Applied = []
     with barrier(2, applied.append) as each:

@@ -43,6 +43,7 @@ class Role:
     may_write: threading.Event = field(default_factory=threading.Event)
     has_room: bool = True
     held: list[int] = field(default_factory=list)  # the steps of which it held something
+    config: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
         self.may_write.set()

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from safetensors.torch import load_file
 
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import PHASES
+from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
 from hybrid.steps.rules import Staleness
 from workers.jobs.tally import Interval, Tally
 from workers.session.job import Report
+from workers.session.session import Session
 
 SIZE = 5
 
@@ -31,10 +33,30 @@ def reports(steps: range, trainers: int = 2) -> list[Report]:
     return made
 
 
+class Workers:
+    """A session whose rows are as stale as steps are taken since it was asked.
+
+    Attributes:
+        taken: the steps at which it was asked.
+    """
+
+    def __init__(self, update: str = "pipelined") -> None:
+        self.config = RunConfig(train=TrainSection(update=update))
+        self.taken = [0]
+
+    def take_staleness(self, step: int) -> Staleness:
+        self.taken.append(step)
+        return Staleness(1, step - self.taken[-2], step - self.taken[-2])
+
+    def count(self, tally: Tally, steps: range) -> None:
+        tally.add(reports(steps), 0.25 * len(steps))
+        tally.count_staleness(cast(Session, self), steps.stop)
+
+
 def counted(calls: Sequence[range]) -> Tally:
-    tally = Tally()
+    tally, workers = Tally(), Workers()
     for steps in calls:
-        tally.add(reports(steps), 0.25 * len(steps), Staleness(1, len(steps), len(steps)))
+        workers.count(tally, steps)
     return tally
 
 
@@ -51,10 +73,11 @@ def test_a_line_is_the_same_bit_for_bit_wherever_its_steps_were_cut(
     cut: int, is_stored: bool, tmp_path: Path
 ) -> None:
     whole = counted([range(7)])
-    tally = counted([range(cut)])
+    tally, workers = Tally(), Workers()
+    workers.count(tally, range(cut))
     if is_stored:
         tally = stored(tally, tmp_path)
-    tally.add(reports(range(cut, 7)), 0.25 * (7 - cut), Staleness(1, 7 - cut, 7 - cut))
+    workers.count(tally, range(cut, 7))
     assert (tally.samples, tally.skipped_steps) == (whole.samples, whole.skipped_steps) == (70, 7)
     assert tally.seconds == tally.interval.seconds == 1.75
     interval = tally.interval
@@ -77,6 +100,12 @@ def test_a_checkpoint_right_after_a_line_has_nothing_of_the_next(tmp_path: Path)
     assert (again.samples, again.interval.reports, again.interval.staleness) == (30, [], None)
 
 
+def test_rows_that_are_never_stale_are_not_asked_for_it() -> None:
+    tally, workers = Tally(), Workers("sync")
+    workers.count(tally, range(3))
+    assert (tally.interval.staleness, workers.taken) == (None, [0])
+
+
 def test_what_has_counted_nothing_is_a_new_run() -> None:
     assert Tally.unpack({}, {}) == Tally()
 
@@ -90,9 +119,9 @@ def test_what_no_run_has_counted_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
 def test_another_number_of_trainers_may_go_on(before: int, after: int, tmp_path: Path) -> None:
     tally = Tally()
-    tally.add(reports(range(2), before), 1.0, None)
+    tally.add(reports(range(2), before), 1.0)
     tally = stored(tally, tmp_path)
-    tally.add(reports(range(2, 5), after), 1.0, None)
+    tally.add(reports(range(2, 5), after), 1.0)
     parts = [*reports(range(2), before), *reports(range(2, 5), after)]
     assert tally.interval.num_steps == 5
     assert tally.interval.num_samples == sum(len(part.labels) for part in parts)

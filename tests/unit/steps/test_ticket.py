@@ -5,9 +5,10 @@ import pytest
 from hybrid.steps.ticket import Purpose, Ticket
 
 
+@pytest.mark.parametrize(("followed", "closing"), [(True, False), (False, True)])
 @pytest.mark.parametrize("purpose", Purpose)
-def test_a_ticket_is_the_same_again(purpose: Purpose) -> None:
-    ticket = Ticket(3, 5, 4, 1, purpose, True)
+def test_a_ticket_is_the_same_again(purpose: Purpose, followed: bool, closing: bool) -> None:
+    ticket = Ticket(3, 5, 4, 1, purpose, followed, closing)
     assert {type(value) for value in ticket.plain} == {int, str, bool}
     assert Ticket.of(ticket.plain) == ticket
     assert Ticket.of(ticket.plain).purpose is purpose

@@ -205,6 +205,33 @@ class TestTickets:
             is_followed = [log.lookups[step, part].is_followed for part in range(2)]
             assert is_followed == [step < num_steps - 1] * 2
 
+    @AHEAD
+    def test_the_rest_of_a_stream_asks_for_what_its_steps_would_have_been_looked_up_with(
+        self, log: Log, mode: UpdateMode
+    ) -> None:
+        """Pipelined. In the other mode there is no such thing."""
+        feed = log.feed(mode)
+        feed.begin(log.reading(*map(batch, range(3))), 5, is_within=True)
+        log.compute(feed)
+        first = {UpdateMode.PIPELINED: 4, UpdateMode.ASYNC: 5}[mode]
+        assert log.tickets == [prefetched(5, first), prefetched(6, 5), prefetched(7, 6)]
+
+    @AHEAD
+    @pytest.mark.parametrize("num_steps", [1, 2, 3])
+    def test_the_last_step_that_is_taken_is_a_closing_one(
+        self, log: Log, mode: UpdateMode, num_steps: int
+    ) -> None:
+        """Pipelined; twice, and then of steps that nobody has counted."""
+        feed = log.feed(mode, parts=2)
+        feed.begin(log.reading(*map(batch, range(10))), 5)
+        for first in (5, 5 + num_steps):
+            taken = [current.micro_batches[0].ticket.step for current in feed.take(num_steps)]
+            assert taken == list(range(first, first + num_steps))
+        list(feed)
+        closing = {key for key, lookup in log.lookups.items() if lookup.is_closing}
+        last = (4 + num_steps, 4 + 2 * num_steps) if mode is UpdateMode.PIPELINED else ()
+        assert closing == {(step, part) for step in last for part in range(2)}
+
     @ANY_MODE
     def test_the_dense_side_sees_all_updates_before_its_step(self, log: Log, mode: UpdateMode) -> None:
         """A remote dense net is never ahead, whatever the tables are."""

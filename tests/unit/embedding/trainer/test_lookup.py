@@ -173,6 +173,19 @@ def test_gradients_and_the_next_lookup_are_one_message(host: FakeHost, embedding
     assert second.wait().shape == (3, 3)
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_gradients_say_of_their_step_what_is_known_when_they_leave(
+    host: FakeHost, embeddings: Embeddings, is_last: bool
+) -> None:
+    first = embeddings.lookup(IDS, prefetched(0))
+    if not is_last:
+        embeddings.lookup(IDS, prefetched(2), first)
+    first.is_closing = True
+    first.wait().sum().backward()
+    ((ticket, *_),) = host.sent
+    assert ticket == prefetched(0)._replace(closing=True)
+
+
 def test_errors_of_gradients_that_have_arrived_are_raised_and_others_not_waited_for(
     host: FakeHost, embeddings: Embeddings
 ) -> None:

@@ -231,7 +231,7 @@ class TestBlocks:
     def test_their_size_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch, scale: float | None) -> None:
         results = [self.rows_and_state(scale, expected_blocks=1)]
         for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
-            monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", block_bytes)
             results.append(self.rows_and_state(scale, num_blocks))
         whole, *blocked = results
         for each in blocked:
@@ -259,7 +259,7 @@ class TestBlocks:
     def test_they_are_all_rows_once_and_in_order(
         self, monkeypatch: pytest.MonkeyPatch, num_rows: int
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
+        monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
         with hosting(UpdateRules(1)) as host:
             blocks = list(host.groups[0].blocks(num_rows))
         assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
@@ -268,7 +268,7 @@ class TestBlocks:
     def test_a_gradient_that_is_not_finite_is_found_in_any_block(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.worker.shards._BLOCK_BYTES", 1)
+        monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", 1)
         for row in range(6):
             with hosting(UpdateRules(1)) as host:
                 grad_BD = torch.ones(6, 2)

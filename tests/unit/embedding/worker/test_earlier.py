@@ -1,0 +1,281 @@
+"""Rows as they were before the last update: saved, and read by the one lookup that must not see it."""
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from support.shards import PATIENCE_SECONDS, Cluster, cluster, evaluate, specs
+from torch import Tensor
+
+from hybrid.batch import SparseFeatures
+from hybrid.checkpoint.files import earlier_file
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.embedding.bags import Bags, Item
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.errors import CheckpointError
+from hybrid.steps.rules import Staleness, UpdateMode, UpdateRules
+from hybrid.steps.ticket import Purpose, Ticket
+
+RULES = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=PATIENCE_SECONDS)
+POOLED = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
+CUT = 3  # the step before which checkpoints are taken
+SIZE = 6
+
+
+def tables(placement: str) -> list[TableSpec]:
+    """Those of one id a sample are placed as asked, those that are pooled are whole."""
+    pooled = [
+        TableSpec(name, 9, 3, pooling, (name,), OptimizerSpec("adam", 0.1), 1.0, "table")
+        for name, pooling in POOLED.items()
+    ]
+    wide = dataclasses.replace(specs(placement, dim=5)[2], name="wide", features=("wide",))
+    return [*specs(placement), wide, *pooled]
+
+
+def pipelined(stack: ExitStack, placement: str, workers: int, seed: int = 7) -> Cluster:
+    return cluster(stack, tables(placement), workers, seed, RULES, multi_hot=list(POOLED))
+
+
+def ids(each: Cluster, step: int) -> SparseFeatures:
+    generator = torch.Generator().manual_seed(step)
+
+    def bag(feature_rows: int, size: int) -> list[int]:
+        return torch.randint(0, feature_rows, (size,), generator=generator).tolist()
+
+    bags = [[bag(f.num_rows, b % 4 if f.multi_hot else 1) for b in range(SIZE)] for f in each.features]
+    return SparseFeatures.from_bags(bags)
+
+
+def touched_rows(each: Cluster, step: int) -> dict[str, list[int]]:
+    """The rows of each table that a step names, in ascending order."""
+    sparse = ids(each, step)
+    ends = torch.as_tensor(sparse.offsets)[::SIZE].tolist()
+    parts = zip(each.features, ends, ends[1:], strict=False)
+    return {feature.name: sparse.ids_L[first:last].unique().tolist() for feature, first, last in parts}
+
+
+def ahead(step: int) -> Ticket:
+    return Ticket(0, step, max(0, step - 1), purpose=Purpose.PREFETCH)
+
+
+def train_ahead(each: Cluster, steps: range, closing: int = -1) -> dict[int, Tensor]:
+    """Train with lookups a step ahead; the vectors of each step, and of the one after, whose lookup stays."""
+    lookups = {step: each.embeddings.lookup(ids(each, step), ahead(step)) for step in steps[:1]}
+    vectors = {}
+    for step in steps:
+        lookups[step + 1] = each.embeddings.lookup(ids(each, step + 1), ahead(step + 1))
+        lookups[step].is_followed, lookups[step].is_closing = True, step == closing
+        vectors[step] = pooled_BE = lookups[step].wait()
+        generator = torch.Generator().manual_seed(100 + step)
+        pooled_BE.backward(torch.randn(pooled_BE.shape, generator=generator))
+        each.drain()
+    return vectors
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, list[int]]:
+    return {name: tensor.view(torch.int32).flatten().tolist() for name, tensor in tensors.items()}
+
+
+def staleness(each: Cluster) -> set[Staleness]:
+    return {host.barrier.take_staleness() for host in each.hosts.values()}
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [
+        (("row", 3), ("row", 3)),
+        (("row", 3), ("row", 2)),
+        (("row", 2), ("table", 1)),
+        (("table", 1), ("row", 3)),
+        (("row", 8), ("row", 5)),  # more workers than some tables have rows
+    ],
+)
+def test_what_goes_on_from_a_checkpoint_has_the_bits_of_what_was_never_stopped(
+    stack: ExitStack, tmp_path: Path, saved_by: tuple[str, int], loaded_by: tuple[str, int]
+) -> None:
+    first, same, second = (pipelined(stack, *by) for by in (saved_by, saved_by, loaded_by))
+    expected = train_ahead(first, range(CUT + 3))
+    train_ahead(same, range(CUT), closing=CUT - 1)
+    second.load(same.save(tmp_path / "step", CUT), CUT)
+    staleness(second)
+    vectors = train_ahead(second, range(CUT, CUT + 3))
+    for step, pooled_BE in vectors.items():
+        assert torch.equal(pooled_BE, expected[step])
+    assert bits(second.whole()) == bits(first.whole())
+    assert staleness(second) == {Staleness(3, 3, 1)}
+
+
+def test_without_them_a_checkpoint_is_gone_on_from_with_its_rows(stack: ExitStack, tmp_path: Path) -> None:
+    """As one that was written by a version that did not have them."""
+    first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
+    train_ahead(first, range(CUT))
+    folder = first.save(tmp_path / "step", CUT)
+    assert Checkpoint.open(folder).earlier_rows() == {}
+    second.load(folder, CUT)
+    now = first.embeddings.lookup(ids(first, CUT), evaluate(CUT)).wait()
+    staleness(second)
+    assert torch.equal(train_ahead(second, range(CUT, CUT + 1))[CUT], now)
+    assert staleness(second) == {Staleness(1, 0, 0)}
+
+
+def everything(host: TableShards) -> list[Item]:
+    """Every way to ask for rows of every group of a worker."""
+    generator = torch.Generator().manual_seed(1)
+    asked: list[Item] = []
+    for number, each in enumerate(host.groups):
+        ids_L = torch.randint(0, each.group.num_rows, (40,), generator=generator, dtype=torch.int32)
+        offsets = torch.tensor([0, 0, 7, 8, 31, 40], dtype=torch.int32)
+        asked += [(number, Bags(ids_L)), (number, Bags(ids_L[:0]))]
+        asked += [(number, Bags(ids_L, offsets, pooling=pooling)) for pooling in Pooling]
+        asked.append((number, Bags(ids_L, offsets, torch.rand(40, generator=generator))))
+        asked.append((number, Bags(ids_L[:0], torch.zeros(3, dtype=torch.int32), pooling=Pooling.MAX)))
+    return asked
+
+
+def test_one_lookup_reads_them_and_all_others_the_rows_as_they_are(stack: ExitStack, tmp_path: Path) -> None:
+    each = pipelined(stack, "row", 2)
+    train_ahead(each, range(CUT - 1))
+    before = {w: host.pool_recorded(everything(host)) for w, host in each.hosts.items()}
+    train_ahead(each, range(CUT - 1, CUT), closing=CUT - 1)
+    after = {w: host.pool_recorded(everything(host)) for w, host in each.hosts.items()}
+    each.load(each.save(tmp_path / "step", CUT), CUT)
+    for worker, host in each.hosts.items():
+        assert not all(map(torch.equal, before[worker][0], after[worker][0]))
+        for ticket, (pooled, recorded) in (
+            (ahead(CUT), before[worker]),
+            (evaluate(CUT), after[worker]),
+            (Ticket(0, CUT, CUT, purpose=Purpose.PREFETCH), after[worker]),
+            (Ticket(0, CUT, CUT - 2, purpose=Purpose.PREFETCH), after[worker]),
+        ):
+            assert all(map(torch.equal, host.forward(ticket, everything(host)), pooled))
+            if ticket.purpose is Purpose.PREFETCH:
+                for (_, ours), (_, theirs) in zip(host._prefetched[0, CUT, 0][0], recorded, strict=True):
+                    assert torch.equal(ours.ids_L, theirs.ids_L)
+                    if theirs.winners_BD is not None:
+                        assert ours.winners_BD is not None
+                        filled_B = torch.as_tensor(theirs.offsets).diff() > 0
+                        assert torch.equal(ours.winners_BD[filled_B], theirs.winners_BD[filled_B])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20], ids=["row by row", "at once"])
+def test_they_are_the_rows_that_the_last_update_touched_and_go_with_the_next(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", block_bytes)
+    each = pipelined(stack, "row", 2)
+    initial, touched = each.whole(), touched_rows(each, 0)
+    train_ahead(each, range(2), closing=0)  # step 1 comes after it
+    assert Checkpoint.open(each.save(tmp_path / "1", 2)).earlier_rows() == {}
+    each = pipelined(stack, "row", 2)
+    train_ahead(each, range(1), closing=0)
+    files = Checkpoint.open(each.save(tmp_path / "2", 1)).earlier_rows()
+    assert {path.name for path in files} == {earlier_file(0), earlier_file(1)}
+    for table in each.tables:
+        key = f"{table.name}.weight"
+        found = [file for file in files.values() if f"rows.{table.name}" in file]
+        assert (
+            sorted(row for file in found for row in file[f"rows.{table.name}"].tolist())
+            == touched[table.name]
+        )
+        for file in found:
+            assert torch.equal(file[f"weight.{table.name}"], initial[key][file[f"rows.{table.name}"]])
+
+
+def test_a_group_that_the_last_update_did_not_touch_is_read_as_it_is(stack: ExitStack) -> None:
+    (host,) = pipelined(stack, "table", 1).hosts.values()
+    first, second = (group.weight_RD.clone() for group in host.groups)
+    host.lookup(ahead(0), [(0, Bags(torch.tensor([2])))]).wait()
+    host.receive(ahead(0)._replace(closing=True), [torch.ones(1, 3)])
+    host.barrier.drain()
+    asked = [(0, Bags(torch.arange(len(first)))), (1, Bags(torch.arange(len(second))))]
+    assert all(map(torch.equal, host.forward(ahead(1), asked), (first, second)))
+    assert not torch.equal(host.groups[0].weight_RD, first)
+
+
+def test_what_was_loaded_is_saved_again(stack: ExitStack, tmp_path: Path) -> None:
+    first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
+    train_ahead(first, range(CUT), closing=CUT - 1)
+    folder = first.save(tmp_path / "first", CUT)
+    second.load(folder, CUT)
+    again = second.save(tmp_path / "second", CUT)
+    assert Checkpoint.open(again).manifest.files == Checkpoint.open(folder).manifest.files
+
+
+@pytest.mark.parametrize("is_stored", [False, True], ids=["at once", "through a checkpoint"])
+def test_a_step_that_was_skipped_has_changed_nothing_and_is_behind_all_the_same(
+    stack: ExitStack, tmp_path: Path, is_stored: bool
+) -> None:
+    each = cluster(stack, specs()[:1], 1, 7, dataclasses.replace(RULES, check_finite=False))
+    (host,) = each.hosts.values()
+    before = each.whole()["a.weight"]
+    host.lookup(ahead(0), [(0, Bags(torch.tensor([2])))]).wait()
+    host.receive(ahead(0)._replace(closing=True), [torch.full((1, 3), torch.nan)])
+    host.barrier.decide(0, None)
+    each.drain()
+    if is_stored:
+        each.load(each.save(tmp_path / "step", 1), 1)
+    staleness(each)
+    (rows_UD,) = host.lookup(ahead(1), [(0, Bags(torch.arange(11)))]).wait()
+    assert torch.equal(rows_UD, before)
+    host.receive(ahead(1), [torch.ones(11, 3)])
+    host.barrier.decide(1, 1.0)
+    each.drain()
+    assert staleness(each) == {Staleness(1, 1, 1)}
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.ASYNC])
+def test_other_modes_do_without(stack: ExitStack, tmp_path: Path, mode: UpdateMode) -> None:
+    first = pipelined(stack, "row", 2)
+    train_ahead(first, range(CUT), closing=CUT - 1)
+    folder = first.save(tmp_path / "first", CUT)
+    rules = dataclasses.replace(RULES, mode=mode)
+    second = cluster(stack, tables("row"), 2, 7, rules, multi_hot=list(POOLED))
+    second.load(folder, CUT)
+    now, ours = (
+        e.embeddings.lookup(ids(e, CUT), ticket).wait()
+        for e, ticket in ((first, evaluate(CUT)), (second, ahead(CUT)))
+    )
+    assert torch.equal(now, ours)
+    assert Checkpoint.open(second.save(tmp_path / "second", CUT)).earlier_rows() == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows.a": torch.tensor([1]), "weight.a": torch.zeros(1, 4)},
+        {"rows.a": torch.tensor([1]), "weight.a": torch.zeros(2, 3)},
+        {"rows.a": torch.tensor([1])},
+        {"rows.a": torch.tensor([1.0]), "weight.a": torch.zeros(1, 3)},
+        {"rows.a": torch.tensor([[1]]), "weight.a": torch.zeros(1, 1, 3)},
+    ],
+    ids=["width", "number", "no values", "type", "shape"],
+)
+def test_what_are_no_rows_of_a_table_is_refused(
+    stack: ExitStack, tmp_path: Path, wrong: dict[str, Tensor]
+) -> None:
+    each = pipelined(stack, "row", 1)
+    folder = each.save(tmp_path / "step", CUT)
+    manifest = Checkpoint.open(folder).manifest
+    files = manifest.files | write_tensors(folder, earlier_file(0), wrong)
+    dataclasses.replace(manifest, files=files).write(folder)
+    with pytest.raises(CheckpointError, match=r"earlier\.0.*: what it has of table a are no rows of it$"):
+        each.load(folder, CUT)
+
+
+def test_rows_that_a_table_does_not_have_are_nobodys(stack: ExitStack, tmp_path: Path) -> None:
+    each = pipelined(stack, "row", 1)
+    folder = each.save(tmp_path / "step", CUT)
+    manifest = Checkpoint.open(folder).manifest
+    # In the group they would be rows of the tables before and after it.
+    beyond = {"rows.b": torch.tensor([-1, 4, 5]), "weight.b": torch.full((3, 3), torch.nan)}
+    files = manifest.files | write_tensors(folder, earlier_file(0), beyond | {"rows.other": torch.ones(1)})
+    dataclasses.replace(manifest, files=files).write(folder)
+    each.load(folder, CUT)
+    (host,) = each.hosts.values()
+    asked = [(n, Bags(torch.arange(g.group.num_rows))) for n, g in enumerate(host.groups)]
+    for (n, _), vectors in zip(asked, host.forward(ahead(CUT), asked), strict=True):
+        assert torch.equal(vectors, host.groups[n].weight_RD)
