@@ -1,18 +1,14 @@
 """Fitting: known coefficients come back, none is negative, and predictions are told with the worst last."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
-from benchmark.fitting import Sample, fit, non_negative_least_squares, prediction_table
-from benchmark.results import Measurement
+from benchmark.fitting import fit, non_negative_least_squares, prediction_table
 from benchmark.scaling import HELD_BACK, VALUES, Point, point
+from support.sampled import CORES, sampled
 
-from workers.offline.planning.costs import Costs, cost
-from workers.offline.planning.forecast import Hosts, forecast
-
-CORES = 2
+from workers.offline.planning.costs import Costs
 
 
 def test_known_coefficients_are_recovered() -> None:
@@ -27,31 +23,6 @@ def test_none_is_negative() -> None:
     """What would best be -1 is 0, and the rest the best there is then."""
     matrix_PT = np.array([[1.0, 1.0], [1.0, 0.0], [1.0, 2.0]])
     assert non_negative_least_squares(matrix_PT, matrix_PT @ [2.0, -1.0]) == pytest.approx([1.0, 0.0])
-
-
-def sampled(of: Point, costs: Costs, slower: float = 1.0) -> Sample:
-    """A point as it would be measured where ``costs`` are the truth, or steps ``slower``."""
-    asked, steps = of.demand, 10
-    w = of.workload
-    seconds = forecast(asked, costs, Hosts(1, CORES, math.inf, math.inf)).step_seconds * slower
-    used = {
-        "trainer": w.trainers * cost(costs.trainer_seconds, asked.trainer),
-        "worker": sum(cost(costs.worker_seconds, terms) for terms in asked.workers),
-    }
-    tables = sum(shard.num_bytes for shard in asked.placement.shards) / w.workers
-    beside = np.mean([cost(costs.worker_bytes, terms) for terms in asked.workers])
-    memory = {"trainer": cost(costs.trainer_bytes, asked.trainer), "worker": tables + float(beside)}
-    measured = Measurement(
-        w.name,
-        of.system.name,
-        1,
-        steps * w.global_batch,
-        steps * seconds,
-        {role: steps * value for role, value in used.items()},
-        memory,
-        (),
-    )
-    return Sample(asked, measured)
 
 
 @pytest.fixture(scope="module")

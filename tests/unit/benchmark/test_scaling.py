@@ -1,9 +1,20 @@
 """The points of the scaling bench: each once, and none held back that is fitted to."""
 
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
 import pytest
+from benchmark import scaling
 from benchmark.__main__ import _DIMENSIONS
 from benchmark.job import Job
+from benchmark.results import Failure, Measurement
+from benchmark.rounds import Task
 from benchmark.scaling import BASE, HELD_BACK, VALUES, Point, _tasks, point
+from rich.console import Console
+from support.sampled import sampled
+
+from workers.offline.planning.costs import Costs
 
 FITTED = {(d, value): point(d, value) for d, values in VALUES.items() for value in values}
 
@@ -70,3 +81,44 @@ def test_each_point_grows_one_thing() -> None:
         assert all(same.values()), (dimension, value, same)
     assert len(FITTED["tables", 1000].workload.table_rows) == 1000
     assert sum(FITTED["rows", 50_000_000].workload.table_rows) == 50_000_000
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of all points asked for, which cost what the package says; "dim 8" fails the first time."""
+    points = {p.workload.name: p for p in (*FITTED.values(), *HELD_BACK)}
+    asked: list[str] = []
+
+    def pretend(tasks: Sequence[Task], console: Console) -> Iterator[Measurement | Failure]:
+        for name in (task.job.workload.name for task in tasks):
+            asked.append(name)
+            if name == "dim 8" and asked.count(name) == 1:
+                yield Failure(name, "ours-pipelined", "ended early")
+            else:
+                yield sampled(points[name], Costs.read()).measured
+
+    monkeypatch.setattr(scaling, "measured", pretend)
+    return asked
+
+
+def test_one_command_leaves_costs_tables_and_a_picture(pretended: list[str], tmp_path: Path) -> None:
+    options = argparse.Namespace(output=tmp_path, dimensions=list(VALUES), steps=200)
+    assert scaling.run(options, Console(quiet=True)) == 0
+    assert sorted(pretended) == sorted([*{p.workload.name for p in (*FITTED.values(), *HELD_BACK)}, "dim 8"])
+    assert Costs.read(tmp_path / "costs.toml").trainer_seconds["socket_message"] > 0
+    page = (tmp_path / "results.md").read_text()
+    headings = [
+        "As workers grow",
+        "Points that were not fitted to",
+        "A trillion parameters",
+        "What messages take",
+    ]
+    assert [heading for heading in headings if f"## {heading}" not in page] == []
+    assert (tmp_path / "results.png").stat().st_size > 10_000
+
+
+def test_some_dimensions_alone_are_not_fitted_to(pretended: list[str], tmp_path: Path) -> None:
+    options = argparse.Namespace(output=tmp_path, dimensions=["dim"], steps=200)
+    assert scaling.run(options, Console(quiet=True)) == 0
+    assert set(pretended) == {"base", *(f"dim {value}" for value in VALUES["dim"] if value != 16)}
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md", "results.png"}
