@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from pathlib import Path
 
 from benchmark.systems import ROOT
 from benchmark.tables import TextTable
-from hybrid.config import RunConfig
 from hybrid.config.file import load_config
 from workers.offline.planning.costs import Costs, cost
 from workers.offline.planning.demand import Demand, Terms, demand, messages
@@ -29,14 +29,16 @@ def planned_tables(costs: Costs) -> list[TextTable]:
     return [_clusters(costs), _message(costs), _growing(costs)]
 
 
-def _planned(
-    trainers: int, workers: int, hosts: int, carrier: str, costs: Costs
-) -> tuple[RunConfig, Demand, Forecast]:
+@cache
+def _asked(trainers: int, workers: int, hosts: int, carrier: str) -> Demand:
     cluster = {"trainers": trainers, "workers": workers, "carrier": carrier}
     overrides = [f"cluster.{key}={value}" for key, value in cluster.items()]
     config = load_config(CONFIG, [*overrides, f"train.batch_size={SAMPLES * trainers}"])
-    asked = demand(config, *expected_data(config, Path()), in_shared_memory=hosts == 1)
-    return config, asked, forecast(asked, costs, Hosts(hosts, CORES, MEMORY_BYTES, BYTES_PER_SECOND))
+    return demand(config, *expected_data(config, Path()), in_shared_memory=hosts == 1)
+
+
+def _forecast(asked: Demand, costs: Costs, hosts: int) -> Forecast:
+    return forecast(asked, costs, Hosts(hosts, CORES, MEMORY_BYTES, BYTES_PER_SECOND))
 
 
 def _clusters(costs: Costs) -> TextTable:
@@ -52,13 +54,14 @@ def _clusters(costs: Costs) -> TextTable:
     )
     table = TextTable("A trillion parameters", header)
     for workers, trainers, hosts in CLUSTERS:
-        config, _, found = _planned(trainers, workers, hosts, "socket", costs)
-        _, _, by_rpc = _planned(trainers, workers, hosts, "rpc", costs)
+        asked = _asked(trainers, workers, hosts, "socket")
+        found = _forecast(asked, costs, hosts)
+        by_rpc = _forecast(_asked(trainers, workers, hosts, "rpc"), costs, hosts)
         table.rows.append(
             (
                 f"{workers:,}, {trainers:,}, {hosts:,}",
                 f"{found.worker_bytes / 2**30:,.1f}",
-                f"{messages(config).total:,}",
+                f"{messages(asked.config).total:,}",
                 f"{found.links['host -> host'].most_bytes / 2**20:,.0f}",
                 f"{found.step_seconds * 1e3:,.0f}",
                 f"{found.samples_per_second:,.0f}",
@@ -96,8 +99,9 @@ def _growing(costs: Costs) -> TextTable:
     for size in SIZES:
         cells = []
         for carrier in _CARRIERS:
-            _, asked, found = _planned(size, size, size, carrier, costs)
-            _, _, without = _planned(size, size, size, carrier, _without_messages(costs))
+            asked = _asked(size, size, size, carrier)
+            found = _forecast(asked, costs, size)
+            without = _forecast(asked, _without_messages(costs), size)
             shares = (
                 _share(costs.worker_seconds, asked.workers[0], carrier),
                 _share(costs.trainer_seconds, asked.trainer, carrier),
