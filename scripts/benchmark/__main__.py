@@ -28,8 +28,8 @@ _MODULES = {
 }
 # fmt: off
 _DIMENSIONS = (
-    "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "hidden", "peers", "rpc", "sync",
-    "gloo",
+    "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "pooled", "adagrad", "hidden",
+    "peers", "rpc", "sync", "gloo",
 )
 # fmt: on
 

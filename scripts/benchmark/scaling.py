@@ -2,7 +2,8 @@
 
 The base shape: 2 trainers with 512 samples each, 2 workers, 16 tables of 20,000 rows and width 16, one id a
 feature, the dense net of W2, updates pipelined. Each trainer keeps its 512 samples where trainers grow, and
-all rows together stay as many where tables grow. "hidden" is the width of both upper layers of a DLRM with
+all rows together stay as many where tables grow. "pooled" is the width of rows of which a sample has 16 a
+feature, "adagrad" of those that Adagrad updates. "hidden" is the width of both upper layers of a DLRM with
 2,048 samples a trainer; "peers" are trainers of a large net with 64 samples each; "rpc" and "sync" are
 workers by RPC and in synchronous steps, "gloo" trainers that share no memory. Other points change several
 things at once; what they cost is foretold by what the rest has cost.
@@ -50,6 +51,8 @@ VALUES = {
     "rows": (100_000, 1_000_000, 10_000_000, 50_000_000),
     "dim": (8, 16, 32, 64, 128),
     "hotness": (1, 4, 16, 64),
+    "pooled": (32, 128),
+    "adagrad": (16, 64),
     "hidden": (128, 512),
     "peers": (2, 8),
     "rpc": (2, 8),
@@ -104,6 +107,10 @@ def _change(dimension: str, value: int) -> dict[str, Any]:
             return {"table_rows": (_ROWS // value,) * value}
         case "rows":
             return {"table_rows": (value // _TABLES,) * _TABLES}
+        case "pooled":
+            return {"hotness": 16, "dim": value}
+        case "adagrad":
+            return {"optimizer": "adagrad", "dim": value}
         case "hidden":
             return {"trainer_batch": 2048, "dense": {"bottom_mlp": (64,), "top_mlp": (value, value)}}
         case "peers":

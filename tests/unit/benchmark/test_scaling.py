@@ -75,6 +75,7 @@ def test_each_point_grows_one_thing() -> None:
         }
         grown = {"rpc": ["workers"], "sync": ["workers"], "gloo": ["trainers", "hidden"]}
         grown["peers"] = ["trainers", "hidden", "samples"]
+        grown |= {"pooled": ["dim", "hotness"], "adagrad": ["dim"]}
         grown["hidden"] = ["hidden", "samples"]
         for name in grown.get(dimension, [dimension]):
             del same[name]
