@@ -9,6 +9,11 @@ from hybrid.config.sections import DTYPES
 from hybrid.topology import RoleKind
 
 AUTO = "auto"  # for --resume
+_PLAN = (
+    "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
+    "Roles, cluster.trainers and cluster.workers, are dealt to hosts in turn. Starts nothing. Data is read "
+    "where rows or ids depend on it: not for hashed columns of one id a sample, nor the built-in click log."
+)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -55,8 +60,10 @@ def _parser() -> argparse.ArgumentParser:
             _add_resume(role)
         else:
             role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
-    plan = commands.add_parser("plan", help="print which worker would hold which rows; starts nothing")
+    text = "print which worker would hold which rows, and the speed to expect; starts nothing"
+    plan = commands.add_parser("plan", help=text, description=_PLAN)
     _add_config(plan)
+    _add_plan_options(plan)
     evaluate = commands.add_parser(
         "evaluate",
         help="metrics of a trained model, in one process",
@@ -95,6 +102,32 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="SECTION.KEY=VALUE",
         help="override one key; may be repeated",
+    )
+
+
+def _add_plan_options(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--hosts", type=int, default=1, metavar="N", help="how many, all alike (default: 1)")
+    own = "(default: those of this machine)"
+    plan.add_argument("--cores", type=int, metavar="N", help=f"of a host {own}")
+    plan.add_argument("--memory", type=float, metavar="GIB", help="of a host (default: that of this machine)")
+    plan.add_argument(
+        "--network",
+        type=float,
+        default=10.0,
+        metavar="GBIT",
+        help="a second of a host, each way (default: 10)",
+    )
+    plan.add_argument(
+        "--ids",
+        type=float,
+        metavar="N",
+        help="mean ids of a sample in each sparse column; no files are read then (data.vocabulary = hash)",
+    )
+    plan.add_argument(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="what scripts/bench scaling has measured (default: costs that are in the package)",
     )
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -10,6 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml, validate
@@ -203,10 +206,22 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:
     config = _read_config(options)
+    for name in ("hosts", "cores", "memory", "network", "ids"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with _imports():
         from workers.offline.placement import print_plan
+        from workers.offline.planning.costs import MEASURED, Costs
+        from workers.offline.planning.forecast import Hosts
 
-    print_plan(config, cache_folder(config))
+    hosts = Hosts(
+        options.hosts,
+        options.cores or len(os.sched_getaffinity(0)),
+        options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
+        options.network * 1e9 / 8,
+    )
+    print_plan(config, cache_folder(config), hosts, Costs.read(options.costs or MEASURED), options.ids)
 
 
 def _evaluate(options: argparse.Namespace, started_at: float) -> None:

@@ -26,7 +26,12 @@ _MODULES = {
     "forms": "forms",
     "wide": "wide",
 }
-_DIMENSIONS = ("trainers", "workers", "tables", "rows", "dim", "hotness")
+# fmt: off
+_DIMENSIONS = (
+    "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "pooled", "adagrad", "hidden",
+    "peers", "rpc", "sync", "gloo",
+)
+# fmt: on
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     compare = _add(commands, "compare", "all systems on the same workloads (taken where no command is named)")
     _add_compare_options(compare)
     parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
-    scaling = _add(commands, "scaling", "cost of a sample as one thing grows at a time")
+    scaling = _add(
+        commands, "scaling", "cost of a sample as one thing grows; the costs that hybrid plan takes"
+    )
     _add_count(scaling, "--steps", 200, "timed steps of the base shape; larger ones take fewer")
     _add_names(scaling, "--dimensions", "dimension", _DIMENSIONS, "what grows,")
     surface = _add(commands, "surface", "shapes that nobody tuned for, beside one process and TorchRec")

@@ -48,10 +48,11 @@ def _ours(update: str, is_synchronous: bool, carrier: str = "socket") -> System:
 
 OURS_SYNC = _ours("sync", True)
 OURS_PIPELINED = _ours("pipelined", False)
+OURS_PIPELINED_RPC = _ours("pipelined", False, "rpc")
 _ALL = (
     OURS_SYNC,
     OURS_PIPELINED,
-    _ours("pipelined", False, "rpc"),
+    OURS_PIPELINED_RPC,
     _ours("async", False),
     System(
         "one-process",

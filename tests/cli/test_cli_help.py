@@ -78,12 +78,39 @@ def test_config_describes_every_key(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_plan_shows_every_table_and_worker(tiny: list[str], tmp_path: Path) -> None:
     said = output_of(["plan", *tiny, "--set", 'tables.C1.placement="row"'], tmp_path)
-    lines = [line.rstrip() for line in said.splitlines()]
-    tables = dict(re.findall(r"^(C\d+) .* +[\d.]+ (workers? [\d, ]+)$", "\n".join(lines), re.MULTILINE))
+    of_tables, of_workers, of_links, forecast = said.split("\n\n")
+    tables = dict(re.findall(r"(?m)^(C\d+) .* +[\d.]+ (workers? [\d, ]+?) *$", of_tables))
     assert set(tables) == {f"C{k}" for k in range(1, 27)}
     assert tables["C1"] == "workers 0, 1"
     assert tables["C2"] in ("worker 0", "worker 1")
-    assert max(map(len, lines)) <= 60
-    assert lines[-3].startswith("worker tables ")
-    assert [line[0] for line in lines[-2:]] == ["0", "1"]
+    assert max(len(line.rstrip()) for line in of_tables.splitlines()) <= 60
+    assert [line.split()[0] for line in of_workers.splitlines()] == ["worker", "0", "1"]
+    assert [line[:17] for line in of_links.splitlines()[1:]] == ["trainer -> worker", "worker -> trainer"]
+    assert [line.split()[0] for line in forecast.splitlines()[::2]] == ["memory", "samples/s", "alone,"]
     assert not (tmp_path / "runs").exists()
+
+
+TRILLION = ["plan", "--config", "configs/trillion.toml", "--hosts", "1000", "--memory", "64"]
+# Runs a command, and says what processor time, and memory in MiB, it took beyond what it imports.
+MEASURE = """
+import resource, sys, time
+from workers.cli import main
+import torch, torch.utils.flop_counter, torch._dynamo
+before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+main(sys.argv[1:])
+after = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("MEASURED", after[0] - before[0], (after[1] - before[1]) / 1024)
+"""
+
+
+def test_a_trillion_parameters_on_a_thousand_workers_are_planned_within_seconds() -> None:
+    cluster = settings(cluster={"trainers": 1000, "workers": 1000}, train={"batch_size": 2_048_000})
+    command = [sys.executable, "-c", MEASURE, *TRILLION, *cluster]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    *printed, measured = ended.stdout.splitlines()
+    assert sum("workers 0-999" in line for line in printed) == 26
+    assert "trainer -> worker        1,000,000" in ended.stdout
+    assert re.search(r"(?m)^limited by  (trainers|workers)' cores \(.*socket message \d\d%", ended.stdout)
+    seconds, mebibytes = map(float, measured.split()[1:])
+    assert seconds < 20
+    assert mebibytes < 200

@@ -63,6 +63,20 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
             "launch --resume . --config any.toml",
             "launch: --resume: goes on with the configuration of its run; use --set to change keys",
         ),
+        ("plan --hosts 0", "plan: --hosts = 0: must be more than 0, and finite"),
+        ("plan --hosts 5", "plan: --hosts = 5: must be at most the 4 trainers and workers"),
+        ("plan --cores -1", "plan: --cores = -1: must be more than 0, and finite"),
+        ("plan --memory nan", "plan: --memory = nan: must be more than 0, and finite"),
+        ("plan --network inf", "plan: --network = inf: must be more than 0, and finite"),
+        (
+            "plan --ids 3",
+            'plan: --ids = 3.0: is read where data.vocabulary is "hash" only: other tables have the rows of '
+            "their data",
+        ),
+        (
+            "plan --costs nowhere.toml",
+            "plan: --costs = 'nowhere.toml': cannot be read: No such file or directory",
+        ),
         ("evaluate .", "evaluate: .: there is no checkpoint here"),
         ("predict . --output p.csv", "predict: .: there is no checkpoint here"),
     ],

@@ -19,7 +19,6 @@ from benchmark.results import (
     split,
     summarise,
 )
-from benchmark.scaling import BASE, VALUES, Point
 from benchmark.tables import TextTable
 from benchmark.workloads import WORKLOADS
 
@@ -195,22 +194,3 @@ def test_a_job_comes_back_from_its_text(workload: Any, length: int | None) -> No
     text = job.to_text()
     assert Job.from_text(text) == job
     assert length is None or len(text) == length
-
-
-def test_each_point_of_scaling_grows_one_thing() -> None:
-    for dimension, values in VALUES.items():
-        for value in values:
-            workload = Point(dimension, value).workload
-            same = {
-                "trainers": workload.trainers == BASE.trainers,
-                "workers": workload.workers == BASE.workers,
-                "tables": len(workload.table_rows) == len(BASE.table_rows),
-                "rows": sum(workload.table_rows) == pytest.approx(sum(BASE.table_rows), rel=0.01),
-                "dim": workload.dim == BASE.dim,
-                "hotness": workload.hotness == BASE.hotness,
-            }
-            del same[dimension]
-            assert all(same.values()), (dimension, value, same)
-            assert workload.trainer_batch == BASE.trainer_batch
-    assert len(Point("tables", 1000).workload.table_rows) == 1000
-    assert sum(Point("rows", 50_000_000).workload.table_rows) == 50_000_000

@@ -1,16 +1,12 @@
 """From configuration to table specs, and the plan that the command line prints."""
 
-import re
-from pathlib import Path
-
 import pytest
 
-from hybrid.config import ClusterSection, DataSection, DenseSection, EmbeddingSection, RunConfig, TableSection
+from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TableSection
 from hybrid.embedding.spec import OptimizerSpec, Pooling
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.training.tables import place_tables, table_specs
-from workers.offline.placement import print_plan
 
 COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
 
@@ -89,18 +85,3 @@ def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> 
     tables, placement = place_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
-
-
-def test_the_plan_prints_every_table_and_every_worker(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
-    data = DataSection(synthetic_rows=500, synthetic_test_rows=100)
-    print_plan(RunConfig(data=data, cluster=ClusterSection(workers=2)), tmp_path)
-    printed = capsys.readouterr().out
-    of_tables, of_workers = printed.split("\n\n")
-    assert len(re.findall(r"(?m)^C\d+ .* worker [01]", of_tables)) == 26
-    by_worker = [line.split() for line in of_workers.splitlines()[1:]]
-    assert [cells[0] for cells in by_worker] == ["0", "1"]
-    assert sum(int(cells[1]) for cells in by_worker) == 26
-    assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000

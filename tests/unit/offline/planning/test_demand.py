@@ -1,0 +1,105 @@
+"""What a step asks for, from a configuration: messages, gradients, and what is divided among workers."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import pytest
+
+from hybrid.config import RunConfig
+from hybrid.input_spec import InputSpec
+from workers.offline.planning.demand import demand, messages, why_not_modelled
+
+Configured: TypeAlias = Callable[..., RunConfig]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({"update": "pipelined"}, (5, 3, 15)),
+        ({"update": "async"}, (5, 3, 15)),
+        ({"update": "sync"}, (10, 6, 30)),
+        ({"update": "pipelined", "micro_batches": 4}, (20, 12, 60)),
+    ],
+    ids=str,
+)
+def test_messages(configured: Configured, train: dict[str, object], expected: tuple[int, ...]) -> None:
+    config = configured(train=train, cluster={"trainers": 3, "workers": 5})
+    assert messages(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("update", "carrier", "term"),
+    [
+        ("pipelined", "socket", "socket_message"),
+        ("pipelined", "rpc", "rpc_message"),
+        ("sync", "socket", "rpc_message"),
+    ],
+)
+def test_who_carries_messages(
+    configured: Configured, spec: InputSpec, update: str, carrier: str, term: str
+) -> None:
+    config = configured(train={"update": update}, cluster={"carrier": carrier})
+    asked = demand(config, spec, {}, in_shared_memory=True)
+    for terms in (asked.trainer, asked.workers[0]):
+        assert [name for name, count in terms.items() if name.endswith("_message") and count] == [term]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "all_reduce", "in_shared_memory", "is_by_gloo"),
+    [(8, "auto", True, False), (9, "auto", True, True), (8, "auto", False, True), (8, "group", True, True)],
+)
+def test_how_gradients_meet(
+    configured: Configured,
+    spec: InputSpec,
+    trainers: int,
+    all_reduce: str,
+    in_shared_memory: bool,
+    is_by_gloo: bool,
+) -> None:
+    config = configured(cluster={"trainers": trainers}, dense={"all_reduce": all_reduce})
+    terms = demand(config, spec, {}, in_shared_memory=in_shared_memory).trainer
+    peers = trainers - 1
+    assert (terms["gloo_round"], terms["peer"]) == ((2 * peers, 0) if is_by_gloo else (0, peers))
+    assert bool(terms["gloo_byte"]) is is_by_gloo
+    assert bool(terms["peer_parameter"]) is not is_by_gloo
+
+
+def test_more_workers_share_the_rows_and_not_the_messages(configured: Configured, spec: InputSpec) -> None:
+    one, four = (
+        demand(configured(cluster={"workers": workers}), spec, {}, in_shared_memory=True)
+        for workers in (1, 4)
+    )
+    assert len(four.workers) == 4
+    for term in ("byte", "row", "value", "updated_value"):
+        assert sum(w[term] for w in four.workers) == pytest.approx(one.workers[0][term])
+    assert [w["socket_message"] for w in four.workers] == [2] * 4
+    assert (one.trainer["socket_message"], four.trainer["socket_message"]) == (1, 4)
+    assert one.trainer["byte"] == pytest.approx(four.trainer["byte"])
+
+
+def test_a_trainer_computes_its_share_of_the_batch(configured: Configured, spec: InputSpec) -> None:
+    one, four = (
+        demand(configured(cluster={"trainers": trainers}), spec, {}, in_shared_memory=True)
+        for trainers in (1, 4)
+    )
+    for term in ("sample", "flop", "value", "id"):
+        assert four.trainer[term] == pytest.approx(one.trainer[term] / 4)
+    assert four.trainer["parameter"] == one.trainer["parameter"] == four.dense.parameters
+
+
+@pytest.mark.parametrize(
+    ("dense", "reason"),
+    [
+        ({}, None),
+        ({"remote_mlp": (8,)}, "dense.remote_mlp is set"),
+        ({"parallel": "tensor"}, "dense.parallel is tensor"),
+        ({"device": "cuda:1"}, "dense.device is cuda:1"),
+    ],
+    ids=str,
+)
+def test_what_has_no_costs_is_counted_without_its_net(
+    configured: Configured, spec: InputSpec, dense: dict[str, object], reason: str | None
+) -> None:
+    config = configured(dense=dense)
+    assert why_not_modelled(config) == reason
+    assert bool(demand(config, spec, {}, in_shared_memory=True).trainer["flop"]) is (reason is None)

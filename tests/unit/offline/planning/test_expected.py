@@ -1,0 +1,61 @@
+"""Which columns are known without reading anything."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from hybrid.config import RunConfig
+from hybrid.data.synthetic import TABLE_ROWS
+from hybrid.errors import ConfigError, DataError
+from workers.offline.planning.expected import expected_data
+
+HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash", "hash_rows": 77}
+Configured: TypeAlias = Callable[..., RunConfig]
+
+
+def test_the_click_log_is_not_made(configured: Configured, tmp_path: Path) -> None:
+    spec, means = expected_data(configured(), tmp_path)
+    assert [f.num_rows for f in spec.sparse_features] == list(TABLE_ROWS)
+    assert means == {}
+    assert not list(tmp_path.iterdir())
+
+
+def test_hashed_columns_of_one_id_need_no_file(configured: Configured, tmp_path: Path) -> None:
+    spec, means = expected_data(configured(data=HASHED | {"format": "criteo"}), tmp_path)
+    assert (len(spec.dense_features), len(spec.sparse_features)) == (13, 26)
+    assert {(f.num_rows, f.multi_hot) for f in spec.sparse_features} == {(77, False)}
+    csv = HASHED | {"format": "csv", "sparse": ("a", "b"), "dense": ("x",)}
+    spec, means = expected_data(configured(data=csv), tmp_path)
+    assert [f.name for f in spec.sparse_features] == ["a", "b"]
+    assert means == {}
+
+
+def test_said_ids_make_columns_multi_hot(configured: Configured, tmp_path: Path) -> None:
+    parquet = HASHED | {"format": "parquet", "sparse": ("a", "b")}
+    spec, means = expected_data(configured(data=parquet), tmp_path, 2.5)
+    assert all(f.multi_hot for f in spec.sparse_features)
+    assert means == {"a": 2.5, "b": 2.5}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HASHED | {"format": "parquet", "sparse": ("a",)},
+        HASHED | {"format": "csv", "sparse": ("a",), "multi_hot_separator": "|"},
+        {"format": "criteo", "path": ("no.tsv",)},
+    ],
+    ids=["parquet", "separator", "vocabulary"],
+)
+def test_what_only_files_tell_is_read(configured: Configured, data: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
+        expected_data(configured(data=data), tmp_path)
+
+
+@pytest.mark.parametrize("data", [{}, {"format": "criteo", "path": ("no.tsv",)}], ids=["synthetic", "built"])
+def test_ids_are_said_of_hashed_columns_alone(
+    configured: Configured, data: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"^--ids = 2.0: is read where data.vocabulary is \"hash\" only"):
+        expected_data(configured(data=data), tmp_path, 2.0)

@@ -1,0 +1,156 @@
+"""What a step asks of each role: how often each thing is done that costs processor time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from hybrid.config import ClusterSection, RunConfig
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.traffic import Traffic, traffic
+from hybrid.input_spec import InputSpec
+from hybrid.training.shared_sum import MOST_TRAINERS
+from hybrid.training.tables import place_tables
+from workers.offline.planning.dense import DenseWork, dense_work
+
+Terms: TypeAlias = Mapping[str, float]
+
+BYTES_PER_GRADIENT = 4
+# A message is one there and back. A peer is another trainer that shares memory; gloo joins those that do not.
+TRAINER_TERMS = (
+    "step", "socket_message", "rpc_message", "byte", "sample", "id", "value", "flop", "parameter",
+    "peer", "peer_parameter", "gloo_round", "gloo_byte",
+)  # fmt: skip
+WORKER_TERMS = ("step", "socket_message", "rpc_message", "byte", "row", "value", "updated_value")
+
+
+class Messages(NamedTuple):
+    """How many messages a step takes, there and back: of a trainer, of a worker, and of all together."""
+
+    of_trainer: int
+    of_worker: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A step of a cluster.
+
+    Attributes:
+        config: of the run.
+        tables, placement: what its workers hold.
+        trainer: terms of a trainer's step.
+        workers: terms of each worker's step.
+        traffic: between a trainer and each worker.
+        dense: the net of each trainer.
+    """
+
+    config: RunConfig
+    tables: tuple[TableSpec, ...]
+    placement: Placement
+    trainer: Terms
+    workers: tuple[Terms, ...]
+    traffic: Traffic
+    dense: DenseWork
+
+    @property
+    def cluster(self) -> ClusterSection:
+        return self.config.cluster
+
+
+def messages(config: RunConfig) -> Messages:
+    """One message for each trainer and worker, each time: in ``sync``, gradients do not go with ids."""
+    trainers, workers = config.cluster.trainers, config.cluster.workers
+    times = config.train.micro_batches * (2 if config.train.update == "sync" else 1)
+    return Messages(workers * times, trainers * times, trainers * workers * times)
+
+
+def why_not_modelled(config: RunConfig) -> str | None:
+    """What of a configuration no costs have been measured of; None where there is nothing."""
+    dense = config.dense
+    if dense.parallel != "none":
+        return f"dense.parallel is {dense.parallel}"
+    if dense.remote_mlp:
+        return "dense.remote_mlp is set"
+    if dense.device not in ("auto", "cpu"):
+        return f"dense.device is {dense.device}"
+    return None
+
+
+def demand(
+    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], *, in_shared_memory: bool
+) -> Demand:
+    """The demand of a configuration.
+
+    Args:
+        ids_per_sample: mean number of ids of each multi-hot feature.
+        in_shared_memory: whether all trainers are on one host.
+    """
+    cluster, parts = config.cluster, config.train.micro_batches
+    tables, placement = place_tables(config, input_spec, ids_per_sample)
+    width_of = {feature: table.dim for table in tables for feature in table.features}
+    widths = [width_of[feature.name] for feature in input_spec.sparse_features]
+    dense = DenseWork(0.0, 0) if why_not_modelled(config) else dense_work(config, input_spec, widths)
+    samples = config.train.batch_size / cluster.trainers
+    moved = traffic(
+        tables,
+        placement,
+        ids_per_sample,
+        samples / parts,
+        cluster.trainers,
+        2 if config.embedding.wire_dtype == "bfloat16" else None,
+    )
+    return Demand(
+        config,
+        tables,
+        placement,
+        _of_trainer(config, samples, moved, dense, in_shared_memory),
+        _of_workers(config, moved),
+        moved,
+        dense,
+    )
+
+
+def _message(config: RunConfig) -> str:
+    by_socket = config.train.update != "sync" and config.cluster.carrier == "socket"
+    return "socket_message" if by_socket else "rpc_message"
+
+
+def _of_trainer(
+    config: RunConfig, samples: float, moved: Traffic, dense: DenseWork, in_shared_memory: bool
+) -> Terms:
+    trainers, parts = config.cluster.trainers, config.train.micro_batches
+    terms = dict.fromkeys(TRAINER_TERMS, 0.0) | {
+        "step": 1.0,
+        _message(config): messages(config).of_trainer,
+        "byte": parts * float(moved.up_bytes_W.sum() + moved.down_bytes_W.sum()),
+        "sample": samples,
+        "id": parts * moved.ids,
+        "value": parts * moved.values,
+        "flop": samples * dense.flops,
+        "parameter": dense.parameters,
+    }
+    peers = trainers - 1
+    if in_shared_memory and config.dense.all_reduce == "auto" and trainers <= MOST_TRAINERS:
+        return terms | {"peer": peers, "peer_parameter": peers * dense.parameters}
+    return terms | {"gloo_round": 2 * peers, "gloo_byte": gradient_bytes(trainers, dense)}
+
+
+def gradient_bytes(trainers: int, dense: DenseWork) -> float:
+    """What a trainer sends in the ring by which gloo adds up gradients; it receives as much."""
+    return 2 * (trainers - 1) / trainers * dense.parameters * BYTES_PER_GRADIENT
+
+
+def _of_workers(config: RunConfig, moved: Traffic) -> tuple[Terms, ...]:
+    trainers, parts = config.cluster.trainers, config.train.micro_batches
+    bytes_W = trainers * (moved.up_bytes_W + moved.down_bytes_W)
+    common = dict.fromkeys(WORKER_TERMS, 0.0) | {"step": 1.0, _message(config): messages(config).of_worker}
+    return tuple(
+        common
+        | {"byte": parts * num_bytes, "row": parts * read, "value": parts * values, "updated_value": updated}
+        for num_bytes, read, values, updated in np.stack(
+            (bytes_W, moved.rows_W, moved.values_W, moved.updated_W), axis=1
+        ).tolist()
+    )
