@@ -21,11 +21,18 @@ from typing import Any
 from torch import Tensor
 
 from hybrid.answer import Watched
+from hybrid.config import RunConfig
 from hybrid.wire import calls
 from hybrid.wire.all_to_all import Packet, all_to_all
 from hybrid.wire.pending import PendingTensors
 from hybrid.wire.shared_memory import SharedMemory
 from hybrid.wire.stubs import RemoteTables
+
+
+def may_combine(config: RunConfig) -> bool:
+    """Whether the trainers of a run take the same rounds, and may ask together."""
+    in_step = config.train.update != "sync" and config.dense.ddp != "none"
+    return in_step and config.cluster.combine != "off"
 
 
 def pays(num_trainers: int, num_workers: int) -> bool:

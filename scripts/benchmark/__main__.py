@@ -29,7 +29,7 @@ _MODULES = {
 # fmt: off
 _DIMENSIONS = (
     "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "pooled", "adagrad", "hidden",
-    "peers", "rpc", "sync", "gloo",
+    "peers", "rpc", "sync", "gloo", "alone", "together",
 )
 # fmt: on
 

@@ -34,7 +34,7 @@ def _asked(trainers: int, workers: int, hosts: int, carrier: str) -> Demand:
     cluster = {"trainers": trainers, "workers": workers, "carrier": carrier}
     overrides = [f"cluster.{key}={value}" for key, value in cluster.items()]
     config = load_config(CONFIG, [*overrides, f"train.batch_size={SAMPLES * trainers}"])
-    return demand(config, *expected_data(config, Path()), in_shared_memory=hosts == 1)
+    return demand(config, *expected_data(config, Path()), hosts=hosts)
 
 
 def _forecast(asked: Demand, costs: Costs, hosts: int) -> Forecast:
@@ -61,7 +61,7 @@ def _clusters(costs: Costs) -> TextTable:
             (
                 f"{workers:,}, {trainers:,}, {hosts:,}",
                 f"{found.worker_bytes / 2**30:,.1f}",
-                f"{messages(asked.config).total:,}",
+                f"{messages(asked.config, hosts).total:,}",
                 f"{found.links['host -> host'].most_bytes / 2**20:,.0f}",
                 f"{found.step_seconds * 1e3:,.0f}",
                 f"{found.samples_per_second:,.0f}",
@@ -81,7 +81,9 @@ def _limit(found: Forecast) -> str:
 def _message(costs: Costs) -> TextTable:
     table = TextTable("A message of a step, ms of processor time", ("by", "trainer", "worker", "both"))
     for carrier, name in _CARRIERS.items():
-        each = [costs.trainer_seconds[f"{carrier}_message"], costs.worker_seconds[f"{carrier}_message"]]
+        # What a worker does for a trainer that has spoken, whoever has carried it.
+        of_worker = costs.worker_seconds[f"{carrier}_message"] + costs.worker_seconds["part"]
+        each = [costs.trainer_seconds[f"{carrier}_message"], of_worker]
         table.rows.append((name, *(f"{seconds * 1e3:.2f}" for seconds in (*each, sum(each)))))
     return table
 
@@ -114,10 +116,12 @@ def _growing(costs: Costs) -> TextTable:
 
 def _without_messages(costs: Costs) -> Costs:
     free = {f"{carrier}_message": 0.0 for carrier in _CARRIERS}
-    trainer, worker = {**costs.trainer_seconds, **free}, {**costs.worker_seconds, **free}
+    trainer, worker = {**costs.trainer_seconds, **free}, {**costs.worker_seconds, **free, "part": 0.0}
     return dataclasses.replace(costs, trainer_seconds=trainer, worker_seconds=worker)
 
 
 def _share(coefficients: Terms, terms: Terms, carrier: str) -> float:
-    term = f"{carrier}_message"
-    return coefficients[term] * terms[term] / cost(coefficients, terms)
+    names = (f"{carrier}_message", "part")
+    return sum(coefficients[name] * terms[name] for name in names if name in terms) / cost(
+        coefficients, terms
+    )

@@ -5,8 +5,9 @@ feature, the dense net of W2, updates pipelined. Each trainer keeps its 512 samp
 all rows together stay as many where tables grow. "pooled" is the width of rows of which a sample has 16 a
 feature, "adagrad" of those that Adagrad updates. "hidden" is the width of both upper layers of a DLRM with
 2,048 samples a trainer; "peers" are trainers of a large net with 64 samples each; "rpc" and "sync" are
-workers by RPC and in synchronous steps, "gloo" trainers that share no memory. Other points change several
-things at once; what they cost is foretold by what the rest has cost.
+workers by RPC and in synchronous steps, "gloo" trainers that share no memory. "alone" and "together" are as
+many trainers as workers, that ask each by itself and for each other. Other points change several things at
+once; what they cost is foretold by what the rest has cost.
 """
 
 import argparse
@@ -58,8 +59,11 @@ VALUES = {
     "rpc": (2, 8),
     "sync": (2, 8),
     "gloo": (2, 4, 8),
+    "alone": (4, 8),
+    "together": (2, 4, 8),
 }
 _SYSTEMS = {"rpc": OURS_PIPELINED_RPC, "sync": OURS_SYNC}
+_COMBINE = {"alone": "off", "together": "on"}
 COSTS = "costs.toml"
 _WARM_UP_STEPS = 20  # all batches once
 _LEAST_STEPS = 20
@@ -71,6 +75,7 @@ class Point:
 
     workload: Workload
     system: System = OURS_PIPELINED
+    combine: str = "auto"
 
     @property
     def config(self) -> RunConfig:
@@ -80,7 +85,7 @@ class Point:
         carrier = "rpc" if self.system is OURS_PIPELINED_RPC else "socket"
         return config.replace(
             train=dataclasses.replace(config.train, batch_size=self.workload.global_batch, update=update),
-            cluster=dataclasses.replace(config.cluster, carrier=carrier),
+            cluster=dataclasses.replace(config.cluster, carrier=carrier, combine=self.combine),
         )
 
     @property
@@ -88,15 +93,15 @@ class Point:
         """What a step of it asks for."""
         w = self.workload
         ids = {f.name: float(w.hotness) for f in w.input_spec.sparse_features if f.multi_hot}
-        return demand(self.config, w.input_spec, ids, in_shared_memory=True)
+        return demand(self.config, w.input_spec, ids, hosts=1)
 
 
 def point(dimension: str, value: int) -> Point:
     """The base shape with one thing grown."""
     workload = dataclasses.replace(BASE, **_change(dimension, value))
-    if workload != BASE or dimension in _SYSTEMS:
+    if workload != BASE or dimension in (*_SYSTEMS, *_COMBINE):
         workload = dataclasses.replace(workload, name=f"{dimension} {value:,}")
-    return Point(workload, _SYSTEMS.get(dimension, OURS_PIPELINED))
+    return Point(workload, _SYSTEMS.get(dimension, OURS_PIPELINED), _COMBINE.get(dimension, "auto"))
 
 
 def _change(dimension: str, value: int) -> dict[str, Any]:
@@ -123,6 +128,8 @@ def _change(dimension: str, value: int) -> dict[str, Any]:
             return {"workers": value}
         case "gloo":
             return {"trainers": value, "dense": {**BASE.dense, "all_reduce": "group"}}
+        case "alone" | "together":
+            return {"trainers": value, "workers": value}
         case _:
             return {dimension: value}
 
@@ -201,7 +208,7 @@ def _tasks(points: Sequence[Point], demands: Mapping[str, Demand], base_steps: i
     tasks = []
     for p in points:
         steps = max(_LEAST_STEPS, round(base_steps * min(1.0, base / seconds[p.workload.name])))
-        tasks.append(Task(p.system, Job(p.workload, _WARM_UP_STEPS, steps), p.workload.config()))
+        tasks.append(Task(p.system, Job(p.workload, _WARM_UP_STEPS, steps), p.config))
     random.Random(0).shuffle(tasks)
     return tasks
 

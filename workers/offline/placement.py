@@ -33,7 +33,7 @@ def print_plan(
         ConfigError: there are more hosts than roles, or as from :func:`expected_data`.
     """
     data = expected_data(config, cache, ids_per_sample)
-    asked = demand(config, *data, in_shared_memory=hosts.count == 1)
+    asked = demand(config, *data, hosts=hosts.count)
     expected = forecast(asked, costs, hosts)
     console = Console()
     parts: list[Table | str] = [

@@ -34,7 +34,7 @@ from hybrid.training.guard import Guard
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
 from hybrid.wire import RemoteHosted
-from hybrid.wire.combining import Combining, pays
+from hybrid.wire.combining import Combining, may_combine, pays
 from hybrid.wire.shared_memory import SharedMemory
 from workers.session.job import Job, Report
 
@@ -219,8 +219,7 @@ class Trainer:
     def _sources(self, job: Job) -> Mapping[int, TableSource]:
         """Who answers for each worker's tables: it, or the trainers of this host together."""
         config, tables = self._config, list(job.remote_tables.values())
-        in_step = job.rules.mode is not UpdateMode.SYNC and config.dense.ddp != DdpMode.NONE
-        if config.cluster.combine == "off" or not in_step or dist.get_backend(self._group) != "gloo":
+        if not may_combine(config) or dist.get_backend(self._group) != "gloo":
             return job.remote_tables
         timeout_seconds = config.cluster.rpc_timeout_seconds
         memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)

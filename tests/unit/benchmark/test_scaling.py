@@ -76,7 +76,8 @@ def test_each_point_grows_one_thing() -> None:
         grown = {"rpc": ["workers"], "sync": ["workers"], "gloo": ["trainers", "hidden"]}
         grown["peers"] = ["trainers", "hidden", "samples"]
         grown |= {"pooled": ["dim", "hotness"], "adagrad": ["dim"]}
-        grown["hidden"] = ["hidden", "samples"]
+        grown |= {"hidden": ["hidden", "samples"]}
+        grown |= {name: ["trainers", "workers"] for name in ("alone", "together")}
         for name in grown.get(dimension, [dimension]):
             del same[name]
         assert all(same.values()), (dimension, value, same)

@@ -81,7 +81,7 @@ def test_memory(planned: Planned, hosts: Hosts, line: str) -> None:
     ("trainers", "workers", "network", "limit"),
     [
         (1, 8, math.inf, r"trainers' cores \([\w ]+ \d+%, [\w ]+ \d+%, [\w ]+ \d+%\)"),
-        (64, 1, math.inf, r"workers' cores \(socket message \d\d%, [\w ]+ \d+%, [\w ]+ \d+%\)"),
+        (64, 1, math.inf, r"workers' cores \((?:part|socket message) \d\d%, [\w ]+ \d+%, [\w ]+ \d+%\)"),
         (2, 2, 1e6, "network of a host"),
     ],
     ids=["trainers", "workers", "network"],

@@ -1,5 +1,6 @@
 """What a step asks of each role: how often each thing is done that costs processor time."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -11,27 +12,34 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import TableSpec
 from hybrid.embedding.traffic import Traffic, traffic
 from hybrid.input_spec import InputSpec
-from hybrid.training.shared_sum import MOST_TRAINERS
 from hybrid.training.tables import place_tables
+from hybrid.wire.combining import may_combine, pays
+from hybrid.wire.shared_memory import MOST_MEMBERS
 from workers.offline.planning.dense import DenseWork, dense_work
 
 Terms: TypeAlias = Mapping[str, float]
 
 BYTES_PER_GRADIENT = 4
-# A message is one there and back. A peer is another trainer that shares memory; gloo joins those that do not.
+# A message is one there and back, of one trainer's part or of several. A peer is another trainer that shares
+# memory; gloo joins those that do not. What trainers hand each other, to ask together, is handed.
 TRAINER_TERMS = (
     "step", "socket_message", "rpc_message", "byte", "sample", "id", "value", "flop", "parameter",
-    "peer", "peer_parameter", "gloo_round", "gloo_byte",
+    "peer", "peer_parameter", "gloo_round", "gloo_byte", "handed_part", "handed_byte", "handed_peer",
 )  # fmt: skip
-WORKER_TERMS = ("step", "socket_message", "rpc_message", "byte", "row", "value", "updated_value")
+WORKER_TERMS = ("step", "socket_message", "rpc_message", "part", "byte", "row", "value", "updated_value")
 
 
 class Messages(NamedTuple):
-    """How many messages a step takes, there and back: of a trainer, of a worker, and of all together."""
+    """How many messages a step takes, there and back: of a trainer, of a worker, and of all together.
 
-    of_trainer: int
-    of_worker: int
+    Attributes:
+        together: how many trainers ask together; 1 where each asks alone.
+    """
+
+    of_trainer: float
+    of_worker: float
     total: int
+    together: int
 
 
 @dataclass(frozen=True)
@@ -60,11 +68,18 @@ class Demand:
         return self.config.cluster
 
 
-def messages(config: RunConfig) -> Messages:
-    """One message for each trainer and worker, each time: in ``sync``, gradients do not go with ids."""
+def messages(config: RunConfig, hosts: int) -> Messages:
+    """One message for each worker and trainer, or group of trainers of one host that ask together, each time.
+
+    In ``sync``, gradients do not go with ids.
+    """
     trainers, workers = config.cluster.trainers, config.cluster.workers
     times = config.train.micro_batches * (2 if config.train.update == "sync" else 1)
-    return Messages(workers * times, trainers * times, trainers * workers * times)
+    together = min(MOST_MEMBERS, math.ceil(trainers / hosts))
+    if not (may_combine(config) and (config.cluster.combine == "on" or pays(together, workers))):
+        together = 1
+    groups = math.ceil(trainers / together)
+    return Messages(workers * groups / trainers * times, groups * times, groups * workers * times, together)
 
 
 def why_not_modelled(config: RunConfig) -> str | None:
@@ -80,13 +95,13 @@ def why_not_modelled(config: RunConfig) -> str | None:
 
 
 def demand(
-    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], *, in_shared_memory: bool
+    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float], *, hosts: int
 ) -> Demand:
     """The demand of a configuration.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature.
-        in_shared_memory: whether all trainers are on one host.
+        hosts: over which trainers are spread evenly.
     """
     cluster, parts = config.cluster, config.train.micro_batches
     tables, placement = place_tables(config, input_spec, ids_per_sample)
@@ -106,8 +121,8 @@ def demand(
         config,
         tables,
         placement,
-        _of_trainer(config, samples, moved, dense, in_shared_memory),
-        _of_workers(config, moved),
+        _of_trainer(config, samples, moved, dense, hosts),
+        _of_workers(config, moved, hosts),
         moved,
         dense,
     )
@@ -118,22 +133,26 @@ def _message(config: RunConfig) -> str:
     return "socket_message" if by_socket else "rpc_message"
 
 
-def _of_trainer(
-    config: RunConfig, samples: float, moved: Traffic, dense: DenseWork, in_shared_memory: bool
-) -> Terms:
+def _of_trainer(config: RunConfig, samples: float, moved: Traffic, dense: DenseWork, hosts: int) -> Terms:
     trainers, parts = config.cluster.trainers, config.train.micro_batches
+    sent = messages(config, hosts)
+    num_bytes = parts * float(moved.up_bytes_W.sum() + moved.down_bytes_W.sum())
+    others = sent.together - 1
     terms = dict.fromkeys(TRAINER_TERMS, 0.0) | {
         "step": 1.0,
-        _message(config): messages(config).of_trainer,
-        "byte": parts * float(moved.up_bytes_W.sum() + moved.down_bytes_W.sum()),
+        _message(config): sent.of_trainer,
+        "byte": num_bytes,
         "sample": samples,
         "id": parts * moved.ids,
         "value": parts * moved.values,
         "flop": samples * dense.flops,
         "parameter": dense.parameters,
+        "handed_part": parts * config.cluster.workers * others / sent.together,
+        "handed_byte": num_bytes * others / sent.together,
+        "handed_peer": 2 * parts * others,
     }
     peers = trainers - 1
-    if in_shared_memory and config.dense.all_reduce == "auto" and trainers <= MOST_TRAINERS:
+    if hosts == 1 and config.dense.all_reduce == "auto" and trainers <= MOST_MEMBERS:
         return terms | {"peer": peers, "peer_parameter": peers * dense.parameters}
     return terms | {"gloo_round": 2 * peers, "gloo_byte": gradient_bytes(trainers, dense)}
 
@@ -143,10 +162,14 @@ def gradient_bytes(trainers: int, dense: DenseWork) -> float:
     return 2 * (trainers - 1) / trainers * dense.parameters * BYTES_PER_GRADIENT
 
 
-def _of_workers(config: RunConfig, moved: Traffic) -> tuple[Terms, ...]:
+def _of_workers(config: RunConfig, moved: Traffic, hosts: int) -> tuple[Terms, ...]:
     trainers, parts = config.cluster.trainers, config.train.micro_batches
     bytes_W = trainers * (moved.up_bytes_W + moved.down_bytes_W)
-    common = dict.fromkeys(WORKER_TERMS, 0.0) | {"step": 1.0, _message(config): messages(config).of_worker}
+    common = dict.fromkeys(WORKER_TERMS, 0.0) | {
+        "step": 1.0,
+        _message(config): messages(config, hosts).of_worker,
+        "part": trainers * parts,
+    }
     return tuple(
         common
         | {"byte": parts * num_bytes, "row": parts * read, "value": parts * values, "updated_value": updated}

@@ -118,7 +118,7 @@ def forecast(demand: Demand, costs: Costs, hosts: Hosts) -> Forecast:
     step_seconds = max(shared, alone) / costs.busy
     trainer_bytes, bytes_W = _memory(demand, costs)
     return Forecast(
-        links=_links(demand) | ({"host -> host": crossing} if hosts.count > 1 else {}),
+        links=_links(demand, hosts.count) | ({"host -> host": crossing} if hosts.count > 1 else {}),
         trainer_bytes=trainer_bytes,
         worker_bytes=float(bytes_W.max()),
         host_bytes=float((trainer_bytes * dealt.trainers_H + dealt.of_workers(bytes_W)).max()),
@@ -130,9 +130,9 @@ def forecast(demand: Demand, costs: Costs, hosts: Hosts) -> Forecast:
     )
 
 
-def _links(demand: Demand) -> dict[str, Link]:
+def _links(demand: Demand, hosts: int) -> dict[str, Link]:
     trainers, parts = demand.cluster.trainers, demand.config.train.micro_batches
-    count = messages(demand.config).total
+    count = messages(demand.config, hosts).total
     up, down_W = parts * float(demand.traffic.up_bytes_W.sum()), parts * demand.traffic.down_bytes_W
     links = {
         "trainer -> worker": Link(count, trainers * up, up),
@@ -158,7 +158,7 @@ def _between_hosts(
     workers_H = dealt.of_workers(np.ones(dealt.workers))
     share = 1 - float(dealt.trainers_H @ workers_H) / (dealt.trainers * dealt.workers)
     rounds = int(dealt.trainers * demand.trainer["gloo_round"]) if dealt.hosts > 1 else 0
-    count = round(2 * share * messages(demand.config).total) + rounds
+    count = round(2 * share * messages(demand.config, dealt.hosts).total) + rounds
     return out_H, in_H, Link(count, float(out_H.sum()), float(out_H.max()))
 
 

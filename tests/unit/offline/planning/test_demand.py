@@ -15,16 +15,39 @@ Configured: TypeAlias = Callable[..., RunConfig]
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        ({"update": "pipelined"}, (5, 3, 15)),
-        ({"update": "async"}, (5, 3, 15)),
-        ({"update": "sync"}, (10, 6, 30)),
-        ({"update": "pipelined", "micro_batches": 4}, (20, 12, 60)),
+        ({"update": "pipelined"}, (5, 3, 15, 1)),
+        ({"update": "async"}, (5, 3, 15, 1)),
+        ({"update": "sync"}, (10, 6, 30, 1)),
+        ({"update": "pipelined", "micro_batches": 4}, (20, 12, 60, 1)),
     ],
     ids=str,
 )
-def test_messages(configured: Configured, train: dict[str, object], expected: tuple[int, ...]) -> None:
-    config = configured(train=train, cluster={"trainers": 3, "workers": 5})
-    assert messages(config) == expected
+def test_messages_of_trainers_that_ask_alone(
+    configured: Configured, train: dict[str, object], expected: tuple[int, ...]
+) -> None:
+    config = configured(train=train, cluster={"trainers": 3, "workers": 5, "combine": "off"})
+    assert messages(config, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("trainers", "hosts", "expected"),
+    [
+        (8, 1, (1, 1, 8, 8)),
+        (8, 2, (2, 2, 16, 4)),
+        (8, 8, (8, 8, 64, 1)),
+        (20, 1, (8 * 3 / 20, 3, 24, 8)),
+    ],
+)
+def test_messages_of_trainers_that_ask_together(
+    configured: Configured, trainers: int, hosts: int, expected: tuple[float, ...]
+) -> None:
+    cluster = {"trainers": trainers, "workers": 8, "combine": "on"}
+    assert messages(configured(train={"update": "pipelined"}, cluster=cluster), hosts) == expected
+
+
+def test_nobody_asks_together_in_synchronous_steps(configured: Configured) -> None:
+    cluster = {"trainers": 8, "workers": 8, "combine": "on"}
+    assert messages(configured(train={"update": "sync"}, cluster=cluster), 1) == (16, 16, 128, 1)
 
 
 @pytest.mark.parametrize(
@@ -39,25 +62,25 @@ def test_who_carries_messages(
     configured: Configured, spec: InputSpec, update: str, carrier: str, term: str
 ) -> None:
     config = configured(train={"update": update}, cluster={"carrier": carrier})
-    asked = demand(config, spec, {}, in_shared_memory=True)
+    asked = demand(config, spec, {}, hosts=1)
     for terms in (asked.trainer, asked.workers[0]):
         assert [name for name, count in terms.items() if name.endswith("_message") and count] == [term]
 
 
 @pytest.mark.parametrize(
-    ("trainers", "all_reduce", "in_shared_memory", "is_by_gloo"),
-    [(8, "auto", True, False), (9, "auto", True, True), (8, "auto", False, True), (8, "group", True, True)],
+    ("trainers", "all_reduce", "hosts", "is_by_gloo"),
+    [(8, "auto", 1, False), (9, "auto", 1, True), (8, "auto", 2, True), (8, "group", 1, True)],
 )
 def test_how_gradients_meet(
     configured: Configured,
     spec: InputSpec,
     trainers: int,
     all_reduce: str,
-    in_shared_memory: bool,
+    hosts: int,
     is_by_gloo: bool,
 ) -> None:
     config = configured(cluster={"trainers": trainers}, dense={"all_reduce": all_reduce})
-    terms = demand(config, spec, {}, in_shared_memory=in_shared_memory).trainer
+    terms = demand(config, spec, {}, hosts=hosts).trainer
     peers = trainers - 1
     assert (terms["gloo_round"], terms["peer"]) == ((2 * peers, 0) if is_by_gloo else (0, peers))
     assert bool(terms["gloo_byte"]) is is_by_gloo
@@ -65,10 +88,7 @@ def test_how_gradients_meet(
 
 
 def test_more_workers_share_the_rows_and_not_the_messages(configured: Configured, spec: InputSpec) -> None:
-    one, four = (
-        demand(configured(cluster={"workers": workers}), spec, {}, in_shared_memory=True)
-        for workers in (1, 4)
-    )
+    one, four = (demand(configured(cluster={"workers": workers}), spec, {}, hosts=1) for workers in (1, 4))
     assert len(four.workers) == 4
     for term in ("byte", "row", "value", "updated_value"):
         assert sum(w[term] for w in four.workers) == pytest.approx(one.workers[0][term])
@@ -78,10 +98,7 @@ def test_more_workers_share_the_rows_and_not_the_messages(configured: Configured
 
 
 def test_a_trainer_computes_its_share_of_the_batch(configured: Configured, spec: InputSpec) -> None:
-    one, four = (
-        demand(configured(cluster={"trainers": trainers}), spec, {}, in_shared_memory=True)
-        for trainers in (1, 4)
-    )
+    one, four = (demand(configured(cluster={"trainers": trainers}), spec, {}, hosts=1) for trainers in (1, 4))
     for term in ("sample", "flop", "value", "id"):
         assert four.trainer[term] == pytest.approx(one.trainer[term] / 4)
     assert four.trainer["parameter"] == one.trainer["parameter"] == four.dense.parameters
@@ -102,4 +119,4 @@ def test_what_has_no_costs_is_counted_without_its_net(
 ) -> None:
     config = configured(dense=dense)
     assert why_not_modelled(config) == reason
-    assert bool(demand(config, spec, {}, in_shared_memory=True).trainer["flop"]) is (reason is None)
+    assert bool(demand(config, spec, {}, hosts=1).trainer["flop"]) is (reason is None)

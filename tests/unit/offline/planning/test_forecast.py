@@ -28,7 +28,7 @@ def asked(configured: Configured, spec: InputSpec) -> Callable[..., Demand]:
 
     def build(update: str = "pipelined", count: int = 1) -> Demand:
         config = configured(train={"update": update}, cluster={"trainers": 2, "workers": 3})
-        return demand(config, spec, {}, in_shared_memory=count == 1)
+        return demand(config, spec, {}, hosts=count)
 
     return build
 
