@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmark.durations import PRODUCTS, ROUNDS, TIMED_STEPS
+from benchmark.durations import PRODUCTS, ROUNDS, TIMED_STEPS, USUAL_PRODUCTS
 from benchmark.systems import SYSTEMS
 from hybrid.errors import HybridError
 
@@ -110,7 +110,8 @@ def _add(
 def _add_compare_options(compare: argparse.ArgumentParser) -> None:
     _add_names(compare, "--workloads", "workload", TIMED_STEPS, "some")
     _add_names(compare, "--systems", "system", SYSTEMS, "some")
-    _add_names(compare, "--products", "library", PRODUCTS, "whose matrix products dense nets take, some")
+    text = "the matrix products of dense nets, by a library or in bfloat16, some"
+    _add_names(compare, "--products", "products", PRODUCTS, text, USUAL_PRODUCTS)
     steps = ", ".join(f"{count} of {name}" for name, count in TIMED_STEPS.items())
     compare.add_argument("--quick", action="store_true", help="one short round, within six minutes")
     compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
@@ -136,15 +137,20 @@ def _count(text: str) -> int:
 
 
 def _add_names(
-    command: argparse.ArgumentParser, option: str, what: str, known: Collection[str], text: str
+    command: argparse.ArgumentParser,
+    option: str,
+    what: str,
+    known: Collection[str],
+    text: str,
+    usual: Collection[str] = (),
 ) -> None:
-    """An option that takes some of the names of what is known; all where it is left out."""
+    """An option that takes some of the names of what is known; the usual or else all where it is left out."""
     command.add_argument(
         option,
         type=_names(what, known),
-        default=list(known),
+        default=list(usual or known),
         metavar="NAMES",
-        help=f"{text} of {','.join(known)} (default: all)",
+        help=f"{text} of {','.join(known)} (default: {','.join(usual) or 'all'})",
     )
 
 

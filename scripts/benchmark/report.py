@@ -9,14 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmark.machine import origin_line
-from benchmark.results import (
-    LOSS_TOLERANCE,
-    Disagreement,
-    Failure,
-    Measurement,
-    Summary,
-    failed_systems,
-)
+from benchmark.results import Disagreement, Failure, Measurement, Summary, failed_systems
 from benchmark.tables import NONE, TextTable, mib, times
 from hybrid.errors import ConfigError
 
@@ -154,6 +147,4 @@ def error_lines(failures: Sequence[Failure], found: Sequence[Disagreement]) -> l
     """A line for each system that went wrong on a workload, with the first of its wrong losses."""
     firsts = {(d.workload, d.system): d for d in reversed(found)}
     wrong = [f"ERROR: {firsts[pair]}" for pair in dict.fromkeys((d.workload, d.system) for d in found)]
-    if wrong:
-        wrong.append(f"ERROR: synchronous systems must agree in loss to {LOSS_TOLERANCE:g} of its size")
     return [*wrong, *(f"ERROR: {f.workload}: {f.message}" for f in failures)]

@@ -65,6 +65,8 @@ def measure(system: System, job: Job, config: RunConfig, number: int = 1) -> Mea
         cpu_seconds={role: used - before.get(role, 0.0) for role, used in after.items()},
         memory_bytes=memory,
         losses=losses,
+        in_bfloat16=job.workload.is_in_bfloat16,
+        parts=1 if system.is_one_process else job.workload.trainers,
     )
 
 

@@ -21,6 +21,7 @@ class System:
         interpreter: the Python of its environment.
         command: that Python's arguments; it is told its job and answers by ``benchmark.mark``.
         is_synchronous: whether its losses are those of one process.
+        is_one_process: whether it is one, which computes the samples of all trainers at once.
         table_optimizers: what it can train tables by.
     """
 
@@ -29,6 +30,7 @@ class System:
     interpreter: str
     command: tuple[str, ...]
     is_synchronous: bool = True
+    is_one_process: bool = False
     table_optimizers: tuple[str, ...] = ("sgd", "adagrad", "rowwise_adagrad", "adam")
 
     @property
@@ -59,6 +61,7 @@ _ALL = (
         "one process, torch",
         OWN_PYTHON,
         ("-m", "benchmark.one_process"),
+        is_one_process=True,
         table_optimizers=("sgd", "adagrad", "adam"),  # torch has no row-wise Adagrad
     ),
     System(
@@ -66,6 +69,7 @@ _ALL = (
         "one process, FBGEMM",
         BENCH_PYTHON,
         ("-m", "benchmark.one_process", "--kernels", "fbgemm"),
+        is_one_process=True,
         table_optimizers=_FBGEMM_OPTIMIZERS,
     ),
     System(

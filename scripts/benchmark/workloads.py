@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmark.durations import PRODUCTS
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig
 from hybrid.dense.configured import build_dense_net
@@ -57,7 +58,7 @@ class Workload:
         trainer_batch: samples of a trainer in a step.
         dense: keys of ``[dense]``, of the net.
         optimizer: of the tables, all with sum pooling.
-        matmul: whose products every system's dense net takes, as ``dense.matmul`` says.
+        products: of every system's dense net, of ``PRODUCTS``.
     """
 
     name: str
@@ -70,7 +71,7 @@ class Workload:
     dense: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
     varies: bool = False
-    matmul: str = "torch"
+    products: str = "torch"
 
     @property
     def global_batch(self) -> int:
@@ -97,21 +98,31 @@ class Workload:
                 dim=self.dim, optimizer=self.optimizer, learning_rate=self.table_learning_rate
             ),
             dense=DenseSection(
-                optimizer="SGD", learning_rate=LEARNING_RATE, device="cpu", matmul=self.matmul, **self.dense
+                optimizer="SGD",
+                learning_rate=LEARNING_RATE,
+                device="cpu",
+                **PRODUCTS[self.products],  # type: ignore[arg-type]  # none of them is a number
+                **self.dense,
             ),
         )
 
-    def by(self, matmul: str) -> Workload:
+    def by(self, products: str) -> Workload:
         """The same by these products; those of torch need no saying."""
-        name = self.name if matmul == "torch" else f"{self.name} by {matmul}"
-        return dataclasses.replace(self, name=name, matmul=matmul)
+        name = self.name if products == "torch" else f"{self.name} by {products}"
+        return dataclasses.replace(self, name=name, products=products)
+
+    @property
+    def is_in_bfloat16(self) -> bool:
+        """Whether dense nets compute under autocast."""
+        return self.config().dense.autocast == "bfloat16"
 
     def tables(self) -> tuple[TableSpec, ...]:
         return table_specs(self.config(), self.input_spec)
 
-    def dense_net(self) -> DenseNet:
-        """The net, with the weights that every system starts from."""
-        return build_dense_net(self.config(), self.input_spec, [self.dim] * len(self.table_rows))
+    def dense_net(self) -> nn.Module:
+        """The net, with the weights that every system starts from, in the precision that it computes in."""
+        net = build_dense_net(self.config(), self.input_spec, [self.dim] * len(self.table_rows))
+        return InBfloat16(net) if self.is_in_bfloat16 else net
 
     def batches(self, trainer: int) -> Sequence[Batch]:
         """The batches of one trainer."""
@@ -129,6 +140,19 @@ WORKLOADS = {
     "W2": Workload("W2", (200_000,) * 8, 64, 20, 1024, dense={"net": "benchmark.workloads:concatenation"}),
     "W3": Workload("W3", KAGGLE_ROWS, 16, 1, 128, dense=_KAGGLE),
 }
+
+
+class InBfloat16(nn.Module):
+    """A net under autocast, from float32 to float32: what ``dense.autocast`` is to this project."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits_B: Tensor = self.net(dense_BF, pooled_BE)
+        return logits_B.float()
 
 
 class Concatenation(nn.Module):

@@ -9,10 +9,16 @@ from benchmark.job import VARIABLE, Job
 from benchmark.start import bag_offsets, bags_by_feature, initial_rows, sgd_job
 from benchmark.workloads import WORKLOADS
 from support.commands import ROOT
+from torch import Tensor
+from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
+from hybrid.clock import StepClock
 from hybrid.dense import matmul
+from hybrid.dense.nets import DenseNet
 from hybrid.embedding.worker.initial import initialise_rows
+from hybrid.steps.ticket import Ticket
+from hybrid.training.model import HybridModel, MicroBatch
 
 SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
 
@@ -55,12 +61,32 @@ def test_tables_start_with_the_rows_that_the_cluster_gives_them() -> None:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_every_system_has_the_products_that_are_asked_for(name: str) -> None:
     """Ours reads them in the run's configuration, the others build their net by it."""
-    by_torch, by_onednn = (WORKLOADS[name].by(products) for products in PRODUCTS)
-    assert by_torch == WORKLOADS[name]
-    assert by_onednn.name == f"{name} by onednn"
-    assert [each.config().dense.matmul for each in (by_torch, by_onednn)] == [*PRODUCTS]
-    kinds = [{type(m) for m in each.dense_net().modules()} for each in (by_torch, by_onednn)]
-    assert [matmul.Linear in each for each in kinds] == [False, True]
+    every = [WORKLOADS[name].by(products) for products in PRODUCTS]
+    assert every[0] == WORKLOADS[name]
+    assert [each.name for each in every] == [name, f"{name} by onednn", f"{name} by bfloat16"]
+    configs = [(each.config().dense.matmul, each.config().dense.autocast) for each in every]
+    assert configs == [("torch", "none"), ("onednn", "none"), ("torch", "bfloat16")]
+    kinds = [{type(m) for m in each.dense_net().modules()} for each in every]
+    assert [matmul.Linear in each for each in kinds] == [False, True, False]
+
+
+def test_in_bfloat16_a_net_gives_what_the_model_gives_under_autocast() -> None:
+    """Ours computes stage by stage, and loses no more than the precision that is asked for."""
+    batch, width = SMALL.batches(0)[0], SMALL.dim * len(SMALL.table_rows)
+    pooled_BE = torch.randn(SMALL.trainer_batch, width, generator=torch.Generator().manual_seed(1))
+    in_float32, in_bfloat16 = (
+        each.dense_net()(batch.dense_features, pooled_BE) for each in (SMALL, SMALL.by("bfloat16"))
+    )
+    vectors: Future[Tensor] = Future()
+    vectors.set_result(pooled_BE)
+    net = SMALL.dense_net()
+    assert isinstance(net, DenseNet)
+    ours = HybridModel(net, autocast=torch.bfloat16)
+    logits_B = ours(MicroBatch(batch, Ticket(0, 0, 0), lambda: vectors), StepClock())
+    assert logits_B.dtype == in_bfloat16.dtype == torch.float32
+    assert torch.equal(logits_B, in_bfloat16)
+    assert not torch.equal(in_float32, in_bfloat16)
+    torch.testing.assert_close(in_float32, in_bfloat16, rtol=0.05, atol=0.05)
 
 
 def test_another_optimizer_than_sgd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
