@@ -1,8 +1,8 @@
-"""What the trainers of one host hand to each other, each something to each, in memory that they share.
+"""What the trainers of one host hand to each other in memory that they share: any of them to any.
 
-A slot holds a packet for every place::
+A slot holds packets::
 
-    where each packet begins            8 bytes a place
+    where that for each place begins    8 bytes a place, 0 where there is none
     packet: length of its head          8 bytes
             head                        a pickle of numbers, text, and lists of such: nothing that has a name
             tensors                     the bytes of each
@@ -12,7 +12,7 @@ import io
 import math
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,29 +38,30 @@ class Packet(NamedTuple):
     tensors: list[Tensor]
 
 
-def all_to_all(memory: SharedMemory, outgoing: Sequence[Packet]) -> list[Packet]:
-    """What each place has for this one, for what this one has for each; all of them call this at once.
+def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int, Packet]:
+    """What others have for this one, for what this one has for others, by place; all call this at once.
 
     Tensors lie in the memory of who has handed them over, and are good until the next turn of ``memory``.
 
     Raises:
         ClusterError: another trainer is gone, or did not come in time.
     """
-    packed = [b"" if place == memory.place else _Packed(each) for place, each in enumerate(outgoing)]
-    start = _NUMBER.size * len(packed)
-    starts = []
-    for each in packed:
-        starts.append(start := _aligned(start))
-        start += len(each)
-    slot = memory.slot(start)
-    for place, each in enumerate(packed):
-        _NUMBER.pack_into(slot, _NUMBER.size * place, starts[place])
-        if isinstance(each, _Packed):
-            each.write(slot[starts[place] :])
-    return [
-        outgoing[place] if place == memory.place else _packet_in(slot, memory.place)
-        for place, slot in enumerate(memory.publish())
-    ]
+    packed = {place: _Packed(each) for place, each in outgoing.items() if place != memory.place}
+    starts = [0] * len(memory.members)
+    end = table = _NUMBER.size * len(starts)
+    for place, each in packed.items():
+        starts[place] = _aligned(end)
+        end = starts[place] + len(each)
+    slot = memory.slot(end)
+    slot[:table] = struct.pack(f"<{len(starts)}Q", *starts)
+    for place, each in packed.items():
+        each.write(slot[starts[place] :])
+    incoming = {}
+    for place, slot in enumerate(memory.publish()):
+        is_own = place == memory.place
+        if (packet := outgoing.get(place) if is_own else _packet_in(slot, memory.place)) is not None:
+            incoming[place] = packet
+    return incoming
 
 
 class _Packed:
@@ -84,9 +85,11 @@ class _Packed:
                 end += len(part)
 
 
-def _packet_in(slot: memoryview, place: int) -> Packet:
-    """The packet in a slot for this place."""
+def _packet_in(slot: memoryview, place: int) -> Packet | None:
+    """The packet in a slot for this place, if there is one."""
     (start,) = _NUMBER.unpack_from(slot, _NUMBER.size * place)
+    if not start:
+        return None
     (head,) = _NUMBER.unpack_from(slot, start)
     end = start + _NUMBER.size + head
     values, shapes = NothingNamed(io.BytesIO(slot[start + _NUMBER.size : end])).load()

@@ -2,10 +2,11 @@
 
 ::
 
-    trainer 0 ─┬─ for worker 1 ─┐ memory of  ┌─► trainer 0, for both ── one message ──► worker 0
-    trainer 1 ─┴─ for worker 0 ─┴─ the host ─┴─► trainer 1, for both ── one message ──► worker 1
+    trainer 0 ──────────────────────────────┬── one message for all of them ──► worker 0
+    trainer 1 ── in memory of the host ──►──┤
+    trainer 2 ── in memory of the host ──►──┴── one message for all of them ──► worker 1
 
-Answers come back by the same ways. Of T trainers on H hosts and W workers, a step sends H * W messages, not
+Answers come back by the same way. Of T trainers on H hosts and W workers, a step sends H * W messages, not
 T * W. A worker computes with the same parts, trainer by trainer, and so the same bits. All trainers of a host
 take the same rounds: in each, every one has something for every worker, or says that it has nothing.
 """
@@ -13,7 +14,7 @@ take the same rounds: in each, every one has something for every worker, or says
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -28,6 +29,11 @@ from hybrid.wire.pending import PendingTensors
 from hybrid.wire.shared_memory import SharedMemory
 from hybrid.wire.stubs import RemoteTables
 
+# To hand parts over, and to be handed the answers, costs about what two messages cost (docs/performance.md).
+_HANDING = 2
+_LEAST_SPARED = 4
+_ASKER = 0  # the place of the one that asks
+
 
 def may_combine(config: RunConfig) -> bool:
     """Whether the trainers of a run take the same rounds, and may ask together."""
@@ -37,7 +43,7 @@ def may_combine(config: RunConfig) -> bool:
 
 def pays(num_trainers: int, num_workers: int) -> bool:
     """Whether so many trainers of a host ask so many workers with less work together than each for itself."""
-    return num_trainers * num_workers >= 16
+    return (num_trainers - 1) * (num_workers - _HANDING) >= _LEAST_SPARED
 
 
 class Combining:
@@ -50,9 +56,7 @@ class Combining:
 
     def __init__(self, memory: SharedMemory, tables: Sequence[RemoteTables]) -> None:
         self._memory = memory
-        num_members = len(memory.members)
         self._workers = {each.role.index: each for each in tables}
-        self._askers = {each.role.index: number % num_members for number, each in enumerate(tables)}
         self._round = _Round()
         self._sent: deque[_Round] = deque()
 
@@ -62,10 +66,9 @@ class Combining:
 
     def call(self, worker: int, part: calls.PlainPart | None, tensors: Sequence[Tensor]) -> Reply:
         """Send a part of :func:`calls.exchange`, or nothing, once there is one for each worker."""
-        packet = self._round.outgoing.setdefault(self._askers[worker], Packet([], []))
         if part is not None:
-            packet.values.append((worker, part, len(tensors)))
-            packet.tensors.extend(tensors)
+            self._round.parts.values.append((worker, part, len(tensors)))
+            self._round.parts.tensors.extend(tensors)
         self._round.replies[worker] = reply = Reply(self)
         if len(self._round.replies) == len(self._workers):
             self._ask(self._round)
@@ -74,10 +77,10 @@ class Combining:
         return reply
 
     def _ask(self, of: _Round) -> None:
-        """Ask the workers that this trainer asks, for all."""
+        """Hand the parts to the one that asks, and ask where this trainer is that one."""
         parts: dict[int, list[calls.PlainPart]] = {}
         tensors: dict[int, list[Tensor]] = {}
-        for place, packet in enumerate(self._handed(of.outgoing)):
+        for place, packet in all_to_all(self._memory, {_ASKER: of.parts}).items():
             rest = iter(packet.tensors)
             for worker, part, num_tensors in packet.values:
                 parts.setdefault(worker, []).append(part)
@@ -92,7 +95,7 @@ class Combining:
             self._hand_out(self._sent.popleft())
 
     def _hand_out(self, of: _Round) -> None:
-        """Take the answers to a round in, and hand them to those whom they are for."""
+        """Take in the answers to a round, from the workers or from the one that has asked them."""
         outgoing: dict[int, Packet] = {}
         for worker, answer in of.answers.items():
             error, tensors = None, []
@@ -106,7 +109,7 @@ class Combining:
                 own = list(islice(rest, num_tensors))
                 packet.values.append((worker, error, len(own)))
                 packet.tensors.extend(own)
-        for place, packet in enumerate(self._handed(outgoing)):
+        for place, packet in all_to_all(self._memory, outgoing).items():
             is_own = place == self._memory.place
             rest = iter(packet.tensors if is_own else [each.clone() for each in packet.tensors])
             for worker, error, num_tensors in packet.values:
@@ -114,24 +117,19 @@ class Combining:
         for reply in of.replies.values():
             reply.complete([], None)  # to those that were nothing
 
-    def _handed(self, outgoing: Mapping[int, Packet]) -> list[Packet]:
-        """What the others have for this trainer, by place, for what it has for them."""
-        places = range(len(self._memory.members))
-        return all_to_all(self._memory, [outgoing.get(place, Packet([], [])) for place in places])
-
 
 @dataclass
 class _Round:
     """What the trainers send to each worker once.
 
     Attributes:
-        outgoing: what this trainer sends, by the place of who asks for it.
+        parts: what this trainer sends.
         replies: to it, by worker.
-        answers: of the workers that this trainer asks.
-        takers: whom they are for: place, and number of tensors.
+        answers: of the workers, where this trainer asks them.
+        takers: whom these are for: place, and number of tensors.
     """
 
-    outgoing: dict[int, Packet] = field(default_factory=dict)
+    parts: Packet = field(default_factory=lambda: Packet([], []))
     replies: dict[int, Reply] = field(default_factory=dict)
     answers: dict[int, Watched[list[Tensor]]] = field(default_factory=dict)
     takers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)

@@ -26,9 +26,11 @@ def tensors(*pair: int) -> list[Tensor]:
 def test_each_has_what_the_others_had_for_it(size: int) -> None:
     def exchange(memory: SharedMemory) -> None:
         place = memory.place
-        outgoing = [Packet([place, to, ("for", to)], tensors(place, to)) for to in range(size)]
+        outgoing = {to: Packet([place, to, ("for", to)], tensors(place, to)) for to in range(size)}
         for _ in range(3):
-            for other, (values, received) in enumerate(all_to_all(memory, outgoing)):
+            incoming = all_to_all(memory, outgoing)
+            assert list(incoming) == list(range(size))
+            for other, (values, received) in incoming.items():
                 assert values == [other, place, ("for", place)]
                 for expected, tensor in zip(tensors(other, place), received, strict=True):
                     assert tensor.dtype == expected.dtype
@@ -37,13 +39,22 @@ def test_each_has_what_the_others_had_for_it(size: int) -> None:
     at_once(exchange, joined(size))
 
 
+def test_who_has_nothing_for_another_is_not_heard_of() -> None:
+    def exchange(memory: SharedMemory) -> dict[int, list[int]]:
+        place = memory.place
+        for_next = {place + 1: Packet([place], [])} if place < 2 else {}
+        return {other: packet.values for other, packet in all_to_all(memory, for_next).items()}
+
+    assert at_once(exchange, joined(3)) == [{}, {0: [0]}, {1: [1]}]
+
+
 def test_packets_may_grow_and_shrink_and_be_empty() -> None:
     def exchange(memory: SharedMemory) -> None:
         other = 1 - memory.place
         for turn in range(60):
             count = (turn * 7919 % 11) ** 6 if turn % 3 else 0
-            outgoing = [Packet([turn], [torch.full((count,), float(10 * memory.place + turn))])] * 2
-            (values, (received,)) = all_to_all(memory, outgoing)[other]
+            packet = Packet([turn], [torch.full((count,), float(10 * memory.place + turn))])
+            (values, (received,)) = all_to_all(memory, {0: packet, 1: packet})[other]
             assert values == [turn]
             assert torch.equal(received, torch.full((count,), float(10 * other + turn)))
 
@@ -52,9 +63,10 @@ def test_packets_may_grow_and_shrink_and_be_empty() -> None:
 
 def test_what_is_not_in_one_piece_arrives_so() -> None:
     columns = torch.arange(12.0).view(3, 4)[:, 1:3]
+    packet = Packet([], [columns])
 
     def exchange(memory: SharedMemory) -> Tensor:
-        (_, (received,)) = all_to_all(memory, [Packet([], [columns])] * 2)[1 - memory.place]
+        (_, (received,)) = all_to_all(memory, dict.fromkeys((0, 1), packet))[1 - memory.place]
         return received.clone()
 
     for received in at_once(exchange, joined(2)):
@@ -64,6 +76,6 @@ def test_what_is_not_in_one_piece_arrives_so() -> None:
 def test_a_value_that_has_a_name_is_refused() -> None:
     def exchange(memory: SharedMemory) -> None:
         with pytest.raises(RefusedPayload):
-            all_to_all(memory, [Packet([print], [])] * 2)
+            all_to_all(memory, {1 - memory.place: Packet([print], [])})
 
     at_once(exchange, joined(2))

@@ -6,11 +6,13 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from support.cluster import small_config
 from support.shared_memory import at_once, joined
 from torch import Tensor
 from torch.futures import Future
 
 from hybrid.answer import Watched
+from hybrid.config import RunConfig
 from hybrid.embedding.bags import Bags, Item
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
@@ -18,7 +20,7 @@ from hybrid.topology import Role, RoleKind
 from hybrid.trust.failure_text import raised_later
 from hybrid.wire import LostError, ModuleRef, RemoteTables
 from hybrid.wire.calls import PlainPart
-from hybrid.wire.combining import Combining
+from hybrid.wire.combining import Combining, may_combine, pays
 from hybrid.wire.shared_memory import SharedMemory
 
 TRAINERS, WORKERS = 3, 4
@@ -95,8 +97,7 @@ def test_a_worker_gets_one_message_with_the_parts_of_all_in_their_order() -> Non
         assert more == []
         assert [next_ticket[0] for _, _, next_ticket, _ in parts if next_ticket] == [0, 1, 2]
         assert len(tensors) == TRAINERS * worker
-    askers = [[bool(t.workers[worker].came) for t in members].index(True) for worker in range(WORKERS)]
-    assert askers == [0, 1, 2, 0]
+    assert not any(worker.came for other in members[1:] for worker in other.workers)
 
 
 def test_gradients_and_the_next_lookup_leave_together() -> None:
@@ -198,3 +199,25 @@ def test_who_waits_for_one_that_is_gone_learns_it() -> None:
         peer.close()
     with pytest.raises(ClusterError, match="trainer 1, of this host, is gone while a step is taken"):
         Trainer(first).look_up(0)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "workers", "expected"),
+    [(8, 8, True), (4, 4, True), (2, 2, False), (8, 2, False), (1, 9, False)],
+)
+def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expected: bool) -> None:
+    assert pays(trainers, workers) is expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (small_config(train={"update": "pipelined"}), True),
+        (small_config(train={"update": "async"}), True),
+        (small_config(train={"update": "sync"}), False),
+        (small_config(train={"update": "pipelined"}, dense={"ddp": "none"}), False),
+        (small_config(train={"update": "pipelined"}, cluster={"combine": "off"}), False),
+    ],
+)
+def test_trainers_that_are_in_step_may(config: RunConfig, expected: bool) -> None:
+    assert may_combine(config) is expected
