@@ -186,8 +186,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         held = [samples.pop(p.workload.name) for p in held_back if p.workload.name in samples]
         machine = came_from["machine"]
         line = f"{machine['cpu']}, {machine['cores']} cores, {came_from['date'][:10]}"
-        costs = fit(list(samples.values()), line, machine["cores"])
-        costs.write(folder / COSTS)
+        fit(list(samples.values()), line, machine["cores"]).write(folder / COSTS)
+        costs = Costs.read(folder / COSTS)  # as rounded there
         tables += [prediction_table(held, costs, machine["cores"]), *planned_tables(costs)]
     notes = [" ".join((__doc__ or "").partition("\n\n")[2].split()), *report.error_lines(failures, [])]
     raw = report.raw_results(measurements, failures, [], [])
