@@ -86,6 +86,7 @@ class Combining:
                 parts.setdefault(worker, []).append(part)
                 tensors.setdefault(worker, []).extend(islice(rest, num_tensors))
                 of.takers.setdefault(worker, []).append((place, len(part[3])))
+        of.parts = Packet([], [])  # would be held until the answers come
         for worker, of_worker in parts.items():
             of.answers[worker] = self._workers[worker].carry_parts(of_worker, tensors[worker])
 
