@@ -14,7 +14,7 @@ take the same rounds: in each, every one has something for every worker, or says
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -26,6 +26,7 @@ from hybrid.config import RunConfig
 from hybrid.wire import calls
 from hybrid.wire.all_to_all import Packet, all_to_all
 from hybrid.wire.pending import PendingTensors
+from hybrid.wire.reply import Reply
 from hybrid.wire.shared_memory import SharedMemory
 from hybrid.wire.stubs import RemoteTables
 
@@ -64,12 +65,12 @@ class Combining:
         """For every worker, whoever answers for it."""
         return {index: CombinedTables(tables, self) for index, tables in self._workers.items()}
 
-    def call(self, worker: int, part: calls.PlainPart | None, tensors: Sequence[Tensor]) -> Reply:
+    def call(self, worker: int, part: calls.PlainPart | None, tensors: Sequence[Tensor]) -> CombinedReply:
         """Send a part of :func:`calls.exchange`, or nothing, once there is one for each worker."""
         if part is not None:
             self._round.parts.values.append((worker, part, len(tensors)))
             self._round.parts.tensors.extend(tensors)
-        self._round.replies[worker] = reply = Reply(self)
+        self._round.replies[worker] = reply = CombinedReply(self)
         if len(self._round.replies) == len(self._workers):
             self._ask(self._round)
             self._sent.append(self._round)
@@ -90,7 +91,7 @@ class Combining:
         for worker, of_worker in parts.items():
             of.answers[worker] = self._workers[worker].carry_parts(of_worker, tensors[worker])
 
-    def collect(self, reply: Reply) -> None:
+    def collect(self, reply: CombinedReply) -> None:
         """Take in the answers to one round after the other, until this one is there."""
         while not reply.is_done:
             self._hand_out(self._sent.popleft())
@@ -116,7 +117,7 @@ class Combining:
             for worker, error, num_tensors in packet.values:
                 of.replies[worker].complete(list(islice(rest, num_tensors)), error)
         for reply in of.replies.values():
-            reply.complete([], None)  # to those that were nothing
+            reply.complete([])  # to those that were nothing
 
 
 @dataclass
@@ -131,56 +132,22 @@ class _Round:
     """
 
     parts: Packet = field(default_factory=lambda: Packet([], []))
-    replies: dict[int, Reply] = field(default_factory=dict)
+    replies: dict[int, CombinedReply] = field(default_factory=dict)
     answers: dict[int, Watched[list[Tensor]]] = field(default_factory=dict)
     takers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
-class Reply:
-    """The answer to one part, an :class:`hybrid.answer.Watched`. It comes while somebody waits for it.
+class CombinedReply(Reply):
+    """The answer to one part."""
 
-    Attributes:
-        is_done: whether it has come.
-    """
-
-    __slots__ = ("_callbacks", "_combining", "_error", "_tensors", "is_done")
+    __slots__ = ("_combining",)
 
     def __init__(self, combining: Combining) -> None:
+        super().__init__()
         self._combining = combining
-        self._callbacks: list[Callable[[Any], None]] = []
-        self._tensors: list[Tensor] = []
-        self._error: str | None = None
-        self.is_done = False
 
-    def done(self) -> bool:
-        """Whether the answer has come."""
-        return self.is_done
-
-    def wait(self) -> list[Tensor]:
-        """The answer.
-
-        Raises:
-            RuntimeError: in its place came an error, or nothing; :func:`raise_unanswered` reads which.
-            ClusterError: another trainer of this host is gone, or did not come in time.
-        """
+    def _take(self) -> None:
         self._combining.collect(self)
-        if self._error is not None:
-            raise RuntimeError(self._error)
-        return self._tensors
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have ``callback`` called with this once the answer is taken."""
-        if self.is_done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
-
-    def complete(self, tensors: list[Tensor], error: str | None) -> None:
-        """Called with what has come; the first counts."""
-        if not self.is_done:
-            self._tensors, self._error, self.is_done = tensors, error, True
-            for callback in self._callbacks:
-                callback(self)
 
 
 class CombinedTables(RemoteTables):

@@ -17,59 +17,31 @@ from hybrid.trust.failure_text import refused
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire.carrier.frames import Kind, Message
 from hybrid.wire.carrier.meeting import Connection
+from hybrid.wire.reply import Reply
 
 
-class Reply:
-    """The answer to one call, an :class:`hybrid.answer.Watched`. It comes while somebody waits, or asks.
+class LinkReply(Reply):
+    """The answer to a call by a link.
 
     Attributes:
         deadline: by the monotonic clock, when it is due at the latest.
-        is_done: whether it has come, and been read.
     """
 
-    __slots__ = ("_callbacks", "_error", "_link", "_tensors", "deadline", "is_done")
+    __slots__ = ("_link", "deadline")
 
     def __init__(self, link: "Link", deadline: float) -> None:
+        super().__init__()
         self.deadline = deadline
         self._link = link
-        self._callbacks: list[Callable[[Any], None]] = []
-        self._tensors: Sequence[Tensor] = ()
-        self._error: str | None = None
-        self.is_done = False
 
     def done(self) -> bool:
-        """Whether the answer has come."""
+        """Whether the answer has come; takes what has."""
         if not self.is_done:
             self._link.look()
         return self.is_done
 
-    def wait(self) -> Sequence[Tensor]:
-        """The answer.
-
-        Raises:
-            RuntimeError: in its place came an error, or nothing; :func:`raise_unanswered` reads which.
-        """
-        if not self.is_done:
-            self._link.read_until(self)
-        if self._error is not None:
-            raise RuntimeError(self._error)
-        return self._tensors
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have ``callback`` called with this once the answer is taken."""
-        if self.is_done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
-
-    def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
-        """Called by the link with what has come; the first counts."""
-        if self.is_done:
-            return
-        self._tensors, self._error, self.is_done = tensors, error, True
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback(self)
+    def _take(self) -> None:
+        self._link.read_until(self)
 
 
 class Link:
@@ -84,20 +56,20 @@ class Link:
         self._connection, self._frames = connection
         self._timeout_seconds = timeout_seconds
         self._number = 0
-        self._open: dict[int, Reply] = {}
+        self._open: dict[int, LinkReply] = {}
         self._failure: str | None = None
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(self._connection, select.POLLIN)
         self._writable.register(self._connection, select.POLLOUT)
 
-    def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> Reply:
+    def call(self, function: Callable[..., Any], plain: Any, tensors: Sequence[Tensor] = ()) -> LinkReply:
         """Start ``function(plain, tensors)``, of those that the worker answers to; returns once it has left.
 
         Args:
             plain: numbers, text, and tuples and lists of such.
         """
-        reply = Reply(self, time.monotonic() + self._timeout_seconds)
+        reply = LinkReply(self, time.monotonic() + self._timeout_seconds)
         with self._sending:
             self._number += 1
             self._open[self._number] = reply
@@ -127,7 +99,7 @@ class Link:
             finally:
                 self._receiving.release()
 
-    def read_until(self, reply: Reply) -> None:
+    def read_until(self, reply: LinkReply) -> None:
         """Read until ``reply`` is there, or its time is up."""
         while not reply.is_done:
             with self._receiving:
