@@ -77,6 +77,9 @@ class _Raised(internal.RemoteException):
     Also a call that raises it: torch does not tell whether it loads a call or an answer.
     """
 
+    # By its name torch knows what a function that answers later has raised at once.
+    __module__ = internal.RemoteException.__module__
+    __qualname__ = internal.RemoteException.__qualname__
     to: bytes | None = None  # nobody that is known
     args = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})

@@ -46,9 +46,14 @@ def _send(
 
 
 def _carry(role: Role, function: Carried, plain: Any, tensors: Sequence[Tensor]) -> Watched[Any]:
-    """As :func:`_send`, of one of :data:`calls.CARRIED`: by the link to ``role``, where there is one."""
-    link = LINKS.get(role)
-    return _send(role, function, plain, tensors) if link is None else link.call(function, plain, tensors)
+    """As :func:`_send`, of one of :data:`calls.CARRIED`: by the link to ``role``, where there is one.
+
+    The memory of ``tensors`` may be written again once it returns, as that which trainers share is.
+    """
+    if (link := LINKS.get(role)) is not None:
+        return link.call(function, plain, tensors)
+    # RPC reads them when it sends, some time later.
+    return _send(role, function, plain, [each.clone() for each in tensors])
 
 
 class Remote(Generic[Owned]):

@@ -22,7 +22,8 @@ from hybrid.topology import MASTER, Role, Topology
 from hybrid.trust.failure_text import read_refused
 from hybrid.trust.pickler import SignedPickler, addressed_to
 from hybrid.trust.secret import Secret
-from hybrid.wire import calls, gather, membership
+from hybrid.trust.signature import Kind
+from hybrid.wire import calls, gather, membership, stubs
 from workers.joining.bootstrap import Cluster
 
 SECONDS = 10.0
@@ -164,6 +165,21 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     assert not any(
         isinstance(each, SignedPickler) for each in (internal._internal_rpc_pickler, api._default_pickler)
     )
+
+
+@pytest.mark.parametrize("asked", [(calls.norm, 0, 0), (calls.vitals,)], ids=["answers later", "at once"])
+def test_who_is_refused_learns_that(asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    for_another: tuple[Kind, bytes, Any] = (Kind.CALL, b"worker0", ("nothing", (), {}))
+    with started(dist.HashStore()):
+        monkeypatch.setattr(SignedPickler, "_call", lambda *_: for_another)
+        with pytest.raises(RuntimeError) as raised:
+            stubs._send(MASTER, *asked).wait()
+    assert read_refused(str(raised.value)) == "it is not signed for this process by a role of this run"
+
+
+def test_what_a_call_that_is_answered_later_raises_at_once_comes_back() -> None:
+    with started(dist.HashStore()), pytest.raises(RuntimeError, match=r"KeyError\(99\)"):
+        stubs._send(MASTER, calls.norm, 99, 0).wait()
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
