@@ -1,6 +1,7 @@
 """The arguments of every command: what ``--help`` prints. Imports nothing slow."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from hybrid import __version__
 from hybrid.config.sections import DTYPES
 from hybrid.topology import RoleKind
 
+_RUN, _OF_SCRIPT = "run", "--"
+_RUN_USAGE = (
+    "hybrid run [-h] [--trainers N] [--workers N] [--config FILE] [--set SECTION.KEY=VALUE] SCRIPT [-- ...]"
+)
 AUTO = "auto"  # for --resume
 _PLAN = (
     "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
@@ -19,7 +24,11 @@ _PLAN = (
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of one command, its name in ``command``; exits with 2 where they are wrong."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    # What a script of the user's is to get is no option of ours.
+    end = given.index(_OF_SCRIPT) if _OF_SCRIPT in given and given[:1] == [_RUN] else len(given)
+    options = parser.parse_args(given[:end])
+    options.arguments = given[end + 1 :]
     if getattr(options, "run_folder", options) is None:
         # An option of many values takes all that follow it, RUN too.
         if len(options.input) < 2:
@@ -46,8 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
     )
-    own = commands.add_parser("run", help="start a cluster and call your own function on its master")
-    own.add_argument("function", metavar="MODULE:FUNCTION", help="called as function(topology, config)")
+    own = commands.add_parser(
+        _RUN, usage=_RUN_USAGE, help="start a cluster, and run your own script on its trainers"
+    )
+    own.add_argument(
+        "program",
+        metavar="SCRIPT",
+        help="a Python file that every trainer runs, and that calls hybrid.connect(); or MODULE:FUNCTION, "
+        "called on the master as function(topology, config)",
+    )
+    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
+        help_text = f"how many {kind}s: cluster.{kind}s"
+        own.add_argument(f"--{kind}s", type=int, metavar="N", help=help_text)
     _add_config(own)
     for kind, text in (
         (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
@@ -56,6 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         role = commands.add_parser(kind.value, help=text)
         _add_config(role)
+        help_text = "a Python file that trainers run in the place of a training run; the master's counts"
+        role.add_argument("--script", metavar="FILE", help=help_text)
         if kind is RoleKind.MASTER:
             _add_resume(role)
         else:

@@ -34,7 +34,7 @@ from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
 from workers.search_path import search_here_last
 from workers.stopping import STOP_SIGNALS
-from workers.task import CompareTask, OwnTask, TrainTask
+from workers.task import CompareTask, OwnTask, ScriptTask, TrainTask
 from workers.torch_cache import choose_torch_cache
 
 
@@ -167,11 +167,22 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
 def _run(options: argparse.Namespace, started_at: float) -> None:
     from workers.launching.launch import launch
 
-    if not re.fullmatch(OWN_FUNCTION, options.function):
-        raise ConfigError("FUNCTION", "must be module:function", options.function)
+    task: OwnTask | ScriptTask
+    if re.fullmatch(OWN_FUNCTION, options.program):
+        task = OwnTask(options.program)
+    else:
+        task = _script_task(options.program, options.arguments)
+    counts = {"trainers": options.trainers, "workers": options.workers}
+    options.set += [f"cluster.{name}={count}" for name, count in counts.items() if count is not None]
     config = _read_config(options)
     with scratch_logs("hybrid-run-") as folder:
-        launch(config, folder, OwnTask(options.function))
+        launch(config, folder, task)
+
+
+def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
+    if not Path(path).is_file():
+        raise ConfigError("SCRIPT", "is not a file", path)
+    return ScriptTask(path, tuple(arguments))
 
 
 def _role(options: argparse.Namespace, started_at: float) -> None:
@@ -195,7 +206,9 @@ def _role(options: argparse.Namespace, started_at: float) -> None:
         from workers.roles.run import run_role
 
     task = TrainTask(folder, is_resumed, started_at)
-    if role == MASTER:
+    if options.script is not None and role == MASTER:
+        run_role(role, config, _script_task(options.script, ()), secret)
+    elif role == MASTER:
         with _going_on_later(folder, options.command), run_lock(folder):
             run_role(role, config, task, secret)
     else:

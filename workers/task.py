@@ -41,4 +41,18 @@ class OwnTask:
     function: str
 
 
-Task: TypeAlias = TrainTask | CompareTask | OwnTask
+@dataclass(frozen=True, slots=True)
+class ScriptTask:
+    """Run a script of the user's own on every trainer.
+
+    Attributes:
+        path: of the file.
+        arguments: that it is started with.
+    """
+
+    command: ClassVar = "run"
+    path: str
+    arguments: tuple[str, ...]
+
+
+Task: TypeAlias = TrainTask | CompareTask | OwnTask | ScriptTask

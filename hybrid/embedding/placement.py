@@ -81,6 +81,11 @@ class Placement:
         """The shards of one table, in the order of their index."""
         return tuple(sorted((s for s in self.shards if s.table.name == name), key=lambda s: s.index))
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Rows, width and number of shards of each table."""
+        return {s.table.name: (s.table.num_rows, s.table.dim, s.count) for s in self.shards}
+
     def groups(self, worker: int) -> tuple[ShardGroup, ...]:
         """How a worker lays out its shards; trainers address rows by it, so both sides derive it here."""
         keyed: dict[tuple[int, OptimizerSpec], list[Shard]] = {}

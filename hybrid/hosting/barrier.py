@@ -139,6 +139,11 @@ class UpdateBarrier(Generic[Contribution]):
             self._decisions[step] = scale
             self._changed.notify_all()
 
+    def expect(self, trainer: int, step: int, parts: int) -> None:
+        """Await so many parts of a trainer's gradients of a step, of which none may have come yet."""
+        with self._changed:
+            self._ledger.expect(trainer, step, parts)
+
     def finish(self, trainer: int, step: int) -> None:
         """Expect nothing of ``trainer`` from ``step`` on; the others need not wait for it."""
         with self._changed:

@@ -52,6 +52,9 @@ class Ledger(Generic[Contribution]):
         self._rules = rules
         self._entries: dict[tuple[int, int], _Entry[Contribution]] = {}  # by step and trainer
         self._updating: dict[tuple[int, int], _Entry[Contribution]] = {}  # of the update under way
+        self._parts: dict[
+            tuple[int, int], int
+        ] = {}  # expected of a step and trainer, where not those of the rules
         self._served: dict[tuple[int, int], int] = {}  # lookups ahead, by step and trainer
         self._after_applied = [version] * rules.num_trainers  # a step, by trainer
         self._absences: list[list[range]] = [[] for _ in range(rules.num_trainers)]
@@ -80,6 +83,10 @@ class Ledger(Generic[Contribution]):
         entry.parts[ticket.part] = contribution
         entry.read_at = min(entry.read_at, read_at)
 
+    def expect(self, trainer: int, step: int, parts: int) -> None:
+        """A trainer hands in another number of parts for a step than the rules say."""
+        self._parts[step, trainer] = parts
+
     def serve(self, ticket: Ticket) -> None:
         """A lookup ahead is answered: it has read its rows."""
         key = (ticket.step, ticket.trainer)
@@ -103,6 +110,7 @@ class Ledger(Generic[Contribution]):
         """The update under way is applied, or dropped; how stale the rows were that it is of."""
         ages = [self.version - entry.read_at for entry in self._updating.values()]
         for step, trainer in self._updating:
+            self._parts.pop((step, trainer), None)
             self._served.pop((step, trainer), None)
             self._after_applied[trainer] = step + 1
         self._updating = {}
@@ -164,6 +172,6 @@ class Ledger(Generic[Contribution]):
     def _is_whole(self, trainer: int, step: int) -> bool:
         """Whether all of an entry is in, and the lookups are answered that must not see its update."""
         entry = self._entries.get((step, trainer))
-        if entry is None or len(entry.parts) < self._rules.parts:
+        if entry is None or len(entry.parts) < self._parts.get((step, trainer), self._rules.parts):
             return False
         return not entry.followed or self._served.get((step + 1, trainer), 0) >= self._rules.parts

@@ -40,11 +40,15 @@ class UpdateRules:
     schedule: Schedule = field(default_factory=Schedule)
 
     @classmethod
-    def of(cls, config: RunConfig, schedule: Schedule) -> UpdateRules:
-        """The rules of a run."""
+    def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int | None = None) -> UpdateRules:
+        """The rules of a run.
+
+        Args:
+            num_trainers: those of the configuration by default.
+        """
         train = config.train
         return cls(
-            num_trainers=config.cluster.trainers,
+            num_trainers=config.cluster.trainers if num_trainers is None else num_trainers,
             mode=UpdateMode(train.update),
             parts=train.micro_batches,
             clip_norm=train.clip_norm,

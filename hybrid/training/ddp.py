@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.dense.optimizer import squared_norm
 from hybrid.training.arrangement import Arrangement
-from hybrid.training.model import HybridModel
+from hybrid.training.model import HybridModel, LocalModel
 from hybrid.training.shared_sum import SharedSum
 
 
@@ -54,7 +54,7 @@ class DdpModel:
 
     def __init__(
         self,
-        model: HybridModel,
+        model: LocalModel,
         mode: DdpMode,
         arrangement: Arrangement,
         clock: StepClock | None = None,
@@ -74,6 +74,7 @@ class DdpModel:
         if mode is DdpMode.OUTSIDE:
             self.module = self._ddp = self._wrap(model, arrangement.group)
         elif mode is DdpMode.INSIDE:
+            assert isinstance(model, HybridModel), "only a net in stages has a head"
             model.stages.head = self._ddp = self._wrap(model.stages.head, arrangement.group)
         self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
 

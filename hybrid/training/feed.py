@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from hybrid import wire
-from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import UpdateMode
@@ -30,23 +28,50 @@ from hybrid.training.model import MicroBatch
 
 # A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
 _STEPS_AHEAD = 2
+Ids_co = TypeVar("Ids_co", covariant=True)
+Ids_contra = TypeVar("Ids_contra", contravariant=True)
+AnySamples = TypeVar("AnySamples", bound="Samples[Any]")
 
 
-class StepInput(NamedTuple):
+class Samples(Protocol[Ids_co]):
+    """What a feed must know of a batch."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def sparse_features(self) -> Ids_co:
+        """What of it is looked up."""
+        ...
+
+    def split(self, parts: int) -> Sequence[Self]: ...
+
+
+class Lookups(Protocol[Ids_contra]):
+    """Where vectors come from."""
+
+    def lookup(self, ids: Ids_contra, ticket: Ticket, after: Lookup | None = None, /) -> Lookup: ...
+
+    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup: ...
+
+    def settle(self) -> None: ...
+
+
+class StepInput(NamedTuple, Generic[AnySamples]):
     """What one trainer computes in one step."""
 
-    batch: Batch
-    micro_batches: list[MicroBatch]
+    batch: AnySamples
+    micro_batches: list[MicroBatch[AnySamples]]
 
 
-class _Step(NamedTuple):
+class _Step(NamedTuple, Generic[AnySamples]):
     """A step, and its lookups where they are under way, one a micro-batch."""
 
-    input: StepInput
+    input: StepInput[AnySamples]
     lookups: list[Lookup]
 
 
-class Feed:
+class Feed(Generic[AnySamples]):
     """Iterates over the steps of one trainer.
 
     Args:
@@ -59,7 +84,7 @@ class Feed:
 
     def __init__(
         self,
-        embeddings: Embeddings,
+        embeddings: Lookups[Any],
         hosted: Sequence[wire.RemoteHosted[Any]],
         trainer: int,
         mode: UpdateMode,
@@ -76,7 +101,7 @@ class Feed:
         self._has_ended = False
         self.begin(iter(()), 0)
 
-    def begin(self, batches: Iterator[Batch], step: int, *, is_within: bool = False) -> None:
+    def begin(self, batches: Iterator[AnySamples], step: int, *, is_within: bool = False) -> None:
         """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead.
 
         Args:
@@ -86,9 +111,9 @@ class Feed:
         self._step = step
         self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
         self._last_step: int | None = None
-        self._ahead: deque[_Step] = deque()  # looked up already
+        self._ahead: deque[_Step[AnySamples]] = deque()  # looked up already
 
-    def take(self, num_steps: int) -> Iterator[StepInput]:
+    def take(self, num_steps: int) -> Iterator[StepInput[AnySamples]]:
         """The next steps, or as many as there are; a checkpoint may follow the last of them."""
         self._last_step = self._step + num_steps - 1
         return islice(self, num_steps)
@@ -114,10 +139,10 @@ class Feed:
                 lookup.settle()
         self._embeddings.settle()
 
-    def __iter__(self) -> Iterator[StepInput]:
+    def __iter__(self) -> Iterator[StepInput[AnySamples]]:
         return self
 
-    def __next__(self) -> StepInput:
+    def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self._step)
         if self._looks_ahead:
             current = self._next_of_ahead()
@@ -128,7 +153,7 @@ class Feed:
         self._step += 1
         return current.input
 
-    def _next_of_ahead(self) -> _Step:
+    def _next_of_ahead(self) -> _Step[AnySamples]:
         """The step of now. With its gradients, the step after the next is looked up."""
         while len(self._ahead) < _STEPS_AHEAD and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
@@ -142,11 +167,11 @@ class Feed:
             self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
         return current
 
-    def _read(self) -> Batch | None:
+    def _read(self) -> AnySamples | None:
         with self._clock.phase("data"):
             return next(self._batches, None)
 
-    def _step_of(self, batch: Batch, step: int, after: Sequence[Lookup] = ()) -> _Step:
+    def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> _Step[AnySamples]:
         if batch.ended and not self._has_ended:
             self._has_ended = True
             wire.gather(
@@ -163,13 +188,13 @@ class Feed:
             micro_batches.append(MicroBatch(samples, ticket, start))
         return _Step(StepInput(batch, micro_batches), lookups)
 
-    def _look_ahead(self, samples: Batch, ticket: Ticket, after: Lookup | None) -> Lookup:
+    def _look_ahead(self, samples: AnySamples, ticket: Ticket, after: Lookup | None) -> Lookup:
         version = max(self._first_version, ticket.step - 1)
         ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         with self._clock.phase("lookup"):
             return self._start(samples, ticket, after)
 
-    def _start(self, samples: Batch, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+    def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         if samples.ended:
             return self._embeddings.nothing(ticket, after)
         return self._embeddings.lookup(samples.sparse_features, ticket, after)

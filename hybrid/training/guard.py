@@ -14,19 +14,35 @@ One round trip, and none where neither clipping nor skipping is asked for.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import torch
 import torch.distributed as dist
 
-from hybrid import wire
+from hybrid.answer import Awaited
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import UpdateRules
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
 _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or train.non_finite = "skip"'
+
+
+class Decided(Protocol):
+    """What waits for decisions about its steps: a stub of what a worker hosts, or it itself."""
+
+    def norm(self, step: int) -> Awaited[float]:
+        """See :meth:`UpdateBarrier.norm`."""
+        ...
+
+    def call_barrier(
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
+    ) -> Awaited[Result]:
+        """Start a method of its update barrier."""
+        ...
 
 
 class Guard:
@@ -42,7 +58,7 @@ class Guard:
     def __init__(
         self,
         rules: UpdateRules,
-        hosted: Sequence[wire.RemoteHosted[Any]],
+        hosted: Sequence[Decided],
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
@@ -50,7 +66,7 @@ class Guard:
         self._hosted = hosted
         self._group = group
         self._device = device
-        self._sent: list[wire.Pending[None]] = []
+        self._sent: list[Awaited[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
         """NonFiniteError where the run is to stop at a loss that is not finite.
@@ -92,6 +108,8 @@ class Guard:
 
     def _sum(self, value: float) -> float:
         """Sum over trainers."""
+        if self._group.size() == 1:
+            return value
         total = torch.tensor(value, dtype=torch.float64, device=self._device)
         dist.all_reduce(total, group=self._group)
         return total.item()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,10 @@ from hybrid.dense.nets import DenseNet
 from hybrid.dense.replay import Given
 from hybrid.steps.ticket import Ticket
 
+AnySamples = TypeVar("AnySamples")
 
-class MicroBatch(NamedTuple):
+
+class MicroBatch(NamedTuple, Generic[AnySamples]):
     """Some samples of one step, with the way to their vectors.
 
     Attributes:
@@ -26,7 +28,7 @@ class MicroBatch(NamedTuple):
         start: starts the lookup, or gives the one that was started ahead.
     """
 
-    batch: Batch
+    batch: AnySamples
     ticket: Ticket
     start: Callable[[], Awaited[Tensor]]
 
@@ -37,7 +39,24 @@ class RemoteStage(Protocol):
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
 
 
-class HybridModel(nn.Module):
+class LocalModel(nn.Module):
+    """What DDP wraps: a net, and what it can tell of its last passes.
+
+    Attributes:
+        net: whose parameters are trained, by their names.
+    """
+
+    net: nn.Module
+
+    def raise_of_backward(self) -> None:
+        """Raise what the net's own backward pass raises, where that can be told."""
+
+    def first_not_finite(self, is_whole: bool) -> str:
+        """What of the last forward pass is the first that is not finite, as a part of a sentence, if any."""
+        return ""
+
+
+class HybridModel(LocalModel):
     """Remote embeddings + local net (+ a remote dense net between interaction and head).
 
     ::
@@ -64,6 +83,8 @@ class HybridModel(nn.Module):
         stages: what computes its stages: they themselves, or other forms over the same parameters.
     """
 
+    net: DenseNet
+
     def __init__(
         self,
         net: DenseNet,
@@ -80,7 +101,7 @@ class HybridModel(nn.Module):
         self._autocast = autocast
         self._given: Given | None = None  # in the last forward pass
 
-    def forward(self, micro: MicroBatch, clock: StepClock) -> Tensor:
+    def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         """``logits_B`` of a micro-batch.
 
         Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
@@ -91,7 +112,7 @@ class HybridModel(nn.Module):
             name_layer(error, self.net, self.stages)
             raise
 
-    def _logits(self, micro: MicroBatch, clock: StepClock) -> Tensor:
+    def _logits(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         (remote_net,) = self._remote
         device = self.device
         self._given = None

@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
 
 def train_step(
     model: DdpModel,
-    micro_batches: Sequence[MicroBatch],
+    micro_batches: Sequence[MicroBatch[Batch]],
     optimizer: DenseOptimizer,
     guard: Guard,
     step: int,
@@ -80,7 +80,7 @@ def _backward(model: DdpModel, graph: Graph, loss: Tensor) -> None:
         raise
 
 
-def _loss(logits_B: Tensor, micro: MicroBatch) -> Tensor:
+def _loss(logits_B: Tensor, micro: MicroBatch[Batch]) -> Tensor:
     """This micro-batch's part of the mean over the global batch, and zero where it is empty.
 
     Written as a mean times a share, not a sum over a size: with one trainer the share is 1 and every

@@ -57,7 +57,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
             "compare: dense.matmul = 'onednn': must be torch or auto where train.dtype is float64: oneDNN "
             "has none of it",
         ),
-        ("run own_loop", "run: FUNCTION = 'own_loop': must be module:function"),
+        ("run own_loop", "run: SCRIPT = 'own_loop': is not a file"),
         ("launch --resume nothing", "launch: --resume = 'nothing': holds no run"),
         (
             "launch --resume . --config any.toml",

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed import autograd as dist_autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.compiled import compiled
 from hybrid.dense.nets import DenseNet, DotInteraction
@@ -106,7 +107,7 @@ def test_ddp_refuses_a_frozen_net() -> None:
         DistributedDataParallel(frozen)
 
 
-def micro_batches(step: int) -> Iterator[tuple[MicroBatch, Tensor]]:
+def micro_batches(step: int) -> Iterator[tuple[MicroBatch[Batch], Tensor]]:
     """The parts of a step's batch, each with its vectors; the last is empty."""
     for part, size in enumerate(SIZES):
         dense_BF, pooled_BE = rows(size, NUM_DENSE, step).detach(), rows(size, NUM_SPARSE * DIM, step)

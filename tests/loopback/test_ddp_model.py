@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.nn.parallel import DistributedDataParallel
 
+from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
 from hybrid.training import ddp
@@ -29,7 +30,7 @@ def dense_net() -> DenseNet:
     return DenseNet(seeded(lambda: nn.Linear(NUM_DENSE, 3)), Concatenation(), head)
 
 
-def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:
+def micro_batches(step: int, num_parts: int) -> list[MicroBatch[Batch]]:
     """The parts of a batch of ``SIZE`` samples, each with its vectors; the last has none of them."""
     whole = random(SIZE, NUM_DENSE + WIDTH, seed=step)
     parts = [*whole.tensor_split(max(1, num_parts - 1)), whole[:0]][:num_parts]
@@ -38,7 +39,7 @@ def micro_batches(step: int, num_parts: int) -> list[MicroBatch]:
     ]
 
 
-def take_step(model: DdpModel, micros: list[MicroBatch]) -> None:
+def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
     for micro in micros:
         is_last = micro is micros[-1]
         with model.reducing(is_last), dist_autograd.context() as context:

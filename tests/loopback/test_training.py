@@ -98,7 +98,7 @@ class Job:
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
         self._guard = Guard(rules, self.hosts, group, torch.device("cpu"))
         self._spans = remote or rules.mode is UpdateMode.SYNC
-        self._feed = Feed(self.embeddings, [self.tables], 0, rules.mode, rules.parts, self.clock)
+        self._feed = Feed[Batch](self.embeddings, [self.tables], 0, rules.mode, rules.parts, self.clock)
 
     def train(self, batches: Sequence[Batch]) -> list[StepResult]:
         """All steps, and the update of the last."""

@@ -44,7 +44,7 @@ class Job:
         self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call(TableShards.initialise, 5).wait()
         self.embeddings = Embeddings(TABLES, SPEC, placement, {0: self.tables})
-        self._feed = Feed(self.embeddings, [self.tables], 0, mode, 1, StepClock())
+        self._feed = Feed[Batch](self.embeddings, [self.tables], 0, mode, 1, StepClock())
 
     @property
     def rows(self) -> Tensor:

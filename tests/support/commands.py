@@ -231,11 +231,12 @@ def result_of(run_folder: Path) -> dict[str, Any]:
     return values
 
 
-def code_block(page: str, language: str) -> str:
-    """The one block of ``language`` in a page of the project."""
+def code_block(page: str, language: str, having: str = "") -> str:
+    """The one block of ``language`` in a page of the project that has some words."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    (code,) = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return str(code)
+    blocks = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (code,) = (str(block) for block in blocks if having in block)
+    return code
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import Files
 from hybrid.checkpoint.manifest import Manifest
-from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.own_loop.alone import LocalTables as LocalTables
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
 
@@ -51,35 +50,6 @@ def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether RPC sends this tensor and nothing else: it sends all memory that a view is of."""
     starts = tensor.storage_offset() == 0
     return tensor.is_contiguous() and starts and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-class LocalTables:
-    """Tables of this very process, for those who look up without RPC."""
-
-    def __init__(self, shards: TableShards) -> None:
-        self._shards = shards
-
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.lookup`."""
-        return self._shards.lookup(ticket, items)
-
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.receive`."""
-        self._shards.receive(ticket, grads)
-        return self.skip()
-
-    def exchange(
-        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> Future[list[Tensor]]:
-        """Both, in this order."""
-        self._shards.receive(ticket, grads, updates_here=True)
-        return self._shards.lookup(next_ticket, items)
-
-    def skip(self) -> Future[list[Tensor]]:
-        """Nothing is sent."""
-        nothing: Future[list[Tensor]] = Future()
-        nothing.set_result([])
-        return nothing
 
 
 class Cluster:

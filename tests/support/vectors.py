@@ -9,7 +9,7 @@ from hybrid.steps.ticket import Ticket
 from hybrid.training.model import MicroBatch
 
 
-def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch:
+def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch[Batch]:
     """Samples whose lookup is answered with ``pooled_BE``."""
     batch = Batch.empty(0, 0)._replace(dense_features=dense_BF, labels=torch.zeros(len(dense_BF)))
     vectors: Future[Tensor] = Future()

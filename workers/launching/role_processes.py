@@ -13,7 +13,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
 from hybrid.own_code.traces import log_stack
 from hybrid.private_files import make_folder, open_file
-from hybrid.topology import MASTER, Role
+from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import Secret
 from workers.joining.alarm import FAILED, INTERRUPTED, end_now
 from workers.launching.fork_server import ForkServer
@@ -22,7 +22,7 @@ from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
 from workers.run_folder.paths import log_path, writing
 from workers.screen.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
-from workers.task import Task, TrainTask
+from workers.task import ScriptTask, Task, TrainTask
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
@@ -171,11 +171,11 @@ def _role_main(
     told = Connection(outcomes, readable=False)
     path, launchers_stderr = log_path(folder, role), os.dup(2)
     try:
-        _log_to(path, keep_stdout=role == MASTER)
+        _log_to(path, keep_stdout=role == _printing_role(task))
     except HybridError as error:
         told.send(_outcome(role, error))
         end_now(FAILED)
-    files = ("stdout" if role == MASTER else str(path), str(path))
+    files = ("stdout" if role == _printing_role(task) else str(path), str(path))
     with lasting_output(f"hybrid {task.command}", goes_on=True, files=files, aside=launchers_stderr):
         try:
             if role == MASTER:
@@ -192,6 +192,11 @@ def _role_main(
             told.send(_outcome(role, error))
             log_stack(error)
             end_now(FAILED)  # threads of torch may wait for a role that is gone
+
+
+def _printing_role(task: Task) -> Role:
+    """Whose output is for the screen."""
+    return Role(RoleKind.TRAINER, 0) if isinstance(task, ScriptTask) else MASTER
 
 
 def _outcome(role: Role, error: Exception) -> Outcome:

@@ -19,6 +19,7 @@ from hybrid.topology import MASTER, Topology
 from hybrid.trust.secret import Secret
 from workers.jobs.compare import Comparison
 from workers.jobs.own import OwnJob
+from workers.jobs.script import ScriptJob
 from workers.jobs.training import Training
 from workers.joining.alarm import LostRoleError
 from workers.joining.bootstrap import announce_stop, join
@@ -26,7 +27,7 @@ from workers.joining.listener import listen
 from workers.roles.diagnosis import tell_cause
 from workers.run_folder.paths import cache_folder
 from workers.screen.terminal import TerminalView
-from workers.task import CompareTask, OwnTask, Task, TrainTask
+from workers.task import CompareTask, ScriptTask, Task, TrainTask
 
 _POLL_SECONDS = 0.05
 _ABANDON_SECONDS = 1.0
@@ -49,7 +50,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
         # Reading the data and gathering the roles overlap; neither needs the other.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
-            _Preparation(config, view, is_wanted=not isinstance(task, OwnTask)) as data,
+            _Preparation(config, view, is_wanted=isinstance(task, TrainTask | CompareTask)) as data,
             join(MASTER, config, secret, bound) as cluster,
         ):
             try:
@@ -87,6 +88,8 @@ def _make_job(config: RunConfig, task: Task) -> _Job:
         return Training(config, task)
     if isinstance(task, CompareTask):
         return Comparison(config, task.steps)
+    if isinstance(task, ScriptTask):
+        return ScriptJob(config, task.path, task.arguments)
     return OwnJob(config, task.function)
 
 

@@ -10,6 +10,7 @@ import torch
 from hybrid import wire
 from hybrid.checkpoint.files import Files
 from hybrid.clock import Span
+from hybrid.config import RunConfig
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.hosting.hosted import Hosted
@@ -18,11 +19,12 @@ from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import Blueprint, host_remote_net
 from hybrid.training.trial import MatmulTrial
 from workers.session.job import Job, Report
+from workers.session.script import DATA as SCRIPT_DATA, Script
 from workers.session.trainer import Trainer
 
 # What travels between the roles of a session, and what the master creates on them.
-DATA = (Blueprint, Job, Report)
-CREATED = (MatmulTrial, TableShards, host_remote_net, Trainer)
+DATA = (Blueprint, Job, Report, *SCRIPT_DATA)
+CREATED = (MatmulTrial, Script, TableShards, host_remote_net, Trainer)
 
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
@@ -76,14 +78,23 @@ def deploy(
     data_folder: Path | None,
 ) -> Deployment:
     """Create everything that a job needs on the roles of ``topology``; see :class:`Job`."""
-    holders = table_holders(topology, placement)
-    tables = {role.index: _create_tables(role, blueprint, placement, rules) for role in holders}
-    seed, bulk = blueprint.config.run.seed, BULK_TIMEOUT_SECONDS
-    wire.gather([t.call(TableShards.initialise, seed, timeout_seconds=bulk) for t in tables.values()])
+    tables = deploy_tables(topology, blueprint.config, placement, rules)
     remote_net = _create_remote_net(blueprint, rules)
     job = Job(blueprint, placement, rules, tables, remote_net, data_folder)
+    bulk = BULK_TIMEOUT_SECONDS
     trainers = [wire.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
     return Deployment(wire.gather(trainers), tables, remote_net)
+
+
+def deploy_tables(
+    topology: Topology, config: RunConfig, placement: Placement, rules: UpdateRules
+) -> dict[int, wire.RemoteTables]:
+    """Create the tables of a placement, and fill them with their initial rows."""
+    holders = table_holders(topology, placement)
+    tables = {role.index: _create_tables(role, config, placement, rules) for role in holders}
+    seed, bulk = config.run.seed, BULK_TIMEOUT_SECONDS
+    wire.gather([t.call(TableShards.initialise, seed, timeout_seconds=bulk) for t in tables.values()])
+    return tables
 
 
 def table_holders(topology: Topology, placement: Placement) -> list[Role]:
@@ -99,10 +110,11 @@ def measure_matmul(topology: Topology, blueprint: Blueprint) -> float:
 
 
 def _create_tables(
-    role: Role, blueprint: Blueprint, placement: Placement, rules: UpdateRules
+    role: Role, config: RunConfig, placement: Placement, rules: UpdateRules
 ) -> wire.RemoteTables:
-    wire_dtype = None if blueprint.config.embedding.wire_dtype == "rows" else torch.bfloat16
-    module = wire.create_module(role, TableShards, placement, role.index, rules, blueprint.dtype, wire_dtype)
+    dtype = getattr(torch, config.train.dtype)
+    wire_dtype = None if config.embedding.wire_dtype == "rows" else torch.bfloat16
+    module = wire.create_module(role, TableShards, placement, role.index, rules, dtype, wire_dtype)
     return wire.RemoteTables(role, module)
 
 

@@ -187,15 +187,14 @@ class Session:
         Args:
             progress: what the run has counted so far.
         """
-        tables, placement, deployed = self.blueprint.tables, self.placement, self._deployed
-        shapes = {t.name: (t.num_rows, t.dim, len(placement.of_table(t.name))) for t in tables}
+        placement, deployed = self.placement, self._deployed
         values = {} if metrics is None else metrics.as_dict()
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and has_memory_for_copies(placement, holders)
         writers, bulk = hold(deployed, self.config.dense, is_copied), BULK_TIMEOUT_SECONDS
         return Saving(
             folder,
-            Manifest(step, epoch, shapes, {}, values, dict(progress.values)),
+            Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
             self._texts(),
             progress.reports,
             lambda partial: [w.call(Called.write, partial, timeout_seconds=bulk) for w in writers],

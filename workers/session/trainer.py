@@ -73,7 +73,8 @@ class Trainer:
         self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
         self._spans_processes = job.rules.mode is UpdateMode.SYNC or job.remote_net is not None
         tables = list(job.remote_tables.values())
-        self._feed = Feed(self._embeddings, tables, index, job.rules.mode, job.rules.parts, self._clock)
+        mode, parts = job.rules.mode, job.rules.parts
+        self._feed = Feed[Batch](self._embeddings, tables, index, mode, parts, self._clock)
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
@@ -129,7 +130,7 @@ class Trainer:
                 raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
             yield batch
 
-    def _train(self, inputs: Iterable[StepInput], steps_before: int) -> Report:
+    def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> Report:
         self._model.module.train()
         report = _ReportBuilder()
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):

@@ -20,7 +20,7 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.bag_route import BagRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, TableSource
+from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, SideBySide, TableSource
 from hybrid.embedding.trainer.route import Items, Route
 from hybrid.embedding.trainer.row_route import RowRoute
 from hybrid.errors import DataError
@@ -90,7 +90,8 @@ class Embeddings:
     def _lookup(
         self, ticket: Ticket, items: Items, parts: Sequence[Columns], sources: Mapping[int, TableSource]
     ) -> Lookup:
-        return Lookup(ticket, items, parts, sum(self.widths), sources, self._outbox, self._clock)
+        form = SideBySide(parts, sum(self.widths))
+        return Lookup(ticket, items, form, sources, self._outbox, self._clock, is_of_nothing=not parts)
 
     def _started(self, lookup: Lookup, after: Lookup | None) -> Lookup:
         if after is None:

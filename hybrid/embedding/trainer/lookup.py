@@ -11,7 +11,7 @@ sends their gradients, in one message a worker with the next lookup where there 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,7 @@ from hybrid.answer import Watched
 from hybrid.clock import OpenSpan, StepClock
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Item
-from hybrid.embedding.trainer.route import Assembler, Items
+from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot
 from hybrid.errors import ClusterError
 from hybrid.steps.ticket import Purpose, Ticket
 
@@ -51,6 +51,18 @@ class TableSource(Protocol):
         ...
 
 
+class Form(Protocol):
+    """What the answers to a lookup become: one matrix, say, or the vectors of each call by themselves."""
+
+    def outputs(self, results: Results) -> tuple[Tensor, ...]:
+        """What the lookup gives, of the answers of all workers."""
+        ...
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterable[tuple[Slot, Tensor]]:
+        """The gradient of each answer, in no view of a larger tensor, of those of the outputs."""
+        ...
+
+
 class Columns(NamedTuple):
     """The vectors of some features.
 
@@ -61,6 +73,35 @@ class Columns(NamedTuple):
 
     assembler: Assembler
     columns_F: Tensor | None
+
+
+class SideBySide(NamedTuple):
+    """One matrix ``pooled_BE``: the features' vectors side by side.
+
+    Attributes:
+        columns: the features, by route; none of no samples.
+        width: of all vectors of a sample together.
+    """
+
+    columns: Sequence[Columns]
+    width: int
+
+    def outputs(self, results: Results) -> tuple[Tensor, ...]:
+        if not self.columns:
+            return (torch.empty(0, self.width),)
+        vectors = [part.assembler.vectors(results) for part in self.columns]
+        if self.columns[0].columns_F is None:
+            return (vectors[0].flatten(1),)
+        pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
+        for (_, columns_F), vectors_BFD in zip(self.columns, vectors, strict=True):
+            assert columns_F is not None
+            loops.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+        return (pooled_BE,)
+
+    def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
+        grad_BE = in_memory_of_its_own(*grads)
+        for part in self.columns:
+            yield from part.assembler.gradients(_of_part(grad_BE, part))
 
 
 class Outbox:
@@ -85,13 +126,13 @@ class Outbox:
 
 
 class Lookup:
-    """A lookup of all features of a batch.
+    """A lookup under way.
 
     Args:
         ticket: for which step, and what follows.
         items: what each worker is asked for.
-        parts: the features, by route; none of no samples, for which nobody is asked.
-        width: of all vectors of a sample together.
+        form: what the answers become.
+        is_of_nothing: whether it is of no samples, for which nobody is asked.
 
     Attributes:
         is_followed, is_closing: what the ticket of its gradients says (:class:`Ticket`).
@@ -101,17 +142,16 @@ class Lookup:
         self,
         ticket: Ticket,
         items: Items,
-        parts: Sequence[Columns],
-        width: int,
+        form: Form,
         sources: Mapping[int, TableSource],
         outbox: Outbox,
         clock: StepClock,
+        is_of_nothing: bool = False,
     ) -> None:
         self.is_followed = self.is_closing = False
         self._ticket = ticket
         self._items = items
-        self._parts = parts
-        self._width = width
+        self._form = form
         self._sources = sources
         self._outbox = outbox
         self._clock = clock
@@ -119,7 +159,7 @@ class Lookup:
         self._answers: dict[int, Watched[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(asked) for worker, asked in items.items()}
-        self._is_of_nothing = not parts
+        self._is_of_nothing = is_of_nothing
 
     def start(self) -> None:
         """Ask the workers."""
@@ -137,7 +177,11 @@ class Lookup:
             answer.wait()
 
     def wait(self) -> Tensor:
-        """``pooled_BE``, the features' vectors side by side, once every worker has answered.
+        """The first output: ``pooled_BE``, of a lookup that gives nothing else."""
+        return self.outputs()[0]
+
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The outputs of its form, once every worker has answered.
 
         Raises:
             ClusterError: nobody was asked, since the gradients that this was to leave with have not left.
@@ -149,36 +193,26 @@ class Lookup:
         # Autograd records the use of plain values only if an input of it requires a gradient.
         anchor = torch.zeros(0, requires_grad=self._ticket.purpose is Purpose.PREFETCH)
         with self._clock.span("join"):
-            pooled_BE: Tensor = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
-        return pooled_BE
+            outputs: tuple[Tensor, ...] = _Assemble.apply(anchor, self, *tensors)  # type: ignore[no-untyped-call]
+        return outputs
 
-    def assemble(self, tensors: Sequence[Tensor]) -> Tensor:
-        """``pooled_BE`` of the tensors of all answers, worker after worker."""
-        if self._is_of_nothing:
-            return torch.empty(0, self._width)
+    def assemble(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The outputs, of the tensors of all answers, worker after worker."""
         self._wire_dtype = next((tensor.dtype for tensor in tensors), self._wire_dtype)
         rest = (t.float() if t.dtype is torch.bfloat16 else t for t in tensors)
         results = {worker: list(islice(rest, size)) for worker, size in self._sizes.items()}
-        vectors = [part.assembler.vectors(results) for part in self._parts]
-        if self._parts[0].columns_F is None:
-            return vectors[0].flatten(1)
-        pooled_BE = vectors[0].new_empty(len(vectors[0]), self._width)
-        for (_, columns_F), vectors_BFD in zip(self._parts, vectors, strict=True):
-            assert columns_F is not None
-            loops.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
-        return pooled_BE
+        return self._form.outputs(results)
 
-    def take_apart(self, grad_BE: Tensor) -> list[Tensor | None]:
+    def take_apart(self, grads_of_outputs: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of these tensors; none where they are sent."""
         with self._clock.span("take apart"):
-            grad_BE = _in_memory_of_its_own(grad_BE)
-            grads: dict[int, list[Tensor]] = {w: [grad_BE] * size for w, size in self._sizes.items()}
-            for part in self._parts:
-                for (worker, place), grad in part.assembler.gradients(_of_part(grad_BE, part)):
-                    grads[worker][place] = grad.to(self._wire_dtype)
+            grads: dict[int, dict[int, Tensor]] = {worker: {} for worker in self._sizes}
+            for (worker, place), grad in self._form.gradients(grads_of_outputs):
+                grads[worker][place] = grad.to(self._wire_dtype)
+            in_order = {worker: [of[place] for place in sorted(of)] for worker, of in grads.items()}
         if self._ticket.purpose is not Purpose.PREFETCH:
-            return [grad for of_worker in grads.values() for grad in of_worker]
-        for worker, of_worker in grads.items():
+            return [grad for of_worker in in_order.values() for grad in of_worker]
+        for worker, of_worker in in_order.items():
             self._send(worker, of_worker)
         return [None] * sum(self._sizes.values())
 
@@ -228,19 +262,19 @@ def _of_part(grad_BE: Tensor, part: Columns) -> Tensor:
 
 
 class _Assemble(torch.autograd.Function):
-    """From the answers of the workers to ``pooled_BE``, and back with its gradient."""
+    """From the answers of the workers to the outputs of a lookup, and back with their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lookup = lookup
         return lookup.assemble(tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.lookup.take_apart(*grads)
+        return None, None, *ctx.lookup.take_apart(grads)
 
 
-def _in_memory_of_its_own(grad: Tensor) -> Tensor:
+def in_memory_of_its_own(grad: Tensor) -> Tensor:
     """``grad``, contiguous: RPC would send all that a view is of.
 
     And RPC ends the process that is to send an empty view which starts beyond its storage.

@@ -1,5 +1,7 @@
 """Features that hold exactly one id a sample: distinct rows travel once."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,19 +17,17 @@ from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
 
 
-class RowRoute:
-    """Features with one id a sample and one width: distinct rows travel once.
+class AddressSpace:
+    """An address for every row of some tables of one width.
 
-    Every row of every table gets an address: the groups that hold these lie one after another in one range
-    of integers, so that a single sort finds the distinct rows of all features and of all workers.
+    The groups that hold these lie one after another in one range of integers, so that a single sort finds the
+    distinct rows of all of them and of all workers.
 
     Args:
-        features: their numbers.
-        locations: where the shards of each feature's table lie.
+        locations: where the shards of each table lie; a table may come several times.
     """
 
-    def __init__(self, features: tuple[int, ...], locations: Sequence[Sequence[Location]]) -> None:
-        self.features = features
+    def __init__(self, locations: Sequence[Sequence[Location]]) -> None:
         groups = {(at.worker, at.number): at.group for shards in locations for at in shards}
         first: dict[tuple[int, int], int] = {}  # the first address of each group
         self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
@@ -36,33 +36,55 @@ class RowRoute:
             first[worker, number] = end
             self._segments.append((worker, number, end, ids_dtype(group.num_rows)))
             end += group.num_rows
-        self._num_rows, self._dtype = end, ids_dtype(end)
-        ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self._dtype)
+        self._num_rows, self.dtype = end, ids_dtype(end)
+        ends = torch.tensor([start for _, _, start, _ in self._segments[1:]] + [end], dtype=self.dtype)
         self._ends = ends.numpy()
-        self._dim = locations[0][0].group.dim
+        self.dim = locations[0][0].group.dim
         self._counts_K = np.array([len(shards) for shards in locations])
-        self._bases_KS = np.zeros((len(features), self._counts_K.max()), np.int64)
+        self._bases_KS = np.zeros((len(locations), self._counts_K.max()), np.int64)
         for k, shards in enumerate(locations):
             for at in shards:
                 self._bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
 
-    def start(self, ids: BatchIds, items: Items) -> Assembler:
-        addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._dtype)
-        loops.addresses(
-            ids.single(self.features).numpy(), self._bases_KS, self._counts_K, addresses_BK.numpy()
-        )
-        ids_U, starts_V, order_L = loops.group_ids(addresses_BK.view(-1).numpy(), self._num_rows)
+    def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
+        """The addresses of some ids of the tables from number ``first`` on."""
+        tables = slice(first, first + len(ids_KB))
+        bases_KS, counts_K = self._bases_KS[tables], self._counts_K[tables]
+        loops.addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
+
+    def ask(self, addresses_L: Tensor, items: Items) -> Rows:
+        """Append to ``items`` every distinct row once; return where they stand."""
+        ids_U, starts_V, order_L = loops.group_ids(addresses_L.numpy(), self._num_rows)
         ends = np.searchsorted(ids_U, self._ends).tolist()
         slots = []
         for segment, start, end in zip(self._segments, [0, *ends[:-1]], ends, strict=True):
             worker, group, first, dtype = segment
             rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
             slots.append((append(items, worker, (group, Bags(rows))), end - start))
-        return _Rows(slots, starts_V, order_L, (*addresses_BK.shape, self._dim))
+        return Rows(slots, starts_V, order_L)
 
 
-class _Rows(NamedTuple):
-    """Assembles by spreading the distinct rows over the ids; the gradients of equal ids add up.
+class RowRoute:
+    """Features with one id a sample and one width: distinct rows travel once.
+
+    Args:
+        features: their numbers.
+        locations: where the shards of each feature's table lie.
+    """
+
+    def __init__(self, features: tuple[int, ...], locations: Sequence[Sequence[Location]]) -> None:
+        self.features = features
+        self._space = AddressSpace(locations)
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._space.dtype)
+        self._space.write(ids.single(self.features), 0, addresses_BK)
+        rows = self._space.ask(addresses_BK.view(-1), items)
+        return _SpreadRows(rows, (*addresses_BK.shape, self._space.dim))
+
+
+class Rows(NamedTuple):
+    """Distinct rows that were asked for, and the ids that they are of.
 
     Attributes:
         slots: of the parts of the distinct rows, with the size of each.
@@ -72,15 +94,14 @@ class _Rows(NamedTuple):
     slots: list[tuple[Slot, int]]
     starts_V: npt.NDArray[Any]
     order_L: npt.NDArray[Any]
-    shape_BFD: tuple[int, int, int]
 
-    def vectors(self, results: Results) -> Tensor:
+    def answered(self, results: Results) -> tuple[Tensor, Tensor]:
+        """``rows_UD``, and for each id which of them it is."""
         rows_UD = torch.cat([results[worker][place] for (worker, place), _ in self.slots])
-        ranks_L = torch.from_numpy(loops.ranks(self.starts_V, self.order_L))
-        return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
+        return rows_UD, torch.from_numpy(loops.ranks(self.starts_V, self.order_L))
 
-    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        grad_LD = grad_BFD.flatten(0, 1)
+    def gradients(self, grad_LD: Tensor) -> list[tuple[Slot, Tensor]]:
+        """The gradients of each part; those of equal ids add up."""
         parts, first = [], 0
         for slot, size in self.slots:
             part = grad_LD.new_empty(size, grad_LD.shape[1])
@@ -89,3 +110,17 @@ class _Rows(NamedTuple):
             parts.append((slot, part))
             first += size
         return parts
+
+
+class _SpreadRows(NamedTuple):
+    """Assembles by spreading the distinct rows over the samples."""
+
+    rows: Rows
+    shape_BFD: tuple[int, int, int]
+
+    def vectors(self, results: Results) -> Tensor:
+        rows_UD, ranks_L = self.rows.answered(results)
+        return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        return self.rows.gradients(grad_BFD.flatten(0, 1))

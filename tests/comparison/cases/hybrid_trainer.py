@@ -93,7 +93,7 @@ class Trainer:
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
         self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), Arrangement(self._group))
         self._clock = StepClock()
-        self._feed = Feed(embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
+        self._feed = Feed[Batch](embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """One step a batch, for as long as any trainer has one; the last step's gradients by parameter."""
@@ -105,7 +105,7 @@ class Trainer:
         gradients = self._model.gradients
         return {name: gradients[p].clone() for name, p in self._model.net.named_parameters()}
 
-    def _step(self, micro: MicroBatch) -> None:
+    def _step(self, micro: MicroBatch[Batch]) -> None:
         with dist_autograd.context() as context:
             output_B = self._model.module(micro, self._clock)
             values_B = micro.batch.labels

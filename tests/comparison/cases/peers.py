@@ -19,7 +19,7 @@ from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.nets import DenseNet
-from hybrid.embedding.trainer.lookup import Lookup, Outbox
+from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
 from hybrid.steps.ticket import Ticket
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
@@ -100,9 +100,9 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 
 
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
-    micro = MicroBatch(
-        batch, Ticket(0, 0, 0), partial(Lookup, Ticket(0, 0, 0), {}, (), 0, {}, Outbox(), StepClock())
-    )
+    ticket = Ticket(0, 0, 0)
+    start = partial(Lookup, ticket, {}, SideBySide((), 0), {}, Outbox(), StepClock(), is_of_nothing=True)
+    micro = MicroBatch(batch, ticket, start)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])
         ddp_model.collect(dist_autograd.get_gradients(context), is_last=True)

@@ -10,7 +10,7 @@ from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.trainer.lookup import Lookup, Outbox
+from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
@@ -47,7 +47,7 @@ class Word(wire.Pending[None]):
 
 
 def nothing(width: int = 0) -> Lookup:
-    return Lookup(Ticket(0, 0, 0), {}, (), width, {}, Outbox(), StepClock())
+    return Lookup(Ticket(0, 0, 0), {}, SideBySide((), width), {}, Outbox(), StepClock(), is_of_nothing=True)
 
 
 class Log:
@@ -86,12 +86,12 @@ class Log:
             self.events.append("read")
             yield each
 
-    def feed(self, mode: UpdateMode, parts: int = 1) -> Feed:
+    def feed(self, mode: UpdateMode, parts: int = 1) -> Feed[Batch]:
         return Feed(
             cast(Embeddings, self), [cast(wire.RemoteHosted[Any], self)], TRAINER, mode, parts, StepClock()
         )
 
-    def compute(self, steps: Iterator[StepInput]) -> StepInput:
+    def compute(self, steps: Iterator[StepInput[Batch]]) -> StepInput[Batch]:
         """One step as train_step takes it: each micro-batch starts its lookup, or has had it started."""
         current = next(steps)
         for micro in current.micro_batches:
@@ -332,7 +332,7 @@ def test_the_time_for_data_and_lookups_is_counted(monkeypatch: pytest.MonkeyPatc
         return phase(name)
 
     monkeypatch.setattr(clock, "phase", noted)
-    feed = Feed(
+    feed = Feed[Batch](
         cast(Embeddings, log), [cast(wire.RemoteHosted[Any], log)], TRAINER, UpdateMode.PIPELINED, 1, clock
     )
     feed.begin(log.reading(batch(0), batch(1)), 0)

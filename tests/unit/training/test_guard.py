@@ -66,6 +66,9 @@ class Trainers:
     def rank(self) -> int:
         return self._rank
 
+    def size(self) -> int:
+        return 2
+
     def _all_reduce(self, tensor: Tensor, group: Trainers) -> None:
         assert group is self
         self.handed_in.append(tensor.item())

@@ -1,0 +1,116 @@
+"""This process alone, tables and all: the same loop in a notebook, in a debugger, in a script."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from hybrid.answer import Awaited
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import DENSE_FILE, write_text
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config import RunConfig
+from hybrid.config.file import CONFIG_FILE
+from hybrid.embedding.bags import Item
+from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.own_code.signature import signed_toml
+from hybrid.own_loop.host import Deployed
+from hybrid.own_loop.rules import own_rules
+from hybrid.steps.ticket import Ticket
+
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+
+class Alone:
+    """A host without others; see :class:`hybrid.own_loop.host.Host`."""
+
+    trainer = 0
+    is_alone = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # one without a store is of no use but to count
+        self._shards: TableShards
+        self._placement: Placement
+
+    def deploy(self, tables: Sequence[TableSpec]) -> Deployed:
+        """Make the tables here."""
+        placement = place(tables, num_workers=1)
+        rules = own_rules(self.config, num_trainers=1)
+        shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))
+        shards.initialise(self.config.run.seed)
+        self._shards, self._placement = shards, placement
+        local = LocalTables(shards)
+        return Deployed(placement, rules, {0: local}, [local])
+
+    def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
+        """See :meth:`Host.save`."""
+        partial = folders.begin(folder)
+        try:
+            self._shards.begin_save(is_copied=False)
+            files = {
+                **self._shards.write(partial),
+                **write_tensors(partial, DENSE_FILE, dense),
+                **write_text(partial, CONFIG_FILE, signed_toml(self.config)),
+            }
+            folders.commit(partial, Manifest(step, 0, self._placement.shapes, files))
+        except BaseException:
+            folders.discard(partial)
+            raise
+
+    def load(self, stored: Checkpoint) -> None:
+        """See :meth:`Host.load`."""
+        self._shards.load(stored.folder, stored.manifest.step)
+
+
+class LocalTables:
+    """The tables of this process, as a stub of a worker's would have them."""
+
+    def __init__(self, shards: TableShards) -> None:
+        self._shards = shards
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.lookup`."""
+        return self._shards.lookup(ticket, items)
+
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
+        """See :meth:`TableShards.receive`; the answer is empty."""
+        self._shards.receive(ticket, grads)
+        return _done([])
+
+    def exchange(
+        self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
+    ) -> Future[list[Tensor]]:
+        """Both, gradients first."""
+        self._shards.receive(ticket, grads, updates_here=True)
+        return self._shards.lookup(next_ticket, items)
+
+    def skip(self) -> Future[list[Tensor]]:
+        """Nothing."""
+        return _done([])
+
+    def norm(self, step: int) -> Awaited[float]:
+        """See :meth:`UpdateBarrier.norm`."""
+        return self._shards.barrier.norm(step)
+
+    def call_barrier(
+        self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
+    ) -> Awaited[Result]:
+        """What a method of the update barrier returns."""
+        return _done(method(self._shards.barrier, *args))
+
+
+def _done(value: Result) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,426 @@
+"""The steps of one trainer, driven by a loop of the user's own.
+
+::
+
+    next batch     its ids are known: look up what the passes before have called tables with
+    module         a call of a table takes its vectors; one with other ids looks them up now
+    backward       a value a sample, weighed over all trainers; gradients leave for the tables
+    optimizer      the same step for every parameter and every row, or for none: torch has a hook before each
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.clock import StepClock
+from hybrid.dense.device import choose_devices
+from hybrid.dense.optimizer import DenseOptimizer
+from hybrid.embedding.trainer.asked import AskedTables
+from hybrid.embedding.trainer.lookup import Lookup
+from hybrid.errors import CheckpointError, DataError
+from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.own_loop.batches import Share, checksum, global_batches, shares
+from hybrid.own_loop.host import Host
+from hybrid.own_loop.modules import Call, TableModule
+from hybrid.own_loop.sites import Key, Site, key_of
+from hybrid.steps.rules import UpdateMode
+from hybrid.steps.schedule import Schedule
+from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.training.arrangement import Arrangement
+from hybrid.training.backward import Graph, recorded_graph
+from hybrid.training.ddp import DdpMode, DdpModel
+from hybrid.training.feed import Feed
+from hybrid.training.generators import seed_step
+from hybrid.training.guard import Guard
+from hybrid.training.model import LocalModel, to_device
+from hybrid.training.shared_sum import SharedSum
+
+_NO_TRAINER = 1 << 32  # whose random numbers are those that all trainers draw alike
+
+
+class OwnModule(LocalModel):
+    """A module of the user's own, as DDP wraps it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self.net(*args, **keywords)
+
+
+@dataclass
+class _Pass:
+    """A forward pass under way.
+
+    Attributes:
+        share: the batch that it is of; None where there is none.
+        ticket: of lookups that it makes.
+        ahead: the lookup that was made before it.
+        found: vectors, by call.
+        lookups: those whose vectors were taken.
+        zeros: of each of these; see :meth:`AskedTables.lookup`.
+    """
+
+    share: Share | None
+    ticket: Ticket
+    ahead: Lookup | None = None
+    found: dict[Key, Tensor] = field(default_factory=dict)
+    lookups: list[Lookup] = field(default_factory=list)
+    zeros: list[Tensor] = field(default_factory=list)
+
+
+class Loop:
+    """One trainer's part in the steps of all.
+
+    Args:
+        host: where it runs.
+        net: the user's module; its tables are found in it, and bound.
+
+    Attributes:
+        model: the module under DDP, and its gradients.
+        device: where the module computes.
+        step: how many are taken.
+    """
+
+    def __init__(self, host: Host, net: nn.Module) -> None:
+        self._host = host
+        config = host.config
+        self._devices = choose_devices(config.dense, host.trainer)
+        self.device = self._devices[0]
+        self._clock = StepClock()
+        modules = _tables_in(net)
+        specs = [
+            module.spec(name, 8 if config.train.dtype == "float64" else 4) for name, module in modules.items()
+        ]
+        deployed = host.deploy(specs)
+        self._hosted = deployed.hosted
+        self._shapes = deployed.placement.shapes
+        self._mode = deployed.rules.mode
+        self._tables = AskedTables(specs, deployed.placement, deployed.sources, self._clock)
+        for name, module in modules.items():
+            module.bind(name, self)
+        self.model = self._wrapped(net)
+        self._guard = Guard(deployed.rules, deployed.hosted, host.group, self._reducing_device)
+        self._feed = Feed[Share](self._tables, [], host.trainer, self._mode, 1, self._clock)
+        self._sites: dict[Site, None] = {}  # in the order in which they were found
+        self._pass: _Pass | None = None  # of training
+        self._evaluated: _Pass | None = None
+        self._graph: Graph | None = None
+        self._entered = ExitStack()
+        self._loss: float | None = None  # of the step under way, once its backward pass is done
+        self._scale: float | None = None  # of its gradients, once that is decided
+        self._stepped: set[int] = set()  # the optimizers that have taken it
+        _LOOPS.add(self)
+        self._num_passes = 0
+        self.step = 0
+
+    def _wrapped(self, net: nn.Module) -> DdpModel:
+        host, dense = self._host, self._host.config.dense
+        module = OwnModule(net.to(self.device))
+        is_reduced = not host.is_alone and any(p.requires_grad for p in net.parameters())
+        mode = DdpMode(dense.ddp) if is_reduced else DdpMode.NONE
+        shared = None
+        if mode is not DdpMode.NONE and dense.all_reduce == "auto" and dist.get_backend(host.group) == "gloo":
+            timeout_seconds = host.config.cluster.rpc_timeout_seconds
+            shared = SharedSum.join(host.group, host.trainer, self.device, timeout_seconds)
+        return DdpModel(module, mode, Arrangement(host.group), self._clock, dense.bucket_mb, shared)
+
+    @property
+    def _reducing_device(self) -> torch.device:
+        is_nccl = not self._host.is_alone and dist.get_backend(self._host.group) == "nccl"
+        return self.device if is_nccl else torch.device("cpu")
+
+    def batches(self, data: Any, size: int | None) -> Iterator[Any]:
+        """This trainer's shares of all batches, to train on; to evaluate where gradients are disabled."""
+        self._seed_pass()
+        of_all = self._checked(global_batches(data, size))
+        own = shares(of_all, self._host.trainer, self._host.group.size(), self._sites)
+        if not torch.is_grad_enabled():
+            yield from self._evaluating(own)
+            return
+        self._feed.begin(own, self.step)
+        try:
+            for current in self._feed:
+                step = self.step
+                (micro_batch,) = current.micro_batches
+                self._begin(current.batch, micro_batch.start)
+                yield current.batch.values
+                self._refuse_untrained(step)
+        finally:
+            self._drop()
+
+    def _seed_pass(self) -> None:
+        """Have all trainers shuffle alike: torch's samplers draw from its generator."""
+        seed_step(self._host.config.run.seed, _NO_TRAINER, self._num_passes, ())
+        self._num_passes += 1
+
+    def _checked(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The same batches, the first of which all trainers must have alike."""
+        for number, batch in enumerate(batches):
+            if number == 0 and self._host.group.size() > 1:
+                own = torch.tensor([checksum(batch)], dtype=torch.int64, device=self._reducing_device)
+                sums = [torch.empty_like(own) for _ in range(self._host.group.size())]
+                dist.all_gather(sums, own, group=self._host.group)
+                if any(each.item() != own.item() for each in sums):
+                    raise DataError(
+                        "trainers read different batches: every trainer is to see the same ones, of which it "
+                        "gets its share; seed what shuffles or draws them (torch's samplers are seeded)"
+                    )
+            yield batch
+
+    def _evaluating(self, own: Iterator[Share]) -> Iterator[Any]:
+        before = self._evaluated
+        try:
+            for share in own:
+                self._evaluated = now = _Pass(share, self._ticket(Purpose.PREDICT))
+                now.ahead = self._tables.lookup(share.sparse_features, now.ticket)
+                yield share.values
+        finally:
+            self._evaluated = before
+
+    def _ticket(self, purpose: Purpose) -> Ticket:
+        return Ticket(self._host.trainer, self.step, self.step, purpose=purpose)
+
+    def _begin(self, share: Share, start: Any) -> None:
+        """Open the step of a batch: its graph, and its lookup."""
+        self._drop()
+        seed_step(self._host.config.run.seed, self._host.trainer, self.step, self._devices)
+        is_sync = self._mode is UpdateMode.SYNC
+        spans_processes = is_sync and not self._host.is_alone
+        self._graph = self._entered.enter_context(recorded_graph(self.model.net, spans_processes))
+        self._pass = _Pass(share, self._ticket(Purpose.TRAIN if is_sync else Purpose.PREFETCH), start())
+
+    def _drop(self) -> None:
+        """Close what a step has open."""
+        self._entered.close()
+        self._pass = self._graph = self._loss = None
+        self._stepped.clear()
+
+    def _refuse_untrained(self, step: int) -> None:
+        if self.step != step + 1:
+            missing = "cluster.backward(...)" if self._loss is None else "optimizer.step()"
+            raise RuntimeError(
+                f"{missing} was not called for the batch of step {step}; every batch is trained on once, "
+                "but for those that are asked for under torch.no_grad()"
+            )
+
+    def vectors(self, call: Call) -> Tensor:
+        """The vectors of a call of a table, on this trainer's device; see :class:`Asker`."""
+        current = self._pass if torch.is_grad_enabled() else self._evaluated
+        if current is None:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "a module with tables is trained on batches of cluster.batches(...), and called on "
+                    "others under torch.no_grad()"
+                )
+            current = _Pass(None, self._ticket(Purpose.PREDICT))
+        key = key_of(call)
+        if key not in current.found and current.ahead is not None:
+            self._take_ahead(current)
+        if key not in current.found:
+            self._look_up_now(current, call, key)
+        return to_device(current.found[key], self.device)
+
+    def _take_ahead(self, current: _Pass) -> None:
+        """Wait for what was looked up before the pass."""
+        ahead, current.ahead = current.ahead, None
+        assert ahead is not None
+        assert current.share is not None
+        *vectors, zero = ahead.outputs()
+        current.found.update(zip(current.share.calls, vectors, strict=True))
+        current.lookups.append(ahead)
+        current.zeros.append(zero)
+
+    def _look_up_now(self, current: _Pass, call: Call, key: Key) -> None:
+        # What was looked up before the pass is part 0, whether it is taken already or not.
+        part = len(current.lookups) + (current.ahead is not None)
+        lookup = self._tables.lookup([call.module.asked(call)], current.ticket._replace(part=part))
+        current.found[key], zero = lookup.outputs()
+        current.lookups.append(lookup)
+        current.zeros.append(zero)
+        if current.share is not None and call.ids.numel():
+            site = Site.find(call, current.share.tensors)
+            if site is not None:
+                self._sites[site] = None
+            elif current is self._pass:
+                self._tell_computed(call.module)
+
+    def _tell_computed(self, module: TableModule) -> None:
+        if self._host.trainer == 0:
+            warnings.warn(
+                f"table {module.name} is called with ids that are in no batch as they are: they are looked "
+                "up when they are there, by a message of their own; have the batches hold them for speed",
+                stacklevel=2,
+            )
+
+    def backward(self, values: Tensor, weights: Tensor | None) -> None:
+        """Take the gradients of the mean over all trainers' samples; see :meth:`Cluster.backward`."""
+        current, graph = self._pass, self._graph
+        if current is None or graph is None or current.share is None:
+            raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
+        if self._loss is not None:
+            raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
+        part = self._part_of_mean(values, weights, current.share)
+        if current.ahead is not None:  # no table was called: the workers wait for gradients all the same
+            self._take_ahead(current)
+        loss = part + sum(current.zeros).to(part)  # type: ignore[union-attr]  # there is one at least
+        self._expect(current)
+        for parameter in self.model.net.parameters():
+            parameter.grad = None
+        graph.backward(loss)
+        self.model.collect(graph.gradients(), is_last=True)
+        for trained, gradient in self.model.gradients.items():
+            trained.grad = gradient
+        self._loss = loss.item()
+        self._entered.close()
+        self._guard.check_loss(self.step, self._loss, self.model.first_not_finite)
+        if not any(parameter.requires_grad for parameter in self.model.net.parameters()):
+            self._decide()  # no optimizer will
+
+    def _part_of_mean(self, values: Tensor, weights: Tensor | None, share: Share) -> Tensor:
+        """This trainer's part of the mean over the global batch.
+
+        A mean times a share, not a sum over a size: with one trainer it has the bits of torch's own mean.
+        """
+        values_B = values.reshape(-1)
+        if values.dim() == 0 or len(values_B) != share.size:
+            raise DataError(
+                f"cluster.backward takes one value a sample, ({share.size},), not {list(values.shape)}; "
+                'have the loss reduce nothing: reduction="none"'
+            )
+        if weights is None:
+            return values_B.mean() * (share.size / share.global_size) if share.size else values_B.sum()
+        weights_B = weights.reshape(-1).to(values_B)
+        if (
+            len(weights_B) != share.size
+            or bool((weights_B < 0).any())
+            or not bool(weights_B.isfinite().all())
+        ):
+            raise DataError("weights are one for each sample, finite and not negative")
+        total = self.sum_over_trainers(weights_B.sum().double().view(1)).item()
+        return (values_B * weights_B).sum() / (total or 1.0)
+
+    def sum_over_trainers(self, values: Tensor) -> Tensor:
+        """The sum of all trainers' tensors, (N,)."""
+        summed = values.detach().to(self._reducing_device, copy=True)
+        if self._host.group.size() > 1:
+            dist.all_reduce(summed, group=self._host.group)
+        return summed
+
+    def gathered(self, values: Tensor) -> Tensor:
+        """All trainers' tensors, (N, ...), one after another, on the CPU."""
+        num_trainers, device = self._host.group.size(), self._reducing_device
+        if num_trainers == 1:
+            return values.cpu()
+        sizes = self.sum_over_trainers(
+            torch.eye(num_trainers, dtype=torch.int64)[self._host.trainer] * len(values)
+        )
+        padded = torch.zeros(int(sizes.max()), *values.shape[1:], dtype=values.dtype, device=device)
+        padded[: len(values)] = values
+        parts = [torch.empty_like(padded) for _ in range(num_trainers)]
+        dist.all_gather(parts, padded, group=self._host.group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]).cpu()
+
+    def _expect(self, current: _Pass) -> None:
+        """Tell the workers of lookups that they know nothing of, and of what follows."""
+        first, *rest = current.lookups
+        for lookup in rest:
+            lookup.is_followed = first.is_followed
+        if rest:
+            told = [
+                each.call_barrier(UpdateBarrier.expect, self._host.trainer, self.step, len(current.lookups))
+                for each in self._hosted
+            ]
+            for each in told:
+                each.wait()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Scale, or drop, the gradients that an optimizer of the module's parameters is about to take.
+
+        Raises:
+            RuntimeError: it has no gradients of a new batch.
+        """
+        own = {id(parameter) for parameter in self.model.net.parameters()}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in own for parameter in parameters):
+            return
+        if self._loss is None or id(optimizer) in self._stepped:
+            raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
+        if not self._stepped:
+            self._decide()
+        self._stepped.add(id(optimizer))
+        for parameter in parameters:
+            if self._scale is None:
+                parameter.grad = None
+            elif self._scale != 1.0 and parameter.grad is not None:
+                parameter.grad = parameter.grad * self._scale
+
+    def _decide(self) -> None:
+        """Agree with all trainers on what becomes of the step; the first of several optimizers asks."""
+        assert self._loss is not None
+        norm = self.model.squared_norm()
+        self._scale = self._guard.decide(self.step, self._loss, norm, self.model.gradient_not_finite)
+        self._clock.end_step()
+        self.step += 1
+
+    def save(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+        """See :meth:`Cluster.save`."""
+        self._feed.settle()
+        state = {} if optimizer is None else optimizer.state_dict()["state"]
+        self._host.save(folder, self.step, pack_dense(self.model.net.state_dict(), state))
+
+    def load(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+        """See :meth:`Cluster.load`."""
+        stored = Checkpoint.open(folder)
+        if stored.manifest.tables.keys() != self._shapes.keys():
+            raise CheckpointError(
+                f"{folder}: is of another model: it has the tables "
+                f"{', '.join(sorted(stored.manifest.tables))}, not {', '.join(sorted(self._shapes))}"
+            )
+        net, state = unpack_dense(stored.tensors(DENSE_FILE))
+        load_state(self.model.net, net, folder)
+        if optimizer is not None:
+            DenseOptimizer(optimizer, Schedule()).load(state, folder)
+        self._host.load(stored)
+        self.step = stored.manifest.step
+
+
+# Those of this process; torch's hook, registered once, outlives each of them.
+_LOOPS: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, keywords: Any) -> None:
+    for loop in list(_LOOPS):
+        loop.before_step(optimizer)
+
+
+register_optimizer_step_pre_hook(_before_step)
+
+
+def _tables_in(net: nn.Module) -> dict[str, TableModule]:
+    """The tables of a module, by their place in it.
+
+    Raises:
+        DataError: there are none.
+    """
+    found = {name: module for name, module in net.named_modules() if isinstance(module, TableModule)}
+    if not found:
+        raise DataError(
+            f"{type(net).__name__} has no hybrid.Embedding or hybrid.EmbeddingBag, and needs no cluster"
+        )
+    return found

@@ -1,0 +1,27 @@
+"""What of a configuration holds for a loop of the user's own."""
+
+from hybrid.config import RunConfig
+from hybrid.config.rules import SCHEDULES_THAT_END
+from hybrid.errors import ConfigError
+from hybrid.steps.rules import UpdateRules
+from hybrid.steps.schedule import Schedule
+
+
+def own_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
+    """How gradients become updates.
+
+    Raises:
+        ConfigError: a key is not for loops of one's own.
+    """
+    if config.train.micro_batches != 1:
+        rule = "must be 1: a loop of one's own takes each batch in one piece"
+        raise ConfigError("train.micro_batches", rule, config.train.micro_batches)
+    if config.dense.ddp == "inside":
+        raise ConfigError(
+            "dense.ddp", "must be outside or none: a module of one's own has no stages", "inside"
+        )
+    section = config.schedule
+    if section.kind in SCHEDULES_THAT_END and not section.steps:
+        rule = f"must be set for {section.kind}: how many steps there will be, your loop knows alone"
+        raise ConfigError("schedule.steps", rule, section.steps)
+    return UpdateRules.of(config, Schedule.of(section, section.steps), num_trainers)

@@ -1,0 +1,77 @@
+"""``hybrid run SCRIPT``: a script on every trainer, from its output to its failures."""
+
+from pathlib import Path
+
+import pytest
+from support.commands import code_block, output_of, run
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import hybrid
+
+class Net(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.table = hybrid.Embedding(rows, 2)
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, ids):
+        return self.linear(self.table(ids)).view(-1)
+
+kind = sys.argv[1]
+cluster = hybrid.connect()
+cluster.print("trainers:", cluster.num_trainers, kind)
+if kind == "exits":
+    sys.exit(3)
+if kind == "ends" and cluster.trainer == 1:
+    sys.exit()
+model = cluster.distribute(Net(5 + (kind == "differs") * cluster.trainer))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = {"id": torch.arange(8) % 5, "label": torch.ones(8)}
+if kind == "shuffles":
+    data["id"] = data["id"].roll(cluster.trainer)
+for step, batch in enumerate(cluster.batches(data, size=4)):
+    if kind == "raises" and step == 1 and cluster.trainer == 1:
+        batch["missing"]
+    cluster.backward((model(batch["id"]) - batch["label"]) ** 2)
+    optimizer.step()
+cluster.print("steps:", step + 1)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_trainer_0_prints_and_arguments_arrive(script: Path, tmp_path: Path) -> None:
+    said = output_of(["run", script.name, "--trainers", "3", "--workers", "1", "--", "trains"], tmp_path)
+    assert said.endswith("\ntrainers: 3 trains\nsteps: 2\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raises", "train.py:30, in <module>: KeyError: 'missing'"),
+        ("exits", "train.py has ended with sys.exit(3)"),
+        ("ends", "wants a module distributed"),
+        ("differs", "have distributed modules with different tables: every trainer must build the same one"),
+        ("shuffles", "trainers read different batches"),
+    ],
+)
+def test_a_failure_is_one_line(kind: str, message: str, script: Path, tmp_path: Path) -> None:
+    ended = run(["run", script.name, "--trainers", "2", "--workers", "1", "--", kind], tmp_path)
+    assert ended.code == 1
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(code_block("README.md", "python", "hybrid.connect"))
+    said = output_of(["run", "train.py", "--trainers", "2", "--workers", "2"], tmp_path)
+    first, second = (float(line.rpartition(" ")[2]) for line in said.splitlines()[-2:])
+    assert second < first < 0.7

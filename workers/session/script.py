@@ -1,0 +1,197 @@
+"""A script of the user's own on a trainer: it runs in a thread, and asks the master for what it wants.
+
+::
+
+    master                               trainer
+    ──────                               ───────
+    creates a Script, has it start ────► runs the user's file
+    asks for its next request      ────►
+                                   ◄──── cluster.distribute(module): these tables
+    makes them on the workers      ────► their stubs
+                                         trains, with the workers
+                                   ◄──── has ended, or an exception
+
+The thread is the trainer's own, and ends with the process.
+"""
+
+import runpy
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid.checkpoint.files import DENSE_FILE, Files
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config import RunConfig
+from hybrid.embedding.placement import Placement
+from hybrid.embedding.spec import TableSpec
+from hybrid.errors import ClusterError, HybridError
+from hybrid.own_loop.host import HOST, Deployed
+from hybrid.steps.rules import UpdateRules
+from hybrid.wire import RemoteTables
+
+# To fill, write and read whole tables.
+_ANSWER_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TablesWanted:
+    """The tables of a module that a script has had distributed."""
+
+    tables: tuple[TableSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TablesPlaced:
+    """What a trainer must know of tables on the workers.
+
+    Attributes:
+        remote_tables: a stub for every worker that holds rows.
+    """
+
+    placement: Placement
+    rules: UpdateRules
+    remote_tables: dict[int, RemoteTables]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWanted:
+    """A checkpoint of the step that a script has come to."""
+
+    folder: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWanted:
+    """The rows of a checkpoint."""
+
+    folder: Path
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What was asked for is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptEnded:
+    """The script has come to its end."""
+
+
+Wanted: TypeAlias = TablesWanted | SaveWanted | LoadWanted
+Request: TypeAlias = Wanted | ScriptEnded
+Answer: TypeAlias = TablesPlaced | Done
+
+
+# What travels between a script and the master.
+DATA = (TablesWanted, TablesPlaced, SaveWanted, LoadWanted, Done, ScriptEnded)
+
+
+class ScriptExitError(HybridError):
+    """The script has called ``sys.exit`` with a status that is not zero."""
+
+
+class Script:
+    """Lives on a trainer process; the master creates it there and calls its public methods.
+
+    Args:
+        index: this trainer's index.
+        config: of the run.
+        path: of the script.
+        arguments: that it finds in ``sys.argv``.
+    """
+
+    def __init__(self, index: int, config: RunConfig, path: str, arguments: Sequence[str]) -> None:
+        self._path = path
+        self._arguments = [path, *arguments]
+        self._requests: SimpleQueue[Request | Exception] = SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
+        self._host = _ClusterHost(config, index, self._ask)
+
+    def start(self) -> None:
+        """Run it, in a thread of its own."""
+        threading.Thread(target=self._run, name="script", daemon=True).start()
+
+    def next_request(self, seconds: float) -> Request | None:
+        """What it asks for next; None if that is nothing for so long.
+
+        Raises:
+            Exception: that it has raised.
+        """
+        try:
+            request = self._requests.get(timeout=seconds)
+        except Empty:
+            return None
+        if isinstance(request, Exception):
+            raise request
+        return request
+
+    def answer(self, answer: Answer) -> None:
+        """Let it have what it has asked for."""
+        self._answers.put(answer)
+
+    def write(self, folder: Path) -> Files:
+        """Write the module of the step that it wants saved into a checkpoint folder."""
+        return write_tensors(folder, DENSE_FILE, self._host.dense)
+
+    def _ask(self, wanted: Wanted) -> Answer:
+        self._requests.put(wanted)
+        try:
+            return self._answers.get(timeout=_ANSWER_SECONDS)
+        except Empty:
+            raise ClusterError(f"the master did not answer for {_ANSWER_SECONDS:g} s") from None
+
+    def _run(self) -> None:
+        HOST.set(self._host)  # in this thread's context
+        sys.argv = list(self._arguments)
+        sys.path.append(str(Path(self._path).resolve().parent))
+        try:
+            runpy.run_path(self._path, run_name="__main__")
+        except SystemExit as exited:
+            if exited.code not in (None, 0):
+                self._requests.put(ScriptExitError(f"{self._path} has ended with sys.exit({exited.code!r})"))
+                return
+        except Exception as error:  # the master's to know
+            self._requests.put(error)
+            return
+        self._requests.put(ScriptEnded())
+
+
+class _ClusterHost:
+    """A trainer's world; see :class:`hybrid.own_loop.host.Host`."""
+
+    is_alone = False
+
+    def __init__(self, config: RunConfig, trainer: int, ask: Callable[[Wanted], Answer]) -> None:
+        assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
+        self.config = config
+        self.trainer = trainer
+        self.group = dist.group.WORLD
+        self._ask = ask
+        self.dense: Mapping[str, Tensor] = {}  # of the step that is being saved
+
+    def deploy(self, tables: Sequence[TableSpec]) -> Deployed:
+        """Have the master make the tables."""
+        placed = self._ask(TablesWanted(tuple(tables)))
+        assert isinstance(placed, TablesPlaced)
+        stubs = placed.remote_tables
+        return Deployed(placed.placement, placed.rules, stubs, list(stubs.values()))
+
+    def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
+        """Have the master see it written."""
+        self.dense = dense
+        self._ask(SaveWanted(folder, step))
+        self.dense = {}
+
+    def load(self, stored: Checkpoint) -> None:
+        """Have the master see it read."""
+        self._ask(LoadWanted(stored.folder, stored.manifest.step))
