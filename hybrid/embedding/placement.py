@@ -113,6 +113,7 @@ class Placement:
 def state_values_per_row(table: TableSpec) -> int:
     """Values of optimizer state that one row of ``table`` carries."""
     return {
+        "frozen": 0,
         "sgd": 0,
         "momentum": table.dim,
         "adagrad": table.dim,

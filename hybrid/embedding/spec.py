@@ -46,6 +46,7 @@ class TableSpec:
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
         workers: worker indices it may be placed on; empty for any.
         bytes_per_value: of its rows and their optimizer state.
+        initial: where its first rows are (see ``hybrid/embedding/stored_rows.py``); empty for random ones.
     """
 
     name: str
@@ -58,6 +59,7 @@ class TableSpec:
     placement: str = "auto"
     workers: tuple[int, ...] = ()
     bytes_per_value: int = 4
+    initial: str = ""
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:

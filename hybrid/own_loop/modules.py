@@ -6,12 +6,15 @@ with. It can be called once the module that it is part of is distributed.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.stored_rows import shape_of
 from hybrid.embedding.trainer.asked import Asked
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.optimizers import Adagrad
@@ -52,6 +55,7 @@ class TableModule(nn.Module):
         optimizer: of its rows, such as ``hybrid.Adagrad(lr=0.05)``, the default.
         padding_idx: an id that stands for none: its vector is zeros, and it takes no part in a bag.
         init_scale: rows start uniform in [-init_scale, init_scale]; by default 1 / sqrt(rows).
+        initial: a file with the first rows, read by the workers; see :meth:`from_pretrained`.
 
     Attributes:
         name: of the table, once it is distributed: the module's place in the whole.
@@ -65,6 +69,7 @@ class TableModule(nn.Module):
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
+        initial: str = "",
     ) -> None:
         super().__init__()
         if min(num_embeddings, embedding_dim) < 1:
@@ -74,8 +79,35 @@ class TableModule(nn.Module):
         self.optimizer = optimizer or _DEFAULT_OPTIMIZER
         self.padding_idx = padding_idx
         self.init_scale = num_embeddings**-0.5 if init_scale is None else init_scale
+        self.initial = initial
         self.name = ""
         self._asker: Asker | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | Path,
+        *,
+        freeze: bool = True,
+        optimizer: OptimizerSpec | None = None,
+        **options: Any,
+    ) -> Self:
+        """A table whose rows are in a file that all hosts see; its size is that of the file's matrix.
+
+        Args:
+            source: a safetensors file, ``path#name`` for one of several tensors in it, or a ``.npy`` file.
+            freeze: whether rows stay as they are; else ``optimizer`` updates them.
+            options: other arguments of the constructor.
+
+        Raises:
+            DataError: it is no file of a matrix; names it.
+        """
+        if freeze and optimizer is not None:
+            raise ValueError("rows that are frozen have no optimizer; give freeze=False")
+        initial = os.path.abspath(source)
+        num_rows, dim = shape_of(initial)
+        chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
+        return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer.name}"
@@ -91,6 +123,7 @@ class TableModule(nn.Module):
             optimizer=self.optimizer,
             init_scale=self.init_scale,
             bytes_per_value=bytes_per_value,
+            initial=self.initial,
         )
 
     def bind(self, name: str, asker: Asker) -> None:
@@ -158,6 +191,7 @@ class EmbeddingBag(TableModule):
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
+        initial: str = "",
         include_last_offset: bool = False,
     ) -> None:
         super().__init__(
@@ -166,6 +200,7 @@ class EmbeddingBag(TableModule):
             optimizer=optimizer,
             padding_idx=padding_idx,
             init_scale=init_scale,
+            initial=initial,
         )
         self.pooling = Pooling(mode)
         self.include_last_offset = include_last_offset

@@ -12,9 +12,10 @@ from hybrid.checkpoint.reused_memory import ReusedMemory
 from hybrid.embedding.bags import Bags, concatenate
 from hybrid.embedding.gradients import RowGradients
 from hybrid.embedding.placement import Shard, ShardGroup
+from hybrid.embedding.stored_rows import read_rows
 from hybrid.embedding.worker.earlier import EarlierRows
 from hybrid.embedding.worker.initial import initialise_rows
-from hybrid.embedding.worker.optimizers import OPTIMIZERS
+from hybrid.embedding.worker.optimizers import OPTIMIZERS, Frozen
 from hybrid.embedding.worker.rows import copy
 from hybrid.errors import NonFiniteError
 from hybrid.memory import zeros_in_large_pages
@@ -36,7 +37,15 @@ class TableGroup:
         """Fill the rows with their initial values."""
         for shard in self.group.shards:
             table, rows_RD = shard.table, self.shard_tensors(shard)["weight"]
-            initialise_rows(rows_RD, seed, table.name, table.init_scale, shard.index, shard.count)
+            if table.initial:
+                read_rows(table.initial, rows_RD, shard.index, shard.count)
+            else:
+                initialise_rows(rows_RD, seed, table.name, table.init_scale, shard.index, shard.count)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its rows stay as they are."""
+        return isinstance(self.optimizer, Frozen)
 
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows of one shard ("weight") and their optimizer state, as views into the group."""

@@ -6,6 +6,7 @@ step (that of the table times the factor of the schedule):
 =============== =========================================== ========= =========== =========================
 name            update of a touched row                     state     decay       source
 =============== =========================================== ========= =========== =========================
+frozen          none                                        0
 sgd             w -= r g                                    0         L2          torch.optim.SGD
 momentum        b = momentum b + g;  w -= r b               D         L2          torch.optim.SGD
 adagrad         s += g^2;  w -= r g / (sqrt(s) + eps)       D         L2          Duchi et al. 2011
@@ -81,6 +82,13 @@ class RowOptimizer(ABC):
     def _with_decay(self, grad_UD: Tensor, weight_UD: Tensor) -> Tensor:
         decay = self.spec.weight_decay
         return grad_UD.add(weight_UD, alpha=decay) if decay else grad_UD
+
+
+class Frozen(RowOptimizer):
+    """None: rows stay as they are, and their gradients are dropped before they are merged."""
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        raise AssertionError("nobody updates what is frozen")
 
 
 class SGD(RowOptimizer):
@@ -212,6 +220,7 @@ class FTRL(RowOptimizer):
 
 
 OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    "frozen": Frozen,
     "sgd": SGD,
     "momentum": Momentum,
     "adagrad": Adagrad,

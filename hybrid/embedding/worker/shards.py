@@ -187,7 +187,8 @@ class TableShards(Hosted):
         parts: dict[int, list[tuple[Bags, Tensor]]] = {}
         for gradients in contributions:
             for group, bags, grad_BD in gradients.items:
-                parts.setdefault(group, []).append((bags, grad_BD))
+                if not self.groups[group].is_frozen:
+                    parts.setdefault(group, []).append((bags, grad_BD))
         merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
         self._earlier = EarlierRows(step) if any(each.is_closing for each in contributions) else None
         factor = self._rules.schedule.factor(step)

@@ -1,7 +1,9 @@
 """Tables as modules, beside those of torch; their rows in this process."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,3 +124,24 @@ def test_no_table_is_empty(sizes: tuple[int, int]) -> None:
 def test_wrong_settings_of_optimizers_are_refused(make: Any) -> None:
     with pytest.raises(ValueError, match="cannot be"):
         make()
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_rows_out_of_a_file_stay_where_they_are_frozen(freeze: bool, tmp_path: Path) -> None:
+    rows_RD = torch.rand(9, 4)
+    np.save(tmp_path / "rows.npy", rows_RD.numpy())
+    optimizer = None if freeze else hybrid.SGD(lr=0.1)
+    table = hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", freeze=freeze, optimizer=optimizer)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Of(table))
+    for ids in cluster.batches(torch.arange(6), size=3):
+        cluster.backward(model(ids).square().sum(1))
+    with torch.no_grad():
+        now_RD = model(torch.arange(9))
+    assert torch.equal(now_RD[6:], rows_RD[6:])
+    assert torch.equal(now_RD[:6], rows_RD[:6]) is freeze
+
+
+def test_frozen_rows_have_no_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give freeze=False"):
+        hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", optimizer=hybrid.SGD(lr=0.1))

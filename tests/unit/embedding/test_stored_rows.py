@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hybrid.embedding import stored_rows
+from hybrid.embedding.stored_rows import read_rows, shape_of
+from hybrid.errors import DataError
+
+ROWS_RD = torch.arange(21.0).view(7, 3)
+
+
+def written(folder: Path, kind: str) -> str:
+    """Where these rows are."""
+    file = folder / f"rows.{kind.partition('#')[0]}"
+    if kind == "npy":
+        np.save(file, ROWS_RD.numpy())
+    elif kind == "safetensors":
+        save_file({"weight": ROWS_RD.bfloat16()}, file)
+    else:
+        save_file({"a": ROWS_RD.double(), "b": torch.zeros(2)}, file)
+        return f"{file}#a"
+    return str(file)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
+@pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 2), (1, 2), (2, 3), (6, 7)])
+def test_each_reads_its_own_rows_block_by_block(
+    kind: str, index: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_rows, "_BLOCK_BYTES", 8 * 3 * 2)
+    source, expected = written(tmp_path, kind), ROWS_RD[index::count]
+    out_RD = torch.full(expected.shape, torch.nan)
+    read_rows(source, out_RD, index, count)
+    assert shape_of(source) == (7, 3)
+    assert torch.equal(out_RD, expected)
+
+
+def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:
+    save_file(tensors, folder / "wrong.safetensors")
+    return str(folder / "wrong.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name", "message"),
+    [
+        ({"a": torch.zeros(3)}, "", r"holds a tensor of shape \[3\], and no rows"),
+        ({"a": torch.zeros(0, 3)}, "", r"holds a tensor of shape \[0, 3\]"),
+        ({"a": torch.zeros(2, 3, dtype=torch.int64)}, "", "holds torch.int64, and no floating point"),
+        ({"a": torch.zeros(2, 3), "b": torch.zeros(2)}, "", "it holds several tensors; add one of #a, #b"),
+        ({"a": torch.zeros(2, 3)}, "#c", "it holds no 'c', but a"),
+    ],
+)
+def test_what_is_no_table_is_refused(
+    tensors: dict[str, Tensor], name: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        shape_of(wrong(tmp_path, tensors) + name)
+
+
+def test_files_that_are_not_there_or_no_files_of_tensors_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.npy").write_text("x")
+    (tmp_path / "text.safetensors").write_text("x")
+    for name in ("none.npy", "none.safetensors", "text.npy", "text.safetensors"):
+        with pytest.raises(DataError, match="cannot be read as rows of a table"):
+            shape_of(str(tmp_path / name))
+
+
+def test_a_file_that_has_changed_its_size_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has 7 x 3 values now, which do not fit the table"):
+        read_rows(written(tmp_path, "npy"), torch.zeros(8, 3), 0, 1)
