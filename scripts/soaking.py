@@ -9,9 +9,8 @@ import numpy as np
 
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
+from hybrid.data.prepared import cache_folder, prepare
 from hybrid.topology import Role, Topology
-from workers.run_folder.paths import cache_folder
 from workers.session.dataset import DatasetSession
 
 INTERVALS = 100

@@ -25,7 +25,7 @@ from workers.arguments import AUTO, parse
 from workers.joining.alarm import FAILED, INTERRUPTED
 from workers.launching.imports import lasting_imports
 from workers.launching.open_files import allow_open_files
-from workers.run_folder.paths import cache_folder, refuse_existing, run_path, scratch_logs
+from workers.run_folder.paths import refuse_existing, run_path, scratch_logs
 from workers.run_folder.resume import check_same_model, resumed_config, unfinished_run
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_state import left_behind
@@ -224,6 +224,7 @@ def _plan(options: argparse.Namespace, started_at: float) -> None:
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with _imports():
+        from hybrid.data.prepared import cache_folder
         from workers.offline.placement import print_plan
         from workers.offline.planning.costs import MEASURED, Costs
         from workers.offline.planning.forecast import Hosts

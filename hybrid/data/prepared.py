@@ -34,19 +34,24 @@ from hybrid.splitmix64 import next_of
 TRAIN, TEST = "train", "test"
 
 
+def cache_folder(config: RunConfig) -> Path:
+    """Where prepared data sets are kept: beside the runs, if the configuration does not say otherwise."""
+    return Path(config.data.cache_folder or "runs/.prepared")
+
+
 def prepare(
     config: RunConfig,
-    cache_folder: Path,
+    cache: Path,
     tell: Callable[[str], None] = tell_nobody,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
 
     The folder's name is a fingerprint of all that its content depends on. It appears whole or not at all, so
-    runs that share ``cache_folder`` may prepare at the same time: the first to finish wins.
+    runs that share ``cache`` may prepare at the same time: the first to finish wins.
 
     Args:
-        cache_folder: where prepared data sets are kept; made where it does not exist.
+        cache: where prepared data sets are kept; made where it does not exist.
         tell: told what is going on, a line at a time.
         check: called between blocks of rows; what it raises ends the preparation, which leaves nothing.
 
@@ -55,7 +60,7 @@ def prepare(
         DataError: the files cannot be used, or memory runs out.
     """
     train_files, test_files = input_files(config.data)
-    target = cache_folder / _fingerprint(config, train_files, test_files)
+    target = cache / _fingerprint(config, train_files, test_files)
     if _is_whole(target):
         if config.data.checksum == "whole":
             _verify(target)

@@ -1,7 +1,7 @@
 """Rows of a table in a file of the user's own: safetensors, or NumPy's ``.npy``.
 
 A source is the file's path; where a safetensors file holds several tensors, ``path#name`` is one of them.
-Files are read block by block, whatever their size: whoever holds some rows of a table reads all, and keeps its own.
+Files are read block by block: whoever holds some rows of a table reads all, and keeps its own.
 """
 
 from collections.abc import Callable, Iterator

@@ -17,6 +17,7 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE
+from hybrid.data.prepared import cache_folder, prepare
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import TableSpec
@@ -52,6 +53,10 @@ class Alone:
         self._shards, self._placement = shards, placement
         local = LocalTables(shards)
         return Deployed(placement, rules, {0: local}, [local])
+
+    def prepare(self) -> Path:
+        """See :meth:`Host.prepare`."""
+        return prepare(self.config, cache_folder(self.config), print)
 
     def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
         """See :meth:`Host.save`."""

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.file import load_config
+from hybrid.data.storage import PreparedDataset
 from hybrid.own_loop.alone import Alone
 from hybrid.own_loop.host import HOST, Host
 from hybrid.own_loop.loop import Loop
+from hybrid.own_loop.prepared import PreparedData
 
 
 def connect(config: str | Path | None = None) -> Cluster:
@@ -46,6 +48,23 @@ class Cluster:
         self.trainer = host.trainer
         self.num_trainers = host.group.size()
 
+    def prepare(self) -> tuple[PreparedData, PreparedData]:
+        """The training and the test samples of the configuration's section [data].
+
+        All trainers call it at once. Files are read once, by the master, and kept as arrays, of which each
+        trainer reads its own share.
+
+        Raises:
+            ConfigError, DataError: as ``hybrid launch`` would say it.
+        """
+        folder, config = self._host.prepare(), self._host.config
+        train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+        size, seed = config.train.batch_size, config.run.seed
+        return (
+            PreparedData(train, size, seed, config.data.shuffle),
+            PreparedData(test, size, seed, shuffle=False),
+        )
+
     def distribute(self, module: nn.Module) -> Distributed:
         """Put the tables of ``module`` in place, and the rest under DDP.
 
@@ -68,7 +87,8 @@ class Cluster:
         Their lookups leave as soon as a batch is known. Under ``torch.no_grad()`` they are evaluated on.
 
         Args:
-            data: an iterable of dicts (lists, tuples) of tensors, such as a DataLoader; or one, whole.
+            data: an iterable of dicts (lists, tuples) of tensors, such as a DataLoader; one, whole; or what
+                :meth:`prepare` gives.
             size: samples of a batch of all trainers together; by default as the iterable gives them.
         """
         return self._started().batches(data, size)

@@ -56,6 +56,14 @@ class Host(Protocol):
         """Put tables in place; all trainers call it at once, with the same ones."""
         ...
 
+    def prepare(self) -> Path:
+        """The folder of the data of the configuration, prepared; all trainers call it at once.
+
+        Raises:
+            ConfigError, DataError: it cannot be.
+        """
+        ...
+
     def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of the rows, and of the module; all trainers call it at once.
 

@@ -36,6 +36,7 @@ from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.own_loop.batches import Share, checksum, global_batches, shares
 from hybrid.own_loop.host import Host
 from hybrid.own_loop.modules import Call, TableModule
+from hybrid.own_loop.prepared import PreparedData
 from hybrid.own_loop.sites import Key, Site, key_of
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.schedule import Schedule
@@ -148,8 +149,11 @@ class Loop:
     def batches(self, data: Any, size: int | None) -> Iterator[Any]:
         """This trainer's shares of all batches, to train on; to evaluate where gradients are disabled."""
         self._seed_pass()
-        of_all = self._checked(global_batches(data, size))
-        own = shares(of_all, self._host.trainer, self._host.group.size(), self._sites)
+        trainer, num_trainers = self._host.trainer, self._host.group.size()
+        if isinstance(data, PreparedData):
+            own = data.shares(trainer, num_trainers, size, self._sites)
+        else:
+            own = shares(self._checked(global_batches(data, size)), trainer, num_trainers, self._sites)
         if not torch.is_grad_enabled():
             yield from self._evaluating(own)
             return

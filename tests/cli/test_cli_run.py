@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.commands import code_block, output_of, run
+from support.commands import ONE_EACH, code_block, output_of, run, settings
 
 SCRIPT = """
 import sys
@@ -22,6 +22,9 @@ class Net(nn.Module):
 
 kind = sys.argv[1]
 cluster = hybrid.connect()
+if kind == "prepares":
+    data, _ = cluster.prepare()
+    cluster.print(len(data), sorted(data.num_rows))
 cluster.print("trainers:", cluster.num_trainers, kind)
 if kind == "exits":
     sys.exit(3)
@@ -53,10 +56,17 @@ def test_trainer_0_prints_and_arguments_arrive(script: Path, tmp_path: Path) -> 
     assert said.endswith("\ntrainers: 3 trains\nsteps: 2\n")
 
 
+def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_path: Path) -> None:
+    data = settings(data={"synthetic_rows": 300, "synthetic_test_rows": 50})
+    said = output_of(["run", script.name, *ONE_EACH, *data, "--", "prepares"], tmp_path)
+    assert "\n300 ['" in said
+    assert said.endswith("\nsteps: 2\n")
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", "train.py:30, in <module>: KeyError: 'missing'"),
+        ("raises", "train.py:33, in <module>: KeyError: 'missing'"),
         ("exits", "train.py has ended with sys.exit(3)"),
         ("ends", "wants a module distributed"),
         ("differs", "have distributed modules with different tables: every trainer must build the same one"),

@@ -21,6 +21,8 @@ from workers.session.deployment import BULK_TIMEOUT_SECONDS, deploy_tables, tabl
 from workers.session.saving import Saving
 from workers.session.script import (
     Answer,
+    DataPrepared,
+    DataWanted,
     Done,
     LoadWanted,
     Request,
@@ -71,6 +73,8 @@ class ScriptJob:
             answer: Answer = Done()
             if isinstance(wanted, TablesWanted):
                 answer = self._deploy(topology, wanted.tables)
+            elif isinstance(wanted, DataWanted):
+                answer = DataPrepared(data())
             elif isinstance(wanted, SaveWanted):
                 self._save(wanted, scripts[0])
             else:
@@ -140,6 +144,8 @@ def _words(request: Request) -> str:
             return "one wants a module distributed"
         case SaveWanted(folder, step):
             return f"one wants step {step} saved as {folder}"
+        case DataWanted():
+            return "one wants the data prepared"
         case LoadWanted(folder):
             return f"one wants {folder} loaded"
         case _:

@@ -20,7 +20,7 @@ from hybrid.data import manifest
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.loader import BatchLoader
 from hybrid.data.manifest import DataManifest
-from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.prepared import cache_folder, encode_files, prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import place
@@ -35,7 +35,6 @@ from hybrid.training.build import Blueprint
 from hybrid.training.model import HybridModel
 from hybrid.training.step import predict_step
 from hybrid.training.tables import table_specs
-from workers.run_folder.paths import cache_folder
 from workers.screen.data_notes import data_notes, unknown_shares
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible

@@ -13,7 +13,7 @@ import torch
 
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
+from hybrid.data.prepared import cache_folder, prepare
 from hybrid.errors import DataError, first_line
 from hybrid.topology import MASTER, Topology
 from hybrid.trust.secret import Secret
@@ -25,7 +25,6 @@ from workers.joining.alarm import LostRoleError
 from workers.joining.bootstrap import announce_stop, join
 from workers.joining.listener import listen
 from workers.roles.diagnosis import tell_cause
-from workers.run_folder.paths import cache_folder
 from workers.screen.terminal import TerminalView
 from workers.task import CompareTask, ScriptTask, Task, TrainTask
 
@@ -119,7 +118,13 @@ class _Preparation:
             self._thread.join(_ABANDON_SECONDS)
 
     def result(self) -> Path:
-        """The folder of the prepared data, once it is there; says meanwhile what is going on."""
+        """The folder of the prepared data, once it is there; says meanwhile what is going on.
+
+        Prepares it now, where nobody was known to want it.
+        """
+        if not self._is_wanted:
+            self._is_wanted = True
+            self._thread.start()
         while not self._folder.done() or not self._said.empty():
             with suppress(Empty):
                 self._view.status(self._said.get(timeout=_POLL_SECONDS))

@@ -51,11 +51,6 @@ def refuse_existing(path: Path) -> None:
         raise ConfigError("run.folder", "holds a run already; choose another, or remove it", str(path))
 
 
-def cache_folder(config: RunConfig) -> Path:
-    """Where prepared data sets are kept."""
-    return Path(config.data.cache_folder) if config.data.cache_folder else RUNS / ".prepared"
-
-
 def log_path(run: Path, role: Role) -> Path:
     """The log of one role, where the launcher started it."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"

@@ -78,6 +78,18 @@ class LoadWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class DataWanted:
+    """The data of the configuration, prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPrepared:
+    """Where it is, on storage that all hosts share."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """What was asked for is done."""
 
@@ -87,13 +99,13 @@ class ScriptEnded:
     """The script has come to its end."""
 
 
-Wanted: TypeAlias = TablesWanted | SaveWanted | LoadWanted
+Wanted: TypeAlias = TablesWanted | SaveWanted | LoadWanted | DataWanted
 Request: TypeAlias = Wanted | ScriptEnded
-Answer: TypeAlias = TablesPlaced | Done
+Answer: TypeAlias = TablesPlaced | DataPrepared | Done
 
 
 # What travels between a script and the master.
-DATA = (TablesWanted, TablesPlaced, SaveWanted, LoadWanted, Done, ScriptEnded)
+DATA = (TablesWanted, TablesPlaced, SaveWanted, LoadWanted, DataWanted, DataPrepared, Done, ScriptEnded)
 
 
 class ScriptExitError(HybridError):
@@ -185,6 +197,12 @@ class _ClusterHost:
         assert isinstance(placed, TablesPlaced)
         stubs = placed.remote_tables
         return Deployed(placed.placement, placed.rules, stubs, list(stubs.values()))
+
+    def prepare(self) -> Path:
+        """Have the master prepare it."""
+        prepared = self._ask(DataWanted())
+        assert isinstance(prepared, DataPrepared)
+        return prepared.folder
 
     def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
         """Have the master see it written."""

@@ -20,7 +20,7 @@ from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data import columns, manifest
 from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
 from hybrid.data.manifest import DataManifest
-from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.prepared import cache_folder, encode_files, prepare
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -288,3 +288,8 @@ def test_memory_that_arrow_does_not_get(tmp_path: Path, table: Path, monkeypatch
     encoder = FeatureEncoder.of_rows(InputSpec(("x",), (FeatureSpec("city", 9),)))
     with pytest.raises(DataError, match=NO_MEMORY):
         encode_files(config_of(table), [str(table)], encoder, tmp_path / "new")
+
+
+def test_prepared_data_lie_beside_the_runs_if_nothing_else_is_said() -> None:
+    assert cache_folder(RunConfig()) == Path("runs/.prepared")
+    assert cache_folder(RunConfig(data=DataSection(cache_folder="c"))) == Path("c")

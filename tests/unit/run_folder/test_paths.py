@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid.config import DataSection, RunConfig, RunSection
+from hybrid.config import RunConfig, RunSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role, RoleKind
 from workers.run_folder import paths
@@ -73,6 +73,4 @@ class TestPaths:
         assert paths.own_command() == "hybrid"
 
     def test_the_other_places(self) -> None:
-        assert paths.cache_folder(RunConfig()) == Path("runs/.prepared")
-        assert paths.cache_folder(RunConfig(data=DataSection(cache_folder="c"))) == Path("c")
         assert paths.log_path(Path("r"), Role(RoleKind.WORKER, 1)) == Path("r/logs/worker-1.log")

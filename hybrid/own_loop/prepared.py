@@ -1,0 +1,95 @@
+"""Prepared data (``hybrid/data``) as batches of dicts, of which each trainer reads its own share alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.data.loader import BatchLoader
+from hybrid.data.storage import PreparedDataset
+from hybrid.errors import ConfigError
+from hybrid.own_loop.batches import Share
+from hybrid.own_loop.jagged import Jagged
+from hybrid.own_loop.sites import Site
+
+LABEL, DENSE = "label", "dense"
+
+
+@dataclass
+class PreparedData:
+    """The samples of one split: for :meth:`Cluster.batches`.
+
+    A batch has ``label`` (samples,), ``dense`` (samples, numeric columns), and each sparse column under its
+    name: ids (samples,), or a :class:`Jagged` where there may be several, with its weights, if they have
+    any, as ``NAME.weights``.
+
+    Attributes:
+        dataset: what is on the disk.
+        batch_size: of all trainers together, where none is given.
+        seed, shuffle: how each pass orders the samples.
+        passes: how many there have been.
+    """
+
+    dataset: PreparedDataset
+    batch_size: int
+    seed: int
+    shuffle: bool
+    passes: int = 0
+
+    def __post_init__(self) -> None:
+        if taken := {LABEL, DENSE} & {each.name for each in self.dataset.input_spec.sparse_features}:
+            rule = "cannot be the name of a column in batches of prepared data; rename it by data.columns"
+            raise ConfigError("data.sparse", rule, sorted(taken))
+
+    def __len__(self) -> int:
+        return self.dataset.num_samples
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """How many rows a table of each sparse column has."""
+        return {each.name: each.num_rows for each in self.dataset.input_spec.sparse_features}
+
+    @property
+    def dense_columns(self) -> tuple[str, ...]:
+        """The numeric columns, in the order of ``dense``."""
+        return self.dataset.input_spec.dense_features
+
+    def shares(
+        self, trainer: int, num_trainers: int, size: int | None, sites: Iterable[Site]
+    ) -> Iterator[Share]:
+        """The shares of trainer number ``trainer`` of the next pass."""
+        loader = BatchLoader(
+            self.dataset,
+            batch_size=size or self.batch_size,
+            trainer_index=trainer,
+            num_trainers=num_trainers,
+            seed=self.seed,
+            shuffle=self.shuffle,
+        )
+        epoch, self.passes = self.passes, self.passes + 1
+        with loader.batches(epoch) as stream:
+            for batch in stream:
+                yield Share(self._values(batch), len(batch.labels), batch.global_size, sites)
+
+    def _values(self, batch: Batch) -> dict[str, Any]:
+        values: dict[str, Any] = {LABEL: batch.labels, DENSE: batch.dense_features}
+        for k, feature in enumerate(self.dataset.input_spec.sparse_features):
+            values |= _feature(feature.name, k, feature.multi_hot, batch.sparse_features)
+        return values
+
+
+def _feature(name: str, k: int, is_multi_hot: bool, sparse: SparseFeatures) -> dict[str, Any]:
+    """The ids of one column, and their weights where they have any."""
+    size, offsets = sparse.batch_size, sparse.offsets
+    if offsets is None:
+        return {name: sparse.ids_L[k * size : (k + 1) * size]}
+    ends = offsets[k * size : (k + 1) * size + 1]
+    ids = slice(int(ends[0]), int(ends[-1]))
+    if not is_multi_hot:
+        return {name: sparse.ids_L[ids]}
+    found: dict[str, Any] = {name: Jagged(sparse.ids_L[ids], ends - ends[0])}
+    if sparse.weights_L is not None:
+        found[f"{name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
+    return found

@@ -1,0 +1,56 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybrid
+from hybrid.errors import ConfigError
+from hybrid.own_loop.batches import size_of
+
+ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
+TABLE = "label,price,user,tags\n" + "".join(ROWS)
+
+
+def config_of(folder: Path, sparse: str = '["user", "tags"]', table: str = TABLE) -> Path:
+    (folder / "clicks.csv").write_text(table)
+    file = folder / "config.toml"
+    file.write_text(
+        f'[data]\nformat = "csv"\npath = ["{folder}/clicks.csv"]\nlabel = "label"\ndense = ["price"]\n'
+        f'sparse = {sparse}\nmulti_hot_separator = "|"\ncache_folder = "{folder}/cache"\ntest_fraction = 0.2\n'
+        "[train]\nbatch_size = 16\n"
+    )
+    return file
+
+
+def test_each_trainer_reads_its_own_share_and_all_of_them_are_all_samples(tmp_path: Path) -> None:
+    train, test = hybrid.connect(config_of(tmp_path)).prepare()
+    assert len(train) + len(test) == 60
+    assert set(train.num_rows) == {"user", "tags"}
+    assert train.dense_columns == ("price",)
+    whole = list(test.shares(0, 1, 100, []))
+    assert [each.global_size for each in whole] == [len(test)]
+    parts = [list(test.shares(trainer, 3, 5, [])) for trainer in range(3)]
+    assert {len(part) for part in parts} == {-(-len(test) // 5)}
+    for step in zip(*parts, strict=True):
+        assert sum(each.size for each in step) == step[0].global_size
+        assert all(size_of(each.values) == each.size for each in step)
+    steps = list(zip(*parts, strict=True))
+    for name in ("label", "dense", "user"):
+        joined = torch.cat([each.values[name] for step in steps for each in step])
+        assert torch.equal(joined, whole[0].values[name])
+    tags = [each.values["tags"] for step in steps for each in step]
+    assert torch.equal(torch.cat([each.values for each in tags]), whole[0].values["tags"].values)
+    assert torch.equal(torch.cat([each.lengths for each in tags]), whole[0].values["tags"].lengths)
+
+
+def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
+    train, _ = hybrid.connect(config_of(tmp_path)).prepare()
+    passes = [torch.cat([each.values["dense"] for each in train.shares(0, 1, None, [])]) for _ in range(2)]
+    assert not torch.equal(*passes)
+    assert torch.equal(*(each.sort(dim=0).values for each in passes))
+
+
+def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -> None:
+    file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
+    with pytest.raises(ConfigError, match="cannot be the name of a column in batches"):
+        hybrid.connect(file).prepare()
