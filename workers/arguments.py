@@ -9,10 +9,11 @@ from hybrid import __version__
 from hybrid.config.sections import DTYPES
 from hybrid.topology import RoleKind
 
-_RUN, _OF_SCRIPT = "run", "--"
+_RUN, _COMPARE, _OF_SCRIPT = "run", "compare", "--"
 _RUN_USAGE = (
     "hybrid run [-h] [--trainers N] [--workers N] [--config FILE] [--set SECTION.KEY=VALUE] SCRIPT [-- ...]"
 )
+COMPARED_DTYPE = DTYPES[-1]
 AUTO = "auto"  # for --resume
 _PLAN = (
     "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
@@ -26,7 +27,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     # What a script of the user's is to get is no option of ours.
-    end = given.index(_OF_SCRIPT) if _OF_SCRIPT in given and given[:1] == [_RUN] else len(given)
+    end = given.index(_OF_SCRIPT) if _OF_SCRIPT in given and given[0] in (_RUN, _COMPARE) else len(given)
     options = parser.parse_args(given[:end])
     options.arguments = given[end + 1 :]
     if getattr(options, "run_folder", options) is None:
@@ -48,12 +49,21 @@ def _parser() -> argparse.ArgumentParser:
     _add_config(launch)
     _add_resume(launch)
     compare = commands.add_parser(
-        "compare", help="train some steps on a cluster and in one process, and print what differs"
+        _COMPARE, help="train some steps on a cluster and in one process, and print what differs"
     )
     _add_config(compare)
+    compare.add_argument(
+        "script",
+        nargs="?",
+        metavar="SCRIPT",
+        help="a script of your own, as hybrid run has it; else a configured run",
+    )
+    _add_counts(compare)
     compare.add_argument("--steps", type=int, default=20, help="how many steps (default: 20)")
     compare.add_argument(
-        "--dtype", choices=DTYPES, default=DTYPES[-1], help="precision of both (default: float64)"
+        "--dtype",
+        choices=DTYPES,
+        help=f"precision of both (default: {COMPARED_DTYPE}; of a script's tables: train.dtype)",
     )
     own = commands.add_parser(
         _RUN, usage=_RUN_USAGE, help="start a cluster, and run your own script on its trainers"
@@ -64,9 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a Python file that every trainer runs, and that calls hybrid.connect(); or MODULE:FUNCTION, "
         "called on the master as function(topology, config)",
     )
-    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
-        help_text = f"how many {kind}s: cluster.{kind}s"
-        own.add_argument(f"--{kind}s", type=int, metavar="N", help=help_text)
+    _add_counts(own)
     _add_config(own)
     for kind, text in (
         (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
@@ -113,6 +121,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
     return parser
+
+
+def _add_counts(parser: argparse.ArgumentParser) -> None:
+    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
+        help_text = f"how many {kind}s: cluster.{kind}s"
+        parser.add_argument(f"--{kind}s", type=int, metavar="N", help=help_text)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

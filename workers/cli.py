@@ -21,7 +21,7 @@ from hybrid.config.sections import OWN_FUNCTION
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import VARIABLE, Secret
-from workers.arguments import AUTO, parse
+from workers.arguments import AUTO, COMPARED_DTYPE, parse
 from workers.joining.alarm import FAILED, INTERRUPTED
 from workers.launching.imports import lasting_imports
 from workers.launching.open_files import allow_open_files
@@ -103,7 +103,9 @@ def _imports() -> Iterator[None]:
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
-    return load_config(options.config, options.set)
+    counts = {name: getattr(options, name, None) for name in ("trainers", "workers")}
+    given = [f"cluster.{name}={count}" for name, count in counts.items() if count is not None]
+    return load_config(options.config, [*options.set, *given])
 
 
 def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
@@ -152,7 +154,8 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
     if options.steps < 1:
         raise ConfigError("--steps", "must be at least 1", options.steps)
     config = _read_config(options)
-    config = config.replace(train=dataclasses.replace(config.train, dtype=options.dtype))
+    dtype = options.dtype or (config.train.dtype if options.script else COMPARED_DTYPE)
+    config = config.replace(train=dataclasses.replace(config.train, dtype=dtype))
     validate(config)
     if config.train.update == "async":
         rule = "must be sync or pipelined: what async comes to depends on who is quick"
@@ -161,7 +164,25 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
         rule = "must be rows: one process sends nothing, and rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
     with scratch_logs("hybrid-compare-") as folder:
-        launch(config, folder, CompareTask(options.steps))
+        if options.script is None:
+            launch(config, folder, CompareTask(options.steps))
+        else:
+            config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
+            task = _script_task(options.script, options.arguments)
+            _compare_script(config, dataclasses.replace(task, snapshot=folder / "cluster"), folder)
+
+
+def _compare_script(config: RunConfig, task: ScriptTask, folder: Path) -> None:
+    """Run a script on a cluster, then in this process, and print what differs."""
+    from workers.launching.launch import launch
+
+    print("on a cluster", flush=True)
+    launch(config, folder, task)
+    print("in one process", flush=True)
+    with _imports():
+        from workers.offline.script_comparison import compare_script
+
+    compare_script(config, task.path, task.arguments, folder / "cluster")
 
 
 def _run(options: argparse.Namespace, started_at: float) -> None:
@@ -172,8 +193,6 @@ def _run(options: argparse.Namespace, started_at: float) -> None:
         task = OwnTask(options.program)
     else:
         task = _script_task(options.program, options.arguments)
-    counts = {"trainers": options.trainers, "workers": options.workers}
-    options.set += [f"cluster.{name}={count}" for name, count in counts.items() if count is not None]
     config = _read_config(options)
     with scratch_logs("hybrid-run-") as folder:
         launch(config, folder, task)

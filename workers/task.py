@@ -48,11 +48,13 @@ class ScriptTask:
     Attributes:
         path: of the file.
         arguments: that it is started with.
+        snapshot: where to save what there is after ``train.max_steps``, or None.
     """
 
     command: ClassVar = "run"
     path: str
     arguments: tuple[str, ...]
+    snapshot: Path | None = None
 
 
 Task: TypeAlias = TrainTask | CompareTask | OwnTask | ScriptTask

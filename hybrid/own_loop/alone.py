@@ -38,8 +38,9 @@ class Alone:
     trainer = 0
     is_alone = True
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, snapshot: Path | None = None) -> None:
         self.config = config
+        self.snapshot = snapshot
         self.group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # one without a store is of no use but to count
         self._shards: TableShards
         self._placement: Placement

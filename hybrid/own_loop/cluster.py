@@ -15,6 +15,7 @@ from hybrid.data.storage import PreparedDataset
 from hybrid.own_loop.alone import Alone
 from hybrid.own_loop.host import HOST, Host
 from hybrid.own_loop.loop import Loop
+from hybrid.own_loop.plain import plain_copy
 from hybrid.own_loop.prepared import PreparedData
 
 
@@ -138,6 +139,14 @@ class Cluster:
             CheckpointError: it is of another model, or damaged.
         """
         self._started().load(Path(folder), optimizer)
+
+    def plain_module(self) -> nn.Module:
+        """A copy of the module in plain PyTorch: ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
+
+        It needs neither a cluster nor this project, and the memory for all rows: to be exported and served.
+        """
+        loop = self._started()
+        return plain_copy(loop.model.net, loop.rows)
 
     @property
     def step(self) -> int:

@@ -45,12 +45,14 @@ class Host(Protocol):
         trainer: the index of this one.
         group: of all trainers.
         is_alone: whether this process is all there is.
+        snapshot: where to save what there is after ``train.max_steps``, or None.
     """
 
     config: RunConfig
     trainer: int
     group: dist.ProcessGroup
     is_alone: bool
+    snapshot: Path | None
 
     def deploy(self, tables: Sequence[TableSpec]) -> Deployed:
         """Put tables in place; all trainers call it at once, with the same ones."""

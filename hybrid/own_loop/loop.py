@@ -29,7 +29,7 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import StepClock
 from hybrid.dense.device import choose_devices
 from hybrid.dense.optimizer import DenseOptimizer
-from hybrid.embedding.trainer.asked import AskedTables
+from hybrid.embedding.trainer.asked import Asked, AskedTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.errors import CheckpointError, DataError
 from hybrid.hosting.barrier import UpdateBarrier
@@ -44,12 +44,13 @@ from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.backward import Graph, recorded_graph
 from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.feed import Feed
+from hybrid.training.feed import Feed, StepInput
 from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
 from hybrid.training.model import LocalModel, to_device
 from hybrid.training.shared_sum import SharedSum
 
+_ROWS_AT_ONCE = 1 << 16
 _NO_TRAINER = 1 << 32  # whose random numbers are those that all trainers draw alike
 
 
@@ -126,6 +127,7 @@ class Loop:
         self._loss: float | None = None  # of the step under way, once its backward pass is done
         self._scale: float | None = None  # of its gradients, once that is decided
         self._stepped: set[int] = set()  # the optimizers that have taken it
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # all that have
         _LOOPS.add(self)
         self._num_passes = 0
         self.step = 0
@@ -159,7 +161,7 @@ class Loop:
             return
         self._feed.begin(own, self.step)
         try:
-            for current in self._feed:
+            for current in self._up_to_the_last(self._feed):
                 step = self.step
                 (micro_batch,) = current.micro_batches
                 self._begin(current.batch, micro_batch.start)
@@ -167,6 +169,18 @@ class Loop:
                 self._refuse_untrained(step)
         finally:
             self._drop()
+
+    def _up_to_the_last(self, inputs: Iterator[StepInput[Share]]) -> Iterator[StepInput[Share]]:
+        """As many steps as ``train.max_steps`` leaves, if it is set."""
+        most = self._host.config.train.max_steps
+        while not most or self.step < most:
+            if (current := next(inputs, None)) is None:
+                return
+            yield current
+        if self._host.snapshot is not None:
+            (optimizer,) = (*self._optimizers, None)[:1]
+            self.save(self._host.snapshot, optimizer)
+            self._host.snapshot = None
 
     def _seed_pass(self) -> None:
         """Have all trainers shuffle alike: torch's samplers draw from its generator."""
@@ -368,6 +382,7 @@ class Loop:
         if not self._stepped:
             self._decide()
         self._stepped.add(id(optimizer))
+        self._optimizers.add(optimizer)
         for parameter in parameters:
             if self._scale is None:
                 parameter.grad = None
@@ -381,6 +396,14 @@ class Loop:
         self._scale = self._guard.decide(self.step, self._loss, norm, self.model.gradient_not_finite)
         self._clock.end_step()
         self.step += 1
+
+    def rows(self, module: TableModule) -> Tensor:
+        """All rows of a table, (rows, D), as they are now."""
+        ticket = self._ticket(Purpose.PREDICT)
+        blocks = torch.arange(module.num_embeddings).split(_ROWS_AT_ONCE)
+        return torch.cat(
+            [self._tables.lookup([Asked(module.name, ids)], ticket).outputs()[0] for ids in blocks]
+        )
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.save`."""

@@ -85,3 +85,21 @@ def test_the_example_of_the_readme_trains(tmp_path: Path) -> None:
     said = output_of(["run", "train.py", "--trainers", "2", "--workers", "2"], tmp_path)
     first, second = (float(line.rpartition(" ")[2]) for line in said.splitlines()[-2:])
     assert second < first < 0.7
+
+
+def test_compare_shows_how_far_a_script_is_from_one_process(script: Path, tmp_path: Path) -> None:
+    said = output_of(
+        ["compare", script.name, "--trainers", "2", "--workers", "2", "--steps", "2", "--", "trains"],
+        tmp_path,
+    )
+    assert "table table" in said
+    assert "module: linear.weight" in said
+    assert said.endswith("of 4 tensors are the same bit for bit\n")
+    ended = run(["compare", script.name, "--steps", "9", "--", "trains"], tmp_path)
+    assert (ended.code, ended.stderr.count("\n")) == (1, 1)
+    assert "--steps: the script ends before so many; compare fewer" in ended.stderr
+    unlike = SCRIPT.replace("return self.linear", "return (1 + cluster.trainer) * self.linear")
+    script.write_text(unlike)
+    ended = run(["compare", script.name, "--trainers", "2", "--steps", "2", "--", "trains"], tmp_path)
+    assert ended.code == 1
+    assert "tensors differ by more than" in ended.stderr

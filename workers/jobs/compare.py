@@ -80,11 +80,11 @@ class Comparison:
             alone = self._evaluate_here(reference, data_folder)
             evaluated = [f"test AUC: cluster {metrics.auc:.6f}, one process {alone.auc:.6f}"]
         view.show(
-            _table(found),
+            comparison_table(found),
             *evaluated,
             f"{same} of {len(found)} tensors are the same bit for bit",
         )
-        self._judge(found)
+        judge(found, self._config.train.dtype)
         return True
 
     def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
@@ -112,19 +112,21 @@ class Comparison:
             parts = [Predictions.of(batch, reference.logits(batch)) for batch in batches]
         return Predictions.concatenate(parts).metrics()
 
-    def _judge(self, found: Sequence[Difference]) -> None:
-        relative, absolute = TOLERANCES[self._config.train.dtype]
-        allowed = f"{absolute:g} + {relative:g} of the value"
-        apart = [each for each in found if each.ratio > 1]
-        if apart:
-            farthest = max(apart, key=lambda each: each.ratio)
-            raise DifferenceError(
-                f"{len(apart)} of {len(found)} tensors differ by more than {allowed}; "
-                f"the farthest is {farthest.part}"
-            )
+
+def judge(found: Sequence[Difference], dtype: str) -> None:
+    """DifferenceError where something differs by more than rounding in ``dtype``."""
+    relative, absolute = TOLERANCES[dtype]
+    allowed = f"{absolute:g} + {relative:g} of the value"
+    apart = [each for each in found if each.ratio > 1]
+    if apart:
+        farthest = max(apart, key=lambda each: each.ratio)
+        raise DifferenceError(
+            f"{len(apart)} of {len(found)} tensors differ by more than {allowed}; "
+            f"the farthest is {farthest.part}"
+        )
 
 
-def _table(found: Sequence[Difference]) -> Table:
+def comparison_table(found: Sequence[Difference]) -> Table:
     """A line for each parameter, the farthest last: how far apart its values and optimizer state are."""
     by_parameter: dict[str, list[Difference]] = {}
     for each in found:

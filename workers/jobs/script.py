@@ -42,29 +42,26 @@ class ScriptJob:
     Args:
         path: of the file, as every trainer sees it.
         arguments: that it is started with.
+        snapshot: see :class:`hybrid.own_loop.host.Host`.
     """
 
-    def __init__(self, config: RunConfig, path: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, config: RunConfig, path: str, arguments: Sequence[str], snapshot: Path | None = None
+    ) -> None:
         self.doing = "in your script"
         self._config = config
         self._path = path
         self._arguments = arguments
+        self._snapshot = snapshot
         self._tables: dict[int, wire.RemoteTables] = {}
         self._placement: Placement
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
         """Run it to its end on every trainer."""
         view.close()  # the screen is the script's, on trainer 0
+        what = (self._config, self._path, self._arguments, self._snapshot)
         created = [
-            wire.create(
-                role,
-                Script,
-                role.index,
-                self._config,
-                self._path,
-                self._arguments,
-                timeout_seconds=BULK_TIMEOUT_SECONDS,
-            )
+            wire.create(role, Script, role.index, *what, timeout_seconds=BULK_TIMEOUT_SECONDS)
             for role in topology.trainers
         ]
         scripts = wire.gather(created)

@@ -76,7 +76,7 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
     """
     with tempfile.TemporaryDirectory(prefix="hybrid-") as scratch:
         stored = Checkpoint.open(session.save(Path(scratch) / "all", 0, 0))
-        found = _tables(stored)
+        found = stored_tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
             wire.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
@@ -91,7 +91,8 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         return found
 
 
-def _tables(stored: Checkpoint) -> Snapshot:
+def stored_tables(stored: Checkpoint) -> Snapshot:
+    """The tables of a checkpoint, whole, and their optimizers' state."""
     found: Snapshot = {}
     for table, (num_rows, _, count) in stored.manifest.tables.items():
         for index in range(count):

@@ -88,7 +88,7 @@ def _make_job(config: RunConfig, task: Task) -> _Job:
     if isinstance(task, CompareTask):
         return Comparison(config, task.steps)
     if isinstance(task, ScriptTask):
-        return ScriptJob(config, task.path, task.arguments)
+        return ScriptJob(config, task.path, task.arguments, task.snapshot)
     return OwnJob(config, task.function)
 
 

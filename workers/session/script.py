@@ -120,14 +120,17 @@ class Script:
         config: of the run.
         path: of the script.
         arguments: that it finds in ``sys.argv``.
+        snapshot: see :class:`hybrid.own_loop.host.Host`.
     """
 
-    def __init__(self, index: int, config: RunConfig, path: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, index: int, config: RunConfig, path: str, arguments: Sequence[str], snapshot: Path | None
+    ) -> None:
         self._path = path
-        self._arguments = [path, *arguments]
+        self._arguments = arguments
         self._requests: SimpleQueue[Request | Exception] = SimpleQueue()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._host = _ClusterHost(config, index, self._ask)
+        self._host = _ClusterHost(config, index, self._ask, snapshot)
 
     def start(self) -> None:
         """Run it, in a thread of its own."""
@@ -164,18 +167,27 @@ class Script:
 
     def _run(self) -> None:
         HOST.set(self._host)  # in this thread's context
-        sys.argv = list(self._arguments)
-        sys.path.append(str(Path(self._path).resolve().parent))
         try:
-            runpy.run_path(self._path, run_name="__main__")
-        except SystemExit as exited:
-            if exited.code not in (None, 0):
-                self._requests.put(ScriptExitError(f"{self._path} has ended with sys.exit({exited.code!r})"))
-                return
+            run_script(self._path, self._arguments)
         except Exception as error:  # the master's to know
             self._requests.put(error)
             return
         self._requests.put(ScriptEnded())
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a file as Python runs a program; what it imports may lie beside it.
+
+    Raises:
+        ScriptExitError: it has ended with another status than zero.
+    """
+    sys.argv = [path, *arguments]
+    sys.path.append(str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as exited:
+        if exited.code not in (None, 0):
+            raise ScriptExitError(f"{path} has ended with sys.exit({exited.code!r})") from None
 
 
 class _ClusterHost:
@@ -183,11 +195,14 @@ class _ClusterHost:
 
     is_alone = False
 
-    def __init__(self, config: RunConfig, trainer: int, ask: Callable[[Wanted], Answer]) -> None:
+    def __init__(
+        self, config: RunConfig, trainer: int, ask: Callable[[Wanted], Answer], snapshot: Path | None
+    ) -> None:
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self.config = config
         self.trainer = trainer
         self.group = dist.group.WORLD
+        self.snapshot = snapshot
         self._ask = ask
         self.dense: Mapping[str, Tensor] = {}  # of the step that is being saved
 

@@ -16,7 +16,8 @@ def config_of(folder: Path, sparse: str = '["user", "tags"]', table: str = TABLE
     file = folder / "config.toml"
     file.write_text(
         f'[data]\nformat = "csv"\npath = ["{folder}/clicks.csv"]\nlabel = "label"\ndense = ["price"]\n'
-        f'sparse = {sparse}\nmulti_hot_separator = "|"\ncache_folder = "{folder}/cache"\ntest_fraction = 0.2\n'
+        f'sparse = {sparse}\nmulti_hot_separator = "|"\ntest_fraction = 0.2\n'
+        f'cache_folder = "{folder}/cache"\n'
         "[train]\nbatch_size = 16\n"
     )
     return file

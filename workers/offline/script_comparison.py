@@ -1,0 +1,53 @@
+"""A script of the user's own in this process, against what a cluster has left of the same one."""
+
+from pathlib import Path
+
+import torch
+
+from hybrid.checkpoint.dense_state import unpack_dense
+from hybrid.checkpoint.files import DENSE_FILE
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.errors import HybridError
+from hybrid.own_loop.alone import Alone
+from hybrid.own_loop.host import HOST
+from workers.jobs.compare import comparison_table, judge
+from workers.jobs.snapshot import Snapshot, TensorName, differences, stored_tables
+from workers.screen.terminal import TerminalView
+from workers.session.script import run_script
+
+
+def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
+    """Run a script to ``train.max_steps`` in this process, and print what differs.
+
+    Args:
+        cluster: the checkpoint that a cluster has written after as many steps.
+
+    Raises:
+        DifferenceError: something differs by more than rounding.
+        HybridError: the script takes fewer steps, or no optimizer.
+    """
+    alone = cluster.with_name("alone")
+    before = HOST.set(Alone(config, alone))
+    try:
+        torch.set_num_threads(config.cluster.threads)
+        run_script(path, arguments)
+    finally:
+        HOST.reset(before)
+    found = differences(_snapshot(cluster), _snapshot(alone))
+    same = sum(each.largest == 0 for each in found)
+    with TerminalView() as view:
+        view.show(comparison_table(found), f"{same} of {len(found)} tensors are the same bit for bit")
+    judge(found, config.train.dtype)
+
+
+def _snapshot(folder: Path) -> Snapshot:
+    if not folder.exists():
+        raise HybridError("--steps: the script ends before so many; compare fewer")
+    stored = Checkpoint.open(folder)
+    net, states = unpack_dense(stored.tensors(DENSE_FILE))
+    found = stored_tables(stored)
+    found |= {TensorName(f"module: {name}"): tensor for name, tensor in net.items()}
+    for number, state in states.items():
+        found |= {TensorName(f"optimizer: parameter {number}", kind): each for kind, each in state.items()}
+    return found
