@@ -112,12 +112,12 @@ class Cluster:
     def mean(self, values: Tensor) -> float:
         """The mean of all trainers' values, of any shape; NaN of none."""
         own = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
-        total, count = self._started().sum_over_trainers(own).tolist()
+        total, count = self._started().trainers.sum(own).tolist()
         return total / count if count else math.nan
 
     def gather(self, values: Tensor) -> Tensor:
         """All trainers' values, (samples, ...), in the order of the whole batch; on the CPU."""
-        return self._started().gathered(values.detach())
+        return self._started().trainers.gathered(values.detach())
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of all tables, the module and its optimizer.

@@ -10,11 +10,9 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,13 @@ from hybrid.clock import StepClock
 from hybrid.dense.device import choose_devices
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.embedding.trainer.asked import Asked, AskedTables
-from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.errors import CheckpointError, DataError
-from hybrid.hosting.barrier import UpdateBarrier
-from hybrid.own_loop.batches import Share, checksum, global_batches, shares
+from hybrid.own_loop.batches import Share, global_batches, shares
 from hybrid.own_loop.host import Host
 from hybrid.own_loop.modules import Call, TableModule
+from hybrid.own_loop.passes import Pass, Passes
 from hybrid.own_loop.prepared import PreparedData
-from hybrid.own_loop.sites import Key, Site, key_of
+from hybrid.own_loop.trainers import Trainers
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.schedule import Schedule
 from hybrid.steps.ticket import Purpose, Ticket
@@ -47,7 +44,7 @@ from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.feed import Feed, StepInput
 from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
-from hybrid.training.model import LocalModel, to_device
+from hybrid.training.model import LocalModel
 from hybrid.training.shared_sum import SharedSum
 
 _ROWS_AT_ONCE = 1 << 16
@@ -65,27 +62,6 @@ class OwnModule(LocalModel):
         return self.net(*args, **keywords)
 
 
-@dataclass
-class _Pass:
-    """A forward pass under way.
-
-    Attributes:
-        share: the batch that it is of; None where there is none.
-        ticket: of lookups that it makes.
-        ahead: the lookup that was made before it.
-        found: vectors, by call.
-        lookups: those whose vectors were taken.
-        zeros: of each of these; see :meth:`AskedTables.lookup`.
-    """
-
-    share: Share | None
-    ticket: Ticket
-    ahead: Lookup | None = None
-    found: dict[Key, Tensor] = field(default_factory=dict)
-    lookups: list[Lookup] = field(default_factory=list)
-    zeros: list[Tensor] = field(default_factory=list)
-
-
 class Loop:
     """One trainer's part in the steps of all.
 
@@ -95,6 +71,7 @@ class Loop:
 
     Attributes:
         model: the module under DDP, and its gradients.
+        trainers: all of them.
         device: where the module computes.
         step: how many are taken.
     """
@@ -117,11 +94,10 @@ class Loop:
         for name, module in modules.items():
             module.bind(name, self)
         self.model = self._wrapped(net)
-        self._guard = Guard(deployed.rules, deployed.hosted, host.group, self._reducing_device)
+        self.trainers = Trainers(host.group, host.trainer, self._reducing_device)
+        self._guard = Guard(deployed.rules, deployed.hosted, host.group, self.trainers.device)
         self._feed = Feed[Share](self._tables, [], host.trainer, self._mode, 1, self._clock)
-        self._sites: dict[Site, None] = {}  # in the order in which they were found
-        self._pass: _Pass | None = None  # of training
-        self._evaluated: _Pass | None = None
+        self._passes = Passes(self._tables, self.device, host.trainer)
         self._graph: Graph | None = None
         self._entered = ExitStack()
         self._loss: float | None = None  # of the step under way, once its backward pass is done
@@ -153,9 +129,10 @@ class Loop:
         self._seed_pass()
         trainer, num_trainers = self._host.trainer, self._host.group.size()
         if isinstance(data, PreparedData):
-            own = data.shares(trainer, num_trainers, size, self._sites)
+            own = data.shares(trainer, num_trainers, size, self._passes.sites)
         else:
-            own = shares(self._checked(global_batches(data, size)), trainer, num_trainers, self._sites)
+            batches = self.trainers.checked(global_batches(data, size))
+            own = shares(batches, trainer, num_trainers, self._passes.sites)
         if not torch.is_grad_enabled():
             yield from self._evaluating(own)
             return
@@ -187,32 +164,14 @@ class Loop:
         seed_step(self._host.config.run.seed, _NO_TRAINER, self._num_passes, ())
         self._num_passes += 1
 
-    def _checked(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same batches, the first of which all trainers must have alike."""
-        for number, batch in enumerate(batches):
-            if number == 0 and self._host.group.size() > 1:
-                own = torch.tensor([checksum(batch)], dtype=torch.int64, device=self._reducing_device)
-                sums = [torch.empty_like(own) for _ in range(self._host.group.size())]
-                dist.all_gather(sums, own, group=self._host.group)
-                if any(each.item() != own.item() for each in sums):
-                    raise DataError(
-                        "trainers read different batches: every trainer is to see the same ones, of which it "
-                        "gets its share; seed what shuffles or draws them (torch's samplers are seeded)"
-                    )
-            yield batch
-
     def _evaluating(self, own: Iterator[Share]) -> Iterator[Any]:
-        before = self._evaluated
+        before = self._passes.evaluated
         try:
             for share in own:
-                self._evaluated = now = _Pass(share, self._ticket(Purpose.PREDICT))
-                now.ahead = self._tables.lookup(share.sparse_features, now.ticket)
+                self._passes.evaluated = self._passes.evaluate(share, self.step)
                 yield share.values
         finally:
-            self._evaluated = before
-
-    def _ticket(self, purpose: Purpose) -> Ticket:
-        return Ticket(self._host.trainer, self.step, self.step, purpose=purpose)
+            self._passes.evaluated = before
 
     def _begin(self, share: Share, start: Any) -> None:
         """Open the step of a batch: its graph, and its lookup."""
@@ -221,12 +180,14 @@ class Loop:
         is_sync = self._mode is UpdateMode.SYNC
         spans_processes = is_sync and not self._host.is_alone
         self._graph = self._entered.enter_context(recorded_graph(self.model.net, spans_processes))
-        self._pass = _Pass(share, self._ticket(Purpose.TRAIN if is_sync else Purpose.PREFETCH), start())
+        purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
+        ticket = Ticket(self._host.trainer, self.step, self.step, purpose=purpose)
+        self._passes.trained = Pass(share, ticket, start())
 
     def _drop(self) -> None:
         """Close what a step has open."""
         self._entered.close()
-        self._pass = self._graph = self._loss = None
+        self._passes.trained = self._graph = self._loss = None
         self._stepped.clear()
 
     def _refuse_untrained(self, step: int) -> None:
@@ -239,65 +200,19 @@ class Loop:
 
     def vectors(self, call: Call) -> Tensor:
         """The vectors of a call of a table, on this trainer's device; see :class:`Asker`."""
-        current = self._pass if torch.is_grad_enabled() else self._evaluated
-        if current is None:
-            if torch.is_grad_enabled():
-                raise RuntimeError(
-                    "a module with tables is trained on batches of cluster.batches(...), and called on "
-                    "others under torch.no_grad()"
-                )
-            current = _Pass(None, self._ticket(Purpose.PREDICT))
-        key = key_of(call)
-        if key not in current.found and current.ahead is not None:
-            self._take_ahead(current)
-        if key not in current.found:
-            self._look_up_now(current, call, key)
-        return to_device(current.found[key], self.device)
-
-    def _take_ahead(self, current: _Pass) -> None:
-        """Wait for what was looked up before the pass."""
-        ahead, current.ahead = current.ahead, None
-        assert ahead is not None
-        assert current.share is not None
-        *vectors, zero = ahead.outputs()
-        current.found.update(zip(current.share.calls, vectors, strict=True))
-        current.lookups.append(ahead)
-        current.zeros.append(zero)
-
-    def _look_up_now(self, current: _Pass, call: Call, key: Key) -> None:
-        # What was looked up before the pass is part 0, whether it is taken already or not.
-        part = len(current.lookups) + (current.ahead is not None)
-        lookup = self._tables.lookup([call.module.asked(call)], current.ticket._replace(part=part))
-        current.found[key], zero = lookup.outputs()
-        current.lookups.append(lookup)
-        current.zeros.append(zero)
-        if current.share is not None and call.ids.numel():
-            site = Site.find(call, current.share.tensors)
-            if site is not None:
-                self._sites[site] = None
-            elif current is self._pass:
-                self._tell_computed(call.module)
-
-    def _tell_computed(self, module: TableModule) -> None:
-        if self._host.trainer == 0:
-            warnings.warn(
-                f"table {module.name} is called with ids that are in no batch as they are: they are looked "
-                "up when they are there, by a message of their own; have the batches hold them for speed",
-                stacklevel=2,
-            )
+        return self._passes.vectors(call, self.step)
 
     def backward(self, values: Tensor, weights: Tensor | None) -> None:
         """Take the gradients of the mean over all trainers' samples; see :meth:`Cluster.backward`."""
-        current, graph = self._pass, self._graph
+        current, graph = self._passes.trained, self._graph
         if current is None or graph is None or current.share is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
         if self._loss is not None:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
         part = self._part_of_mean(values, weights, current.share)
-        if current.ahead is not None:  # no table was called: the workers wait for gradients all the same
-            self._take_ahead(current)
+        current.take_ahead()  # where no table was called, the workers wait for gradients all the same
         loss = part + sum(current.zeros).to(part)  # type: ignore[union-attr]  # there is one at least
-        self._expect(current)
+        self._passes.expect(current, self._hosted, self.step)
         for parameter in self.model.net.parameters():
             parameter.grad = None
         graph.backward(loss)
@@ -330,42 +245,8 @@ class Loop:
             or not bool(weights_B.isfinite().all())
         ):
             raise DataError("weights are one for each sample, finite and not negative")
-        total = self.sum_over_trainers(weights_B.sum().double().view(1)).item()
+        total = self.trainers.sum(weights_B.sum().double().view(1)).item()
         return (values_B * weights_B).sum() / (total or 1.0)
-
-    def sum_over_trainers(self, values: Tensor) -> Tensor:
-        """The sum of all trainers' tensors, (N,)."""
-        summed = values.detach().to(self._reducing_device, copy=True)
-        if self._host.group.size() > 1:
-            dist.all_reduce(summed, group=self._host.group)
-        return summed
-
-    def gathered(self, values: Tensor) -> Tensor:
-        """All trainers' tensors, (N, ...), one after another, on the CPU."""
-        num_trainers, device = self._host.group.size(), self._reducing_device
-        if num_trainers == 1:
-            return values.cpu()
-        sizes = self.sum_over_trainers(
-            torch.eye(num_trainers, dtype=torch.int64)[self._host.trainer] * len(values)
-        )
-        padded = torch.zeros(int(sizes.max()), *values.shape[1:], dtype=values.dtype, device=device)
-        padded[: len(values)] = values
-        parts = [torch.empty_like(padded) for _ in range(num_trainers)]
-        dist.all_gather(parts, padded, group=self._host.group)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes.tolist(), strict=True)]).cpu()
-
-    def _expect(self, current: _Pass) -> None:
-        """Tell the workers of lookups that they know nothing of, and of what follows."""
-        first, *rest = current.lookups
-        for lookup in rest:
-            lookup.is_followed = first.is_followed
-        if rest:
-            told = [
-                each.call_barrier(UpdateBarrier.expect, self._host.trainer, self.step, len(current.lookups))
-                for each in self._hosted
-            ]
-            for each in told:
-                each.wait()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale, or drop, the gradients that an optimizer of the module's parameters is about to take.
@@ -399,7 +280,7 @@ class Loop:
 
     def rows(self, module: TableModule) -> Tensor:
         """All rows of a table, (rows, D), as they are now."""
-        ticket = self._ticket(Purpose.PREDICT)
+        ticket = Ticket(self._host.trainer, self.step, self.step, purpose=Purpose.PREDICT)
         blocks = torch.arange(module.num_embeddings).split(_ROWS_AT_ONCE)
         return torch.cat(
             [self._tables.lookup([Asked(module.name, ids)], ticket).outputs()[0] for ids in blocks]
