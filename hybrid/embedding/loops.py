@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.embedding.cache_hint import prefetch
+from hybrid.embedding.cache_hint import prefetch_row
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Ints = npt.NDArray[np.signedinteger[Any]]
@@ -24,7 +24,6 @@ Floats = npt.NDArray[np.floating[Any]]
 _DIGIT_BITS = 11  # counters of one digit stay in the first-level cache
 _DIGITS = 1 << _DIGIT_BITS
 _ROWS_AHEAD = 8  # how far ahead a row is fetched: longer than memory takes, shorter than the cache forgets
-_LINE_BYTES = 64
 
 
 def _compiled(*signatures: str) -> Callable[[Function], Function]:
@@ -41,15 +40,6 @@ def _compiled(*signatures: str) -> Callable[[Function], Function]:
             return cast(Function, numba.njit(list(signatures), **options)(function))
 
     return compiled
-
-
-@numba.njit(inline="always")
-def _fetch_ahead(rows_RD: Floats, index_L: Ints, i: int) -> None:
-    """Fetch the row that ``index_L`` names some places after ``i``."""
-    if i + _ROWS_AHEAD < len(index_L):
-        start = np.int64(index_L[i + _ROWS_AHEAD]) * rows_RD.shape[1]
-        for d in range(0, rows_RD.shape[1], _LINE_BYTES // rows_RD.itemsize):
-            prefetch(rows_RD, start + d)  # type: ignore[call-arg]  # numba fills in the first
 
 
 @_compiled("int64(int64[::1], int64[::1], int64[::1])")
@@ -222,7 +212,8 @@ def sum_rows(starts_V: Ints, sources_L: Ints, grad_BD: Floats, out_UD: Floats) -
     total_D = np.zeros(dim, grad_BD.dtype)
     for u in range(len(out_UD)):
         for i in range(starts_V[u], starts_V[u + 1]):
-            _fetch_ahead(grad_BD, sources_L, i)
+            if i + _ROWS_AHEAD < len(sources_L):
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
             source = sources_L[i]
             if i == starts_V[u]:
                 for d in range(dim):
@@ -249,7 +240,8 @@ def sum_weighted_rows(
         for d in range(dim):
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
-            _fetch_ahead(grad_BD, sources_L, i)
+            if i + _ROWS_AHEAD < len(sources_L):
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
             source, weight = sources_L[i], weights_L[i]
             for d in range(dim):
                 out_UD[u, d] += weight * grad_BD[source, d]
@@ -272,7 +264,8 @@ def sum_largest_rows(
         for d in range(dim):
             out_UD[u, d] = 0
         for i in range(starts_V[u], starts_V[u + 1]):
-            _fetch_ahead(grad_BD, sources_L, i)
+            if i + _ROWS_AHEAD < len(sources_L):
+                prefetch_row(grad_BD, sources_L[i + _ROWS_AHEAD])  # type: ignore[call-arg]  # numba fills in the first
             source = sources_L[i]
             if i > starts_V[u] and source == sources_L[i - 1]:
                 continue  # a row that stands twice in a bag gets its gradient once
