@@ -13,6 +13,8 @@ D      width of an embedding vector
 E      widths of all features' embedding vectors, side by side
 H      hidden units
 U      distinct rows
+T      tasks
+O      outputs of the dense net: one for each task, or one for each of its classes
 ====== ==========================================================
 
 Sparse features are jagged and feature-major: the bags of feature 0 for all samples come first, then
@@ -25,6 +27,7 @@ those of feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +36,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import DataError
+from hybrid.input_spec import TaskSpec
 from hybrid.splitmix64 import splitmix64
 
 
@@ -95,10 +99,16 @@ class Batch(NamedTuple):
     Attributes:
         dense_features: ``dense_BF``, float32.
         sparse_features: ids of the K sparse features for the same B samples.
-        labels: ``labels_B``, float32 of 0 and 1, or probabilities in between.
+        labels: ``labels_B``, float32, or of several tasks ``labels_BT``, a column for each. Binary labels
+            are 0 and 1, or probabilities in between; classes are their numbers.
         global_size: samples in the whole step, over all trainers. The loss is the mean over these,
             so shares of different sizes (or of none) still add up to the right gradient.
         ended: this trainer has no more samples, and goes on for the sake of the others.
+        weights: float32 of the shape of ``labels``: how much each sample counts for each task; None for all
+            the same.
+        total_weights: ``totals_T``, float64, their sums over the whole step, by which the loss is a mean;
+            not read where there are no weights.
+        groups: ``groups_B``, int64, the same for samples of one group; None where there are none.
     """
 
     dense_features: Tensor
@@ -106,6 +116,9 @@ class Batch(NamedTuple):
     labels: Tensor
     global_size: int
     ended: bool = False
+    weights: Tensor | None = None
+    total_weights: Tensor | None = None
+    groups: Tensor | None = None
 
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
@@ -113,16 +126,18 @@ class Batch(NamedTuple):
         sparse = SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, num_sparse)
         return cls(torch.empty(0, num_dense), sparse, torch.empty(0), 0)
 
-    def check(self, num_dense: int, num_sparse: int) -> None:
-        """See that all parts are of the same samples, of F dense and K sparse features, and labels what they
-        may be.
+    def check(self, num_dense: int, num_sparse: int, tasks: Sequence[TaskSpec] = (TaskSpec(),)) -> None:
+        """See that all parts are of the same samples, of F dense and K sparse features, and what labels and
+        weights may be.
 
         Raises:
             DataError: they are not.
         """
-        if self.labels.dim() != 1:
-            raise DataError(f"a batch has labels of shape {list(self.labels.shape)}, not of one dimension")
-        size = len(self.labels)
+        size, num_tasks = len(self.labels), len(tasks)
+        shape = tuple(self.labels.shape)
+        if shape not in ((0,), (size,) if num_tasks == 1 else (size, num_tasks)):
+            wanted = "of one dimension" if num_tasks == 1 else f"[samples, {num_tasks}]"
+            raise DataError(f"a batch has labels of shape {list(shape)}, not {wanted}")
         found = (tuple(self.dense_features.shape), self.sparse_features.batch_size)
         if found != ((size, num_dense), size):
             raise DataError(
@@ -133,18 +148,23 @@ class Batch(NamedTuple):
             raise DataError(
                 f"a batch has {self.sparse_features.num_features} sparse features, not {num_sparse}"
             )
-        self._check_labels()
+        self._check_weights()
+        for task, labels_B in zip(tasks, by_task(self.labels, num_tasks).unbind(1), strict=True):
+            _check_labels(task, labels_B)
 
-    def _check_labels(self) -> None:
-        if not len(self.labels):
+    def _check_weights(self) -> None:
+        weights = self.weights
+        if weights is None:
             return
-        lowest, highest = self.labels.aminmax()  # NaN where one is
-        if not (lowest >= 0 and highest <= 1):
-            is_wrong_B = ~((self.labels >= 0) & (self.labels <= 1))
-            sample = int(is_wrong_B.nonzero()[0])
+        if weights.shape != self.labels.shape:
+            shapes = f"{list(weights.shape)}, and labels of shape {list(self.labels.shape)}"
+            raise DataError(f"a batch has weights of shape {shapes}; they must be the same")
+        is_wrong = ~(weights.isfinite() & (weights >= 0))
+        if is_wrong.any():
+            sample = int(is_wrong.nonzero()[0, 0])
             raise DataError(
-                f"sample {sample} has the label {self.labels[sample].item()}; "
-                "labels are 0, 1, or a probability in between"
+                f"sample {sample} has the weight {weights[is_wrong][0].item()}; "
+                "weights are finite and not negative"
             )
 
     def row_keys(self) -> Tensor:
@@ -179,6 +199,8 @@ class Batch(NamedTuple):
                 dense_features=self.dense_features[start:stop],
                 sparse_features=self.sparse_features.samples(start, stop),
                 labels=self.labels[start:stop],
+                weights=None if self.weights is None else self.weights[start:stop],
+                groups=None if self.groups is None else self.groups[start:stop],
             )
             for start, stop in (share(len(self.labels), part, parts) for part in range(parts))
         ]
@@ -194,3 +216,44 @@ def share(size: int, index: int, parts: int) -> tuple[int, int]:
 def _bits(numbers: Tensor) -> npt.NDArray[np.uint64]:
     """The bits of numbers, the same for 0.0 and -0.0."""
     return (numbers.detach().cpu().double().numpy() + 0.0).view(np.uint64)
+
+
+def by_task(values: Tensor, num_columns: int) -> Tensor:
+    """``values``, (B, columns) or of one column (B,), as (B, columns)."""
+    return values.view(len(values), num_columns)
+
+
+def _check_labels(task: TaskSpec, labels_B: Tensor) -> None:
+    """DataError where one is none of a task."""
+    if not len(labels_B):
+        return
+    lowest, highest = (bound.item() for bound in labels_B.aminmax())  # NaN where one is
+    if task.kind == "binary":
+        if lowest >= 0 and highest <= 1:
+            return
+        is_wrong_B = ~((labels_B >= 0) & (labels_B <= 1))
+        rule = "labels are 0, 1, or a probability in between"
+    elif task.kind == "regression":
+        if np.isfinite([lowest, highest]).all():
+            return
+        is_wrong_B, rule = ~labels_B.isfinite(), "labels are finite numbers"
+    else:
+        is_wrong_B = ~((labels_B >= 0) & (labels_B < task.num_classes) & (labels_B == labels_B.floor()))
+        if not is_wrong_B.any():
+            return
+        rule = f"labels are classes from 0 to {task.num_classes - 1}"
+    sample = int(is_wrong_B.nonzero()[0])
+    of_task = "" if task.name == TaskSpec().name else f" for task {task.name}"
+    raise DataError(f"sample {sample} has the label {labels_B[sample].item()}{of_task}; {rule}")
+
+
+def split_outputs(outputs_BO: Tensor, num_outputs: Sequence[int]) -> Sequence[Tensor]:
+    """The outputs of each task: ``outputs_B``, or ``outputs_BC`` of C classes.
+
+    Args:
+        num_outputs: of each task; of one task all are its own.
+    """
+    if len(num_outputs) == 1:
+        return [outputs_BO]
+    parts = outputs_BO.split(list(num_outputs), dim=1)
+    return [part.squeeze(1) if num == 1 else part for part, num in zip(parts, num_outputs, strict=True)]

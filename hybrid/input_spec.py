@@ -24,3 +24,18 @@ class InputSpec:
 
     dense_features: tuple[str, ...]
     sparse_features: tuple[FeatureSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """The labels of one task.
+
+    Attributes:
+        name: of the task.
+        kind: ``binary`` (0, 1, or a probability in between), ``regression`` (any number), or ``classes``.
+        num_classes: how many, from 0; 0 where the kind is another.
+    """
+
+    name: str = "label"
+    kind: str = "binary"
+    num_classes: int = 0

@@ -187,7 +187,7 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-code",
         action="store_true",
-        help="run the code that RUN names (dense.net), though it is not a run of your own",
+        help="run the code that RUN names (nets, losses, metrics), though it is not a run of your own",
     )
 
 

@@ -16,8 +16,8 @@ import psutil
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml, validate
+from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.page import describe
-from hybrid.config.sections import OWN_FUNCTION
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import VARIABLE, Secret

@@ -18,3 +18,4 @@ from hybrid.config.sections import (
     TableSection as TableSection,
     TrainSection as TrainSection,
 )
+from hybrid.config.tasks import TaskSection as TaskSection

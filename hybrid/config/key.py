@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hybrid.errors import ConfigError
 
+OWN_FUNCTION = r"\w+(\.\w+)*:\w+"  # code of the user's own, as module:function
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
 _LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
 

@@ -2,7 +2,12 @@
 
 from hybrid.config.file import toml_value
 from hybrid.config.key import Key
-from hybrid.config.sections import SECTION_KEYS, SECTION_TYPES, TABLE_KEYS, TableSection
+from hybrid.config.sections import (
+    NAMED_SECTION_KEYS,
+    NAMED_SECTION_TYPES,
+    SECTION_KEYS,
+    SECTION_TYPES,
+)
 
 
 def describe() -> str:
@@ -15,7 +20,9 @@ def describe() -> str:
         "`hybrid config --describe > docs/config.md`.",
     ]
     sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
-    for name, section, keys in [*sections, ("tables.NAME", TableSection, TABLE_KEYS)]:
+    for family, keys in NAMED_SECTION_KEYS.items():
+        sections.append((f"{family}.NAME", NAMED_SECTION_TYPES[family], keys))
+    for name, section, keys in sections:
         lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
         lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
         absent = "off" if name in SECTION_KEYS else "as [embedding]"

@@ -7,9 +7,9 @@ not come out of a file, or knows more of them than a file says.
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.sections import (
     NETS,
-    OWN_FUNCTION,
     DataSection,
     DenseSection,
     ProfileSection,
@@ -17,7 +17,9 @@ from hybrid.config.sections import (
     ScheduleSection,
     TableSection,
     TrainSection,
+    tasks_of,
 )
+from hybrid.config.tasks import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 
 SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
@@ -30,12 +32,14 @@ _DEVICES = {
 
 def check_rules(config: RunConfig) -> None:
     """ConfigError where values that keep their own rules do not go together."""
-    _check_data(config.data)
+    _check_data(config)
     _check_dense(config)
     _check_parallel(config)
     if config.dense.matmul == "onednn" and (reason := why_not_onednn(config)):
         raise ConfigError("dense.matmul", reason, "onednn")
+    check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
     _check_train(config.train)
+    _check_patience(config)
     for name, table in config.tables.items():
         check_workers(name, table.workers, config.cluster.workers)
     table_of_column(config.tables)
@@ -58,26 +62,30 @@ def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int)
     return range(first, first + profile.steps)
 
 
-def _check_data(data: DataSection) -> None:
+def _check_data(config: RunConfig) -> None:
+    data = config.data
     if data.format != "synthetic" and not data.path:
         raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
     if data.format in ("csv", "parquet"):
-        if not data.label:
+        if not config.tasks and not data.label:
             raise ConfigError("data.label", "must name the label column", data.label)
         if not data.sparse:
             raise ConfigError("data.sparse", "must name at least one categorical column")
-        check_columns(data)
+        check_columns(data, config.tasks)
     check_fields(data)
 
 
-def check_columns(data: DataSection) -> None:
-    """ConfigError where a column is named twice, or is the label too."""
+def check_columns(data: DataSection, tasks: Mapping[str, TaskSection]) -> None:
+    """ConfigError where a column is named twice, or is a label too."""
+    labels = [task.label for task in tasks_of(tasks, data).values()]
     for name in ("dense", "sparse"):
         columns = getattr(data, name)
-        if data.label in columns:
-            raise ConfigError(f"data.{name}", "must not hold the label column", data.label)
+        if shared := [label for label in labels if label in columns]:
+            raise ConfigError(f"data.{name}", "must not hold the label column", shared[0])
         if len(set(columns)) < len(columns):
             raise ConfigError(f"data.{name}", "must name each column once", columns)
+    if data.weight in labels:
+        raise ConfigError("data.weight", "must not be a label column", data.weight)
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
@@ -169,6 +177,18 @@ def _check_train(train: TrainSection) -> None:
             raise ConfigError("train.clip_norm", rule, train.clip_norm)
         if train.non_finite == "skip":
             raise ConfigError("train.non_finite", rule, train.non_finite)
+
+
+def _check_patience(config: RunConfig) -> None:
+    patience = config.train.patience
+    if not patience:
+        return
+    if config.checkpoint.keep_best == "none":
+        rule = "must name a metric where train.patience ends the run by it"
+        raise ConfigError("checkpoint.keep_best", rule, "none")
+    if not config.data.test_path and not config.data.test_fraction:
+        rule = "needs test rows to evaluate on: set data.test_path, or data.test_fraction above 0"
+        raise ConfigError("train.patience", rule, patience)
 
 
 def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from hybrid.config.key import Key, fixed, keys_of, local, option
+from hybrid.config.tasks import LABEL, TaskSection, leading_score
+from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
@@ -21,7 +23,7 @@ COMPILERS = ("script", "trace", "inductor", "aot_eager")
 UPDATE_MODES = ("sync", "pipelined", "async")
 TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
 SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
-OWN_FUNCTION = r"\w+(\.\w+)*:\w+"  # code of the user's own, as module:function
+
 DTYPES = ("float32", "float64")
 
 
@@ -107,9 +109,16 @@ class DataSection:
     )
     columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
     delimiter: str = option(",", "separator of CSV columns")
-    label: str = fixed("label", "name of the label column")
-    positive_labels: tuple[str, ...] = fixed(("1",), "label values that mean 1")
-    negative_labels: tuple[str, ...] = fixed(("0",), "label values that mean 0")
+    label: str = fixed(
+        "label", "name of the label column, of 1 and 0, where there is no section [tasks.NAME]"
+    )
+    positive_labels: tuple[str, ...] = fixed(("1",), "values of binary labels and masks that mean 1")
+    negative_labels: tuple[str, ...] = fixed(("0",), "values of binary labels and masks that mean 0")
+    weight: str = fixed("", "column of the weights of samples in the loss, 0 or more; empty for all the same")
+    group: str = fixed(
+        "",
+        "column whose values make groups of samples, such as users, for metrics of the order within each",
+    )
     dense: tuple[str, ...] = fixed((), "names of the numeric columns")
     sparse: tuple[str, ...] = fixed((), "names of the categorical columns")
     multi_hot_separator: str = fixed(
@@ -294,6 +303,11 @@ class TrainSection:
     dtype: str = option("float32", "of rows, dense nets and optimizer state", choices=DTYPES)
     log_every_steps: int = option(10, "steps between two lines of progress", minimum=1)
     eval_every_steps: int = option(0, "steps between two evaluations; 0 for one an epoch", minimum=0)
+    patience: int = option(
+        0,
+        "evaluations without a better one (checkpoint.keep_best) after which the run ends; 0 for never",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,9 +318,10 @@ class CheckpointSection:
     every_minutes: float = local(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
     keep_last: int = local(2, "how many of the newest checkpoints are kept", minimum=1)
     keep_best: str = local(
-        "auc",
-        "metric of the evaluations by which the best checkpoint is kept as well",
-        choices=("auc", "log_loss", "none"),
+        "auto",
+        "metric of the evaluations by which the best checkpoint is kept as well, such as auc or, of several "
+        "tasks, NAME.auc; auto takes AUC, RMSE (regression) or accuracy (classes) of the first task; "
+        "none keeps none",
     )
 
 
@@ -360,15 +375,44 @@ class RunConfig:
     schedule: ScheduleSection = ScheduleSection()
     profile: ProfileSection = ProfileSection()
     tables: Mapping[str, TableSection] = field(default_factory=dict)
+    tasks: Mapping[str, TaskSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:
         """A copy with some sections replaced."""
         return dataclasses.replace(self, **sections)
 
+    @property
+    def all_tasks(self) -> dict[str, TaskSection]:
+        """What is predicted; see :func:`tasks_of`."""
+        return tasks_of(self.tasks, self.data)
 
-# Of each section, and of a section [tables.NAME].
+    @property
+    def task_specs(self) -> tuple[TaskSpec, ...]:
+        """Of all tasks, in their order."""
+        return tuple(task.spec(name) for name, task in self.all_tasks.items())
+
+    @property
+    def num_outputs(self) -> int:
+        """How many numbers the dense net gives of a sample: those of each task, in their order."""
+        return sum(task.num_outputs for task in self.all_tasks.values())
+
+    @property
+    def best_by(self) -> str:
+        """The metric by which an evaluation is the best so far, or "none"."""
+        by = self.checkpoint.keep_best
+        return leading_score(self.all_tasks) if by == "auto" else by
+
+
+def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, TaskSection]:
+    """The sections [tasks.NAME], each with its label column; without any, data.label as one binary task."""
+    found = tasks or {LABEL: TaskSection(label=data.label)}
+    return {name: dataclasses.replace(task, label=task.label or name) for name, task in found.items()}
+
+
+# Of each section, and of those of which there may be any number, by the first word of their headings.
 SECTION_TYPES: dict[str, Any] = {
     name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
 }
 SECTION_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in SECTION_TYPES.items()}
-TABLE_KEYS = keys_of(TableSection)
+NAMED_SECTION_TYPES: dict[str, Any] = {"tables": TableSection, "tasks": TaskSection}
+NAMED_SECTION_KEYS = {family: keys_of(section) for family, section in NAMED_SECTION_TYPES.items()}

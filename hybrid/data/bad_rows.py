@@ -23,6 +23,9 @@ class Reason(StrEnum):
     TEXT = "broken_text"
     INEXACT = "inexact_id"
     LONG = "too_long_value"
+    TARGET = "unusable_label"
+    WEIGHT = "unusable_weight"
+    GROUP = "no_group"
 
 
 _ADVICE = {
@@ -32,6 +35,9 @@ _ADVICE = {
     Reason.TEXT: "the file must be UTF-8 text with every quote closed on its line",
     Reason.INEXACT: "write ids as integers or as text",
     Reason.LONG: "check data.sparse, data.delimiter and data.multi_hot_separator",
+    Reason.TARGET: "check label, kind and classes of the section [tasks.NAME]",
+    Reason.WEIGHT: "check data.weight",
+    Reason.GROUP: "check data.group and data.missing",
 }
 
 

@@ -32,6 +32,7 @@ several ids have become one; such values are *inexact*, and their rows are bad.
 """
 
 import re
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -96,3 +97,8 @@ def canonical_text(text: str) -> tuple[str, bool]:
             return f"{date} {time}{fraction}{'Z' if zone else ''}", False
         return date, False
     return text, False
+
+
+def stable_hash(value: str) -> int:
+    """A 64-bit hash of ``value`` that is the same in every process and on every platform."""
+    return int.from_bytes(blake2b(value.encode(), digest_size=8).digest(), "little")

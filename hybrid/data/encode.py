@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import DataSection
+from hybrid.data.canonical import stable_hash
 from hybrid.data.columns import MAX_NUMBER, is_list
 from hybrid.data.layout import Layout
 from hybrid.data.sources import RawBlock
@@ -131,11 +131,6 @@ class SparseEncoding:
         return rows.take(np.asarray(coded.indices.fill_null(len(rows) - 1)))
 
 
-def stable_hash(value: str) -> int:
-    """A 64-bit hash of ``value`` that is the same in every process and on every platform."""
-    return int.from_bytes(blake2b(value.encode(), digest_size=8).digest(), "little")
-
-
 @dataclass(frozen=True)
 class FeatureEncoder:
     """Turns parsed rows into numbers, the same way for training, evaluation and prediction.
@@ -158,7 +153,7 @@ class FeatureEncoder:
         Raises:
             DataError: there are no rows.
         """
-        data = Layout.of(data).data  # where its format names the columns, with these
+        data = Layout.of(data, with_labels=False).data  # where its format names the columns, with these
         moments = _Moments(len(data.dense))
         counters = [_ValueCounter() for _ in data.sparse]
         for block in blocks:

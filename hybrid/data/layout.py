@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from hybrid.config import DataSection
+from hybrid.config import DataSection, TaskSection
 from hybrid.config.rules import check_columns, check_fields
 from hybrid.data.bad_rows import shown
 from hybrid.data.canonical import canonical_text
+from hybrid.data.targets import TargetSpec
 from hybrid.errors import ConfigError, DataError
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
 CRITEO_LABEL = "label"
+_NO_SECTIONS: Mapping[str, TaskSection] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -26,16 +29,20 @@ class Layout:
 
     Attributes:
         data: the section that says so, with names for the columns of a format that has them.
-        with_labels: whether the label column is read (it may be absent otherwise).
+        targets: labels, weights and groups.
+        with_labels: whether the columns of targets are read (they may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
     """
 
     data: DataSection
+    targets: TargetSpec
     with_labels: bool
     quotes: bool
 
     @classmethod
-    def of(cls, data: DataSection, *, with_labels: bool = True) -> Layout:
+    def of(
+        cls, data: DataSection, tasks: Mapping[str, TaskSection] = _NO_SECTIONS, *, with_labels: bool = True
+    ) -> Layout:
         """The layout that ``data`` describes; ConfigError where it contradicts itself."""
         is_criteo = data.format == "criteo"
         if is_criteo:
@@ -56,13 +63,21 @@ class Layout:
         name, count = Counter(data.columns).most_common(1)[0] if data.columns else ("", 0)
         if count > 1:
             raise ConfigError("data.columns", "names a column twice", name)
-        check_columns(data)
-        return cls(data, with_labels, quotes=not is_criteo)
+        if with_labels:
+            check_columns(data, tasks)
+        return cls(data, TargetSpec.of(tasks, data), with_labels, quotes=not is_criteo)
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Names of the columns that are read."""
-        return (*self.data.dense, *self.data.sparse, *self._label)
+        return tuple(dict.fromkeys(name for _, name in self._named))
+
+    @property
+    def columns_without_targets(self) -> tuple[str, ...]:
+        """What is left of ``data.columns`` in a file that has no labels."""
+        features = (*self.data.dense, *self.data.sparse)
+        targets = {name for _, name in self.targets.columns() if name not in features}
+        return tuple(name for name in self.data.columns if name not in targets)
 
     def require(self, names: Sequence[str], path: Path) -> None:
         """Check that ``path``, whose columns are ``names``, has every wanted one, once.
@@ -71,17 +86,19 @@ class Layout:
             ConfigError: it lacks one.
             DataError: it has one twice.
         """
-        for key, wanted in (("dense", self.data.dense), ("sparse", self.data.sparse), ("label", self._label)):
-            for name in wanted:
-                if name not in names:
-                    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-                    hint = f"; did you mean {shown(nearest[0])}?" if nearest else ""
-                    raise ConfigError(f"data.{key}", f"{path} has no such column{hint}", name)
-                if names.count(name) > 1:
-                    places = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
-                    rule = f"rename one, since data.{key} names it"
-                    raise DataError(f"{path}: columns {places} have the same name, {name!r}; {rule}")
+        for key, name in self._named:
+            if name not in names:
+                nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
+                hint = f"; did you mean {shown(nearest[0])}?" if nearest else ""
+                raise ConfigError(key, f"{path} has no such column{hint}", name)
+            if names.count(name) > 1:
+                places = " and ".join(str(i) for i, each in enumerate(names, start=1) if each == name)
+                rule = f"rename one, since {key} names it"
+                raise DataError(f"{path}: columns {places} have the same name, {name!r}; {rule}")
 
     @property
-    def _label(self) -> tuple[str, ...]:
-        return (self.data.label,) if self.with_labels else ()
+    def _named(self) -> list[tuple[str, str]]:
+        """Every wanted column after the key that names it."""
+        named = [("data.dense", name) for name in self.data.dense]
+        named += [("data.sparse", name) for name in self.data.sparse]
+        return named + self.targets.columns() if self.with_labels else named

@@ -61,7 +61,8 @@ class BatchLoader:
             first = step * self.batch_size
             size = min(self.batch_size, self.dataset.num_samples - first)
             start, stop = share(size, self.trainer_index, self.num_trainers)
-            return self.dataset.gather(order(first + start, first + stop), size)
+            rows = order(first, first + size)
+            return self.dataset.gather(rows[start:stop], size, self.dataset.total_weights(rows))
 
         return BatchStream(read, range(first_step, self.steps_per_epoch), self.prefetch_batches)
 

@@ -15,10 +15,37 @@ from hybrid.data.unknown import UnknownValues
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
-FORMAT_VERSION = 2  # raise it whenever the same configuration would be prepared differently
+FORMAT_VERSION = 3  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
 NO_BAD_ROWS = BadRowReport({}, ())
+
+
+@dataclass(frozen=True, slots=True)
+class LabelReport:
+    """What is known about the labels of one task in a split.
+
+    Attributes:
+        name: of the task.
+        kind: of it.
+        count: samples that count for it.
+        mean, lowest, highest: of the labels of these; None where there are none.
+        best_auc, best_log_loss: what the true probabilities reach on them, where they are known.
+    """
+
+    name: str
+    kind: str
+    count: int
+    mean: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    best_auc: float | None = None
+    best_log_loss: float | None = None
+
+    @property
+    def only(self) -> float | None:
+        """The label that all of these have, of a task that tells labels apart; None where there are more."""
+        return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
 
 
 @dataclass(frozen=True)
@@ -27,30 +54,23 @@ class DatasetReport:
 
     Attributes:
         num_rows: samples.
-        positive_fraction: share with label 1; None without labels or samples.
+        labels: of each task; empty without labels.
         bad_rows: rows of the input that were skipped (those of a held-out split are in "train").
         unknown: categorical values without a row of their own, by column; empty for synthetic data.
-        best_auc, best_log_loss: what the true probabilities reach on these samples, where they are known.
     """
 
     num_rows: int
-    positive_fraction: float | None
+    labels: tuple[LabelReport, ...]
     bad_rows: BadRowReport
     unknown: tuple[UnknownValues, ...] = ()
-    best_auc: float | None = None
-    best_log_loss: float | None = None
-
-    @property
-    def only_label(self) -> int | None:
-        """The label that all samples have; None where there are both, or none are known."""
-        return int(self.positive_fraction) if self.positive_fraction in (0.0, 1.0) else None
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> DatasetReport:
         """Out of JSON."""
         bad_rows = BadRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
         unknown = tuple(UnknownValues(**column) for column in content["unknown"])
-        return cls(**{**content, "bad_rows": bad_rows, "unknown": unknown})
+        labels = tuple(LabelReport(**task) for task in content["labels"])
+        return cls(**{**content, "labels": labels, "bad_rows": bad_rows, "unknown": unknown})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.config.sections import SECTION_KEYS
+from hybrid.config.sections import NAMED_SECTION_KEYS, SECTION_KEYS
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building
@@ -26,9 +26,10 @@ from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset, SplitWriter
+from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
-from hybrid.metrics import binary_metrics
+from hybrid.metrics import BinaryMetrics, binary_metrics
 from hybrid.splitmix64 import next_of
 
 TRAIN, TEST = "train", "test"
@@ -118,7 +119,7 @@ def encode_files(
             if feature.multi_hot:
                 rule = f"must be set where the model is trained, since {feature.name} holds several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
-    source = Source(files, data, with_labels, tell=tell)
+    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks)
     with _memory_at_hand():
         report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
@@ -149,12 +150,19 @@ def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
         name: value
         for name, value in dataclasses.asdict(config.data).items()
         if name == "format"
+        or (is_synthetic and name in ("weight", "group"))
         or (name.startswith("synthetic_") == is_synthetic and SECTION_KEYS["data"][name].prepares)
     }
     stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files]
     seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
-    text = json.dumps([manifest.FORMAT_VERSION, seed, keys, stamps], sort_keys=True)
+    text = json.dumps([manifest.FORMAT_VERSION, seed, keys, _prepared_tasks(config), stamps], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+
+
+def _prepared_tasks(config: RunConfig) -> list[list[object]]:
+    """What of the sections [tasks.NAME] prepared data depend on."""
+    keys = [name for name, key in NAMED_SECTION_KEYS["tasks"].items() if key.prepares]
+    return [[name, *(getattr(task, key) for key in keys)] for name, task in config.tasks.items()]
 
 
 def _is_whole(target: Path) -> bool:
@@ -190,24 +198,35 @@ def _write_synthetic(
 ) -> dict[str, DatasetReport]:
     log = synthetic.ClickLog(config.run.seed)
     spec = log.encoder.input_spec
-    with closing(SplitWriter(folder / TRAIN, spec)) as writer:
+    targets = synthetic.targets(config)
+    with closing(SplitWriter(folder / TRAIN, spec, targets)) as writer:
         meter = Meter("making the synthetic click log", tell)
         for block in log.blocks(TRAIN, config.data.synthetic_rows):
-            writer.append(block.samples, block.labels_B, block.rows_B)
+            writer.append(block.samples, block.targets(targets), block.rows_B)
             meter.add(len(block.rows_B))
     reports = {TRAIN: writer.report()}
     truth = []
-    with closing(SplitWriter(folder / TEST, spec)) as writer:
+    with closing(SplitWriter(folder / TEST, spec, targets)) as writer:
         for block in log.blocks(TEST, config.data.synthetic_test_rows):
-            writer.append(block.samples, block.labels_B, block.rows_B)
+            writer.append(block.samples, block.targets(targets), block.rows_B)
             truth.append((block.logits_B, block.labels_B))
     logits_B, labels_B = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*truth, strict=True))
-    best = binary_metrics(logits_B, labels_B)  # only luck does better
-    auc = None if math.isnan(best.auc) else best.auc
-    reports[TEST] = dataclasses.replace(writer.report(), best_auc=auc, best_log_loss=best.log_loss)
+    reports[TEST] = _with_best(writer.report(), targets, binary_metrics(logits_B, labels_B))
     log.encoder.save(folder)
     DataManifest.write(folder, spec, reports)
     return reports
+
+
+def _with_best(report: DatasetReport, targets: TargetSpec, best: BinaryMetrics) -> DatasetReport:
+    """A report that says how well clicks can be predicted: only luck does better."""
+    auc = None if math.isnan(best.auc) else best.auc
+    labels = tuple(
+        dataclasses.replace(label, best_auc=auc, best_log_loss=best.log_loss)
+        if task.label == synthetic.CLICKED and not task.mask
+        else label
+        for label, task in zip(report.labels, targets.tasks.values(), strict=True)
+    )
+    return dataclasses.replace(report, labels=labels)
 
 
 def _write_files(
@@ -219,7 +238,9 @@ def _write_files(
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
     source, test_source = (
-        Source(tuple(Path(file.path) for file in files), config.data, tell=tell, check=check)
+        Source(
+            tuple(Path(file.path) for file in files), config.data, tell=tell, check=check, tasks=config.tasks
+        )
         for files in (train_files, test_files)
     )
     is_test = partial(_held_out, config.run.seed, 0.0 if test_files else config.data.test_fraction)
@@ -236,15 +257,26 @@ def _write_files(
             raise DataError(f"{_names(test_files)}: no rows; check data.test_path")
     else:
         reports = _write_held_out(source, encoder, folder, is_test)
-    if (label := reports[TRAIN].only_label) is not None:
-        rule = "check data.label, data.positive_labels and data.negative_labels"
-        raise DataError(
-            f"{_names(train_files)}: every training row has label {label}, nothing to learn; {rule}"
-        )
+    _check_labels(reports[TRAIN], config, train_files)
     check_unchanged(train_files + test_files)
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
     return reports
+
+
+def _check_labels(report: DatasetReport, config: RunConfig, files: tuple[InputFile, ...]) -> None:
+    """DataError where there is nothing to learn of a task."""
+    for label in report.labels:
+        key = f"tasks.{label.name}" if config.tasks else "data"
+        of_task, mask = (f" for task {label.name}", f"{key}.mask and ") if config.tasks else ("", "")
+        if not label.count:
+            raise DataError(f"{_names(files)}: no training row counts{of_task}; check {mask}data.weight")
+        if label.only is not None:
+            rule = f"check {key}.label, data.positive_labels and data.negative_labels"
+            raise DataError(
+                f"{_names(files)}: every training row has label {label.only:g}{of_task}, nothing to learn; "
+                f"{rule}"
+            )
 
 
 def _names(files: tuple[InputFile, ...]) -> str:
@@ -253,7 +285,8 @@ def _names(files: tuple[InputFile, ...]) -> str:
 
 def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> DatasetReport:
     log = source.new_log()
-    with closing(_EncodingWriter(folder, encoder, source.with_labels)) as writer:
+    targets = source.targets if source.with_labels else None
+    with closing(_EncodingWriter(folder, encoder, targets)) as writer:
         for block in source.blocks(log):
             writer.append(block)
     return writer.report(log.finish())
@@ -267,8 +300,8 @@ def _write_held_out(
 ) -> dict[str, DatasetReport]:
     log = source.new_log()
     with (
-        closing(_EncodingWriter(folder / TRAIN, encoder)) as train,
-        closing(_EncodingWriter(folder / TEST, encoder)) as test,
+        closing(_EncodingWriter(folder / TRAIN, encoder, source.targets)) as train,
+        closing(_EncodingWriter(folder / TEST, encoder, source.targets)) as test,
     ):
         for block in source.blocks(log):
             mask_B = is_test(block.source_rows_B)
@@ -280,10 +313,10 @@ def _write_held_out(
 class _EncodingWriter:
     """Encodes the rows of a split and writes them; to be closed."""
 
-    def __init__(self, folder: Path, encoder: FeatureEncoder, with_labels: bool = True) -> None:
+    def __init__(self, folder: Path, encoder: FeatureEncoder, targets: TargetSpec | None) -> None:
         self._encoder = encoder
         self._unknown = UnknownCounter(encoder)
-        self._writer = SplitWriter(folder, encoder.input_spec, with_labels=with_labels)
+        self._writer = SplitWriter(folder, encoder.input_spec, targets)
 
     def close(self) -> None:
         self._writer.close()
@@ -291,7 +324,7 @@ class _EncodingWriter:
     def append(self, block: RawBlock) -> None:
         encoded = self._encoder.encode(block)
         self._unknown.add(block, encoded)
-        self._writer.append(encoded, block.labels_B, block.source_rows_B)
+        self._writer.append(encoded, block.targets, block.source_rows_B)
 
     def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
         return self._writer.report(bad_rows, self._unknown.report())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config import DataSection
+from hybrid.config import DataSection, TaskSection
 from hybrid.data import columns
 from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.parquet import read_parquet
+from hybrid.data.targets import Targets, TargetSpec
 from hybrid.data.text import TableBlock, read_text
 from hybrid.errors import DataError
 
@@ -29,13 +30,13 @@ class RawBlock(NamedTuple):
         dense_BF: float64, NaN where missing.
         sparse: for each sparse feature a pyarrow dictionary array of B strings, null where missing, or an
             array of B lists of such (several ids a sample).
-        labels_B: uint8 of 0 and 1, or None where labels were not asked for.
+        targets: labels, weights and groups, or None where they were not asked for.
         source_rows_B: int64, 0-based row over all files in turn; bad rows count, blank lines do not.
     """
 
     dense_BF: npt.NDArray[np.float64]
     sparse: tuple[Any, ...]
-    labels_B: npt.NDArray[np.uint8] | None
+    targets: Targets | None
     source_rows_B: npt.NDArray[np.int64]
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
@@ -44,7 +45,7 @@ class RawBlock(NamedTuple):
         return RawBlock(
             self.dense_BF[mask_B],
             tuple(column.filter(keep) for column in self.sparse),
-            None if self.labels_B is None else self.labels_B[mask_B],
+            None if self.targets is None else self.targets.select(mask_B),
             self.source_rows_B[mask_B],
         )
 
@@ -56,10 +57,11 @@ class Source:
     Attributes:
         files: what is read, in order.
         data: the section that says how.
-        with_labels: whether every row must have a label; otherwise labels are not looked at.
+        with_labels: whether every row must have its labels; otherwise these are not looked at.
         block_bytes: text read at a time.
         tell: told how many rows are read so far, while that takes long.
         check: called before every block; what it raises ends the pass.
+        tasks: the sections [tasks.NAME].
     """
 
     files: tuple[Path, ...]
@@ -68,6 +70,7 @@ class Source:
     block_bytes: int = BLOCK_BYTES
     tell: Callable[[str], None] = tell_nobody
     check: Callable[[], None] = lambda: None
+    tasks: Mapping[str, TaskSection] = field(default_factory=dict)
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
@@ -76,7 +79,7 @@ class Source:
             ConfigError: a key of the data section does not fit the files.
             DataError: a file cannot be read, holds no usable row, or bad rows are not to be skipped.
         """
-        layout = Layout.of(self.data, with_labels=self.with_labels)
+        layout = Layout.of(self.data, self.tasks, with_labels=self.with_labels)
         log = log or self.new_log()
         first_row, meter = 0, Meter("reading rows", self.tell)
         for path in self.files:
@@ -90,7 +93,7 @@ class Source:
                 except MemoryError:
                     raise
                 except pa.ArrowException as error:
-                    advice = "check the types of the columns of data.dense, data.sparse and data.label"
+                    advice = "check the types of the columns of data.dense, data.sparse and of labels"
                     raise DataError(f"{path}: {error}; {advice}") from error
                 log.add(path, len(block.source_rows_B), bad)
                 first_row += table.num_rows
@@ -98,6 +101,11 @@ class Source:
                 if len(block.source_rows_B):
                     yield block
             log.finish_file(path)
+
+    @property
+    def targets(self) -> TargetSpec:
+        """Labels, weights and groups of the rows."""
+        return Layout.of(self.data, self.tasks, with_labels=self.with_labels).targets
 
     def new_log(self) -> BadRowLog:
         """A log that treats bad rows as the data section says."""
@@ -115,11 +123,9 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
             bad.append(BadRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
         good[mask] = False
 
-    data, labels_B = layout.data, None
+    data, targets = layout.data, None
     if layout.with_labels:
-        positive, negative = data.positive_labels, data.negative_labels
-        labels_B, unknown = columns.labels(table.columns[data.label], positive, negative)
-        reject(unknown, Reason.LABEL, data.label, " or ".join(map(repr, (*positive, *negative))))
+        targets = layout.targets.read(table.columns, reject)
     dense_BF = np.empty((len(good), len(data.dense)))
     for f, name in enumerate(data.dense):
         dense_BF[:, f], wrong = columns.numbers(table.columns[name], data.missing)
@@ -131,5 +137,5 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
         reject(inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
         reject(too_long_B, Reason.LONG, name, f"at most {columns.MAX_VALUE_BYTES:,} bytes")
         sparse.append(coded)
-    block = RawBlock(dense_BF, tuple(sparse), labels_B, first_row + table.rows)
+    block = RawBlock(dense_BF, tuple(sparse), targets, first_row + table.rows)
     return (block if good.all() else block.select(good)), bad

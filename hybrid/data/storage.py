@@ -5,13 +5,16 @@ folder a split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features of exactly one id a sample
-    labels.npy       uint8 (N,), absent where the samples have no labels
+    labels.npy       uint8 (N, T), or float32 where not all tasks are binary; absent where there are no labels
+    weights.npy      float32 (N, T), absent where all samples count the same
+    groups.npy       int64 (N,), absent where there are no groups
     source_rows.npy  int64 (N,), the row of the input each sample came from
     bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import EncodedBlock
-from hybrid.data.manifest import FILE_NAME, NO_BAD_ROWS, DataManifest, DatasetReport
+from hybrid.data.manifest import FILE_NAME, NO_BAD_ROWS, DataManifest, DatasetReport, LabelReport
+from hybrid.data.targets import Targets, TargetSpec
 from hybrid.data.unknown import UnknownValues
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
@@ -55,19 +60,22 @@ class _GrowingArray:
 
 
 class SplitWriter:
-    """Writes one split of a prepared data set, block by block; to be closed."""
+    """Writes one split of a prepared data set, block by block; to be closed.
 
-    def __init__(self, folder: Path, spec: InputSpec, *, with_labels: bool = True) -> None:
+    Args:
+        targets: which labels, weights and groups there are; None where there are none.
+    """
+
+    def __init__(self, folder: Path, spec: InputSpec, targets: TargetSpec | None) -> None:
         folder.mkdir(parents=True)
         self._folder = folder
         self._files = ExitStack()
         self._num_rows = 0
-        self._num_positive = 0
+        self._targets = None if targets is None else _TargetWriter(targets, self._array)
         features = spec.sparse_features
         self._dense = self._array("dense", np.float32, len(spec.dense_features))
         self._ids = self._array("ids", np.int32, sum(not feature.multi_hot for feature in features))
         self._source_rows = self._array("source_rows", np.int64)
-        self._labels = self._array("labels", np.uint8) if with_labels else None
         multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
         self._bag_ids = [self._array(f"bag_{k}_ids", np.int32) for k in multi_hot]
         self._bag_offsets = [self._array(f"bag_{k}_offsets", np.int64) for k in multi_hot]
@@ -78,7 +86,7 @@ class SplitWriter:
     def append(
         self,
         block: EncodedBlock,
-        labels_B: npt.NDArray[np.uint8] | None,
+        targets: Targets | None,
         source_rows_B: npt.NDArray[np.int64],
     ) -> None:
         """Add B samples."""
@@ -86,10 +94,9 @@ class SplitWriter:
         self._ids.append(block.ids_BK)
         self._source_rows.append(source_rows_B)
         self._num_rows += len(source_rows_B)
-        if self._labels is not None:
-            assert labels_B is not None
-            self._labels.append(labels_B)
-            self._num_positive += int(labels_B.sum())
+        if self._targets is not None:
+            assert targets is not None
+            self._targets.append(targets)
         for i, bag in enumerate(block.bags):
             self._bag_ids[i].append(bag.ids_L)
             self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
@@ -103,9 +110,8 @@ class SplitWriter:
         self, bad_rows: BadRowReport = NO_BAD_ROWS, unknown: tuple[UnknownValues, ...] = ()
     ) -> DatasetReport:
         """What was written, with what else is known of the split."""
-        known = self._labels is not None and self._num_rows
-        fraction = self._num_positive / self._num_rows if known else None
-        return DatasetReport(self._num_rows, fraction, bad_rows, unknown)
+        labels = () if self._targets is None else self._targets.report()
+        return DatasetReport(self._num_rows, labels, bad_rows, unknown)
 
     def _array(self, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _GrowingArray:
         array = _GrowingArray(self._folder / f"{name}.npy", dtype, row_shape)
@@ -113,12 +119,57 @@ class SplitWriter:
         return array
 
 
+class _TargetWriter:
+    """Writes the labels, weights and groups of a split, and sums up the labels.
+
+    Args:
+        make_array: makes an array of a name, type and shape of a row.
+    """
+
+    def __init__(self, spec: TargetSpec, make_array: Callable[..., _GrowingArray]) -> None:
+        self._tasks = spec.tasks
+        size = len(spec.tasks)
+        self._labels = make_array("labels", np.uint8 if spec.is_binary else np.float32, size)
+        self._weights = make_array("weights", np.float32, size) if spec.has_weights else None
+        self._groups = make_array("groups", np.int64) if spec.has_groups else None
+        self._counts_T = np.zeros(size, np.int64)
+        self._sums_T = np.zeros(size)
+        self._lowest_T, self._highest_T = np.full(size, np.inf), np.full(size, -np.inf)
+
+    def append(self, targets: Targets) -> None:
+        """Add those of B samples."""
+        self._labels.append(targets.labels_BT)
+        counts_BT = np.ones(targets.labels_BT.shape, np.bool_)
+        if self._weights is not None:
+            assert targets.weights_BT is not None
+            self._weights.append(targets.weights_BT)
+            counts_BT = targets.weights_BT > 0
+        if self._groups is not None:
+            assert targets.groups_B is not None
+            self._groups.append(targets.groups_B)
+        labels_BT = targets.labels_BT.astype(np.float64)
+        self._counts_T += counts_BT.sum(0)
+        self._sums_T += np.where(counts_BT, labels_BT, 0).sum(0)
+        if len(labels_BT):
+            self._lowest_T = np.minimum(self._lowest_T, np.where(counts_BT, labels_BT, np.inf).min(0))
+            self._highest_T = np.maximum(self._highest_T, np.where(counts_BT, labels_BT, -np.inf).max(0))
+
+    def report(self) -> tuple[LabelReport, ...]:
+        """What the labels of each task are."""
+        reports = []
+        for t, (name, task) in enumerate(self._tasks.items()):
+            count = int(self._counts_T[t])
+            known = (self._sums_T[t] / count, self._lowest_T[t], self._highest_T[t]) if count else ()
+            reports.append(LabelReport(name, task.kind, count, *map(float, known)))
+        return tuple(reports)
+
+
 class PreparedDataset:
     """One split of a prepared data set, memory-mapped: any rows, in any order.
 
     Attributes:
         input_spec: columns of the batches.
-        report: sizes, class balance, bad rows.
+        report: sizes, labels, bad rows.
         source_rows: int64 (N,), 0-based row of the input each sample came from.
     """
 
@@ -129,7 +180,7 @@ class PreparedDataset:
         self._split = folder / split
         self._dense = self._map("dense")
         self._ids = self._map("ids")
-        self._labels = self._map("labels") if (self._split / "labels.npy").exists() else None
+        self._labels, self._weights, self._groups = map(self._map_if_there, ("labels", "weights", "groups"))
         self.source_rows: npt.NDArray[np.int64] = self._map("source_rows")
         self._bags = {
             k: (self._map(f"bag_{k}_ids"), self._map(f"bag_{k}_offsets"))
@@ -163,17 +214,39 @@ class PreparedDataset:
         names = [feature.name for feature in self.input_spec.sparse_features]
         return {names[k]: len(ids_L) / max(1, self.num_samples) for k, (ids_L, _) in self._bags.items()}
 
-    def gather(self, rows: npt.NDArray[np.int64], global_size: int) -> Batch:
+    @property
+    def has_groups(self) -> bool:
+        """Whether samples have groups."""
+        return self._groups is not None
+
+    def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
+        """The sums of the weights of the samples ``rows`` by task; None where all samples count the same."""
+        if self._weights is None:
+            return None
+        return torch.from_numpy(self._weights.take(rows, axis=0).sum(0, dtype=np.float64))
+
+    def gather(
+        self, rows: npt.NDArray[np.int64], global_size: int, total_weights: Tensor | None = None
+    ) -> Batch:
         """The samples ``rows`` (B,), in that order, as a share of a step of ``global_size`` samples.
 
         Without labels in the data set, ``labels_B`` is NaN, so that no one takes it for an answer.
+
+        Args:
+            total_weights: of all samples of the step; see :meth:`total_weights`.
         """
-        dense_BF = torch.from_numpy(self._dense.take(rows, axis=0))
-        if self._labels is None:
-            labels_B = torch.full((len(rows),), torch.nan)
-        else:
-            labels_B = torch.from_numpy(self._labels.take(rows).astype(np.float32))
-        return Batch(dense_BF, self._gather_sparse(rows), labels_B, global_size)
+        labels = torch.full((len(rows),), torch.nan)
+        if self._labels is not None:
+            labels = _of_tasks(self._labels.take(rows, axis=0))
+        return Batch(
+            torch.from_numpy(self._dense.take(rows, axis=0)),
+            self._gather_sparse(rows),
+            labels,
+            global_size,
+            weights=None if self._weights is None else _of_tasks(self._weights.take(rows, axis=0)),
+            total_weights=total_weights,
+            groups=None if self._groups is None else torch.from_numpy(self._groups.take(rows)),
+        )
 
     def _gather_sparse(self, rows: npt.NDArray[np.int64]) -> SparseFeatures:
         num_features = len(self.input_spec.sparse_features)
@@ -192,6 +265,9 @@ class PreparedDataset:
         offsets = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
         return SparseFeatures(torch.from_numpy(np.concatenate(ids)), offsets, None, num_features)
 
+    def _map_if_there(self, name: str) -> npt.NDArray[Any] | None:
+        return self._map(name) if (self._split / f"{name}.npy").exists() else None
+
     def _map(self, name: str) -> npt.NDArray[Any]:
         # As a plain ndarray: slicing the memmap class costs more than the rows of a small batch.
         return np.asarray(np.load(self._split / f"{name}.npy", mmap_mode="r"))
@@ -206,3 +282,9 @@ def _gather_bags(
     before_B = np.cumsum(lengths_B) - lengths_B
     positions = np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum())
     return ids_L[positions].astype(np.int64), lengths_B
+
+
+def _of_tasks(values_BT: npt.NDArray[Any]) -> Tensor:
+    """A column for each task as float32; a vector of one task."""
+    values = torch.from_numpy(values_BT.astype(np.float32, copy=False))
+    return values[:, 0] if values.size(1) == 1 else values

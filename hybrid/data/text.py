@@ -184,9 +184,10 @@ def _column_names(path: Path, layout: Layout) -> tuple[Sequence[str], int]:
             )
         return [field.strip() for field in fields], number
     if not layout.with_labels:
+        rest = layout.columns_without_targets
         widths = [len(fields) for _, fields in peeked]
-        if widths.count(len(layout.data.columns) - 1) > widths.count(len(layout.data.columns)):
-            return [name for name in layout.data.columns if name != layout.data.label], 0
+        if widths.count(len(rest)) > widths.count(len(layout.data.columns)):
+            return rest, 0
     return layout.data.columns, 0
 
 

@@ -68,11 +68,11 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
 def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
     bottom, interaction = _bottom_and_interaction(config, input_spec, widths)
     if config.dense.remote_mlp:
-        return DenseNet(bottom, interaction, _logits((config.dense.remote_mlp[-1],)))
+        return DenseNet(bottom, interaction, _outputs((config.dense.remote_mlp[-1],), config.num_outputs))
     width = _hidden_width(bottom, interaction, input_spec, widths)
-    if extra_columns(config.dense.net):
-        return DenseNet(bottom, interaction, WideHead(_logits((width - 1, *config.dense.top_mlp))))
-    return DenseNet(bottom, interaction, _logits((width, *config.dense.top_mlp)))
+    has_wide_part = bool(extra_columns(config.dense.net))
+    head = _outputs((width - has_wide_part, *config.dense.top_mlp), config.num_outputs)
+    return DenseNet(bottom, interaction, WideHead(head) if has_wide_part else head)
 
 
 def _hidden_width(
@@ -94,9 +94,10 @@ def _mlp(widths: Sequence[int]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def _logits(widths: Sequence[int]) -> nn.Sequential:
-    """An MLP over ``widths``, then a plain layer to one logit a sample."""
-    return _mlp(widths).append(nn.Linear(widths[-1], 1)).append(nn.Flatten(0))
+def _outputs(widths: Sequence[int], num_outputs: int) -> nn.Sequential:
+    """An MLP over ``widths``, then a plain layer to the outputs of a sample; to ``outputs_B`` of one."""
+    layers = _mlp(widths).append(nn.Linear(widths[-1], num_outputs))
+    return layers.append(nn.Flatten(0)) if num_outputs == 1 else layers
 
 
 def _bottom_and_interaction(
@@ -136,7 +137,7 @@ def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) ->
         raise ConfigError("dense.net", reason, config.dense.net)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
-    check_own_net(net.to(dtype), config.dense.net, given, dtype)
+    check_own_net(net.to(dtype), config.dense.net, given, dtype, config.num_outputs)
     return net
 
 

@@ -3,11 +3,12 @@
 ::
 
     dense_BF ── bottom ── bottom_BH ─┐
-                                     interaction ── hidden_BH ── head ── logits_B
+                                     interaction ── hidden_BH ── head ── outputs_BO
     pooled_BE (embeddings) ──────────┘
 
 The stages are apart since embeddings are asked for before ``bottom`` and awaited after it, and a
-remote dense net may sit between ``interaction`` and ``head``. Every stage takes an empty batch.
+remote dense net may sit between ``interaction`` and ``head``. Every stage takes an empty batch. A sample has
+one output for each task, or for each of its classes; where that is one in all, they are ``outputs_B``.
 """
 
 # No postponed annotations here: TorchScript checks those of buffers, as types.
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 
 class DenseNet(nn.Module):
-    """``head(interaction(bottom(dense_BF), pooled_BE))`` gives ``logits_B``.
+    """``head(interaction(bottom(dense_BF), pooled_BE))`` gives ``outputs_BO``.
 
     ``pooled_BE`` holds the pooled embeddings of all sparse features, side by side in their order.
     """
@@ -32,8 +33,8 @@ class DenseNet(nn.Module):
         self.head = head
 
     def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
-        logits_B: Tensor = self.head(self.interaction(self.bottom(dense_BF), pooled_BE))
-        return logits_B
+        outputs_BO: Tensor = self.head(self.interaction(self.bottom(dense_BF), pooled_BE))
+        return outputs_BO
 
 
 class _PairwiseDots(torch.autograd.Function):
@@ -157,12 +158,13 @@ class WideAndDeepInputs(nn.Module):
 
 
 class WideHead(nn.Module):
-    """Logits of a net with a wide part: column 0, plus what ``deep`` makes of the others."""
+    """Outputs of a net with a wide part: column 0, plus what ``deep`` makes of the others, in each."""
 
     def __init__(self, deep: nn.Module) -> None:
         super().__init__()
         self.deep = deep
 
     def forward(self, hidden_BH: Tensor) -> Tensor:
-        deep_B: Tensor = self.deep(hidden_BH[:, 1:])
-        return hidden_BH[:, 0] + deep_B
+        deep_BO: Tensor = self.deep(hidden_BH[:, 1:])
+        wide_B = hidden_BH[:, 0]
+        return (wide_B if deep_BO.dim() == 1 else wide_B.unsqueeze(1)) + deep_BO

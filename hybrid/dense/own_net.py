@@ -16,14 +16,17 @@ from hybrid.own_code.traces import words_of
 _NUMBERS_OF_SAMPLES = (2, 0)
 
 
-def check_own_net(net: DenseNet, name: str, widths: Sequence[int], dtype: torch.dtype) -> None:
-    """See that every parameter has values, that the stages fit together, and that a sample has one logit.
+def check_own_net(
+    net: DenseNet, name: str, widths: Sequence[int], dtype: torch.dtype, num_outputs: int = 1
+) -> None:
+    """See that every parameter has values, that the stages fit together, and how many outputs a sample has.
 
     Args:
         name: "module:function", which has built it.
         widths: of what it is given: numeric columns, pooled embeddings, and what a remote net gives the
             head where there is one.
         dtype: of its inputs.
+        num_outputs: what there must be of a sample.
 
     Raises:
         ConfigError: one of these is not so.
@@ -37,19 +40,22 @@ def check_own_net(net: DenseNet, name: str, widths: Sequence[int], dtype: torch.
     with undisturbed(net, ()), torch.no_grad():
         net.eval()
         for size in _NUMBERS_OF_SAMPLES:
-            _check_passes(net, name, [torch.zeros(size, width, dtype=dtype) for width in widths])
+            inputs = [torch.zeros(size, width, dtype=dtype) for width in widths]
+            _check_passes(net, name, inputs, num_outputs)
 
 
-def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor]) -> None:
+def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor], num_outputs: int) -> None:
     dense_BF, pooled_BE, *remote_BH = inputs
     bottom_BH = _output(net, "bottom", name, dense_BF)
     hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
     given_BH = remote_BH[0] if remote_BH else hidden_BH
-    logits_B = _output(net, "head", name, given_BH)
+    outputs_BO = _output(net, "head", name, given_BH)
     size = len(dense_BF)
-    if logits_B.shape not in ((size,), (size, 1)):
-        found = f"gives {list(logits_B.shape)} for {size} samples, not [{size}] or [{size}, 1]"
-        raise ConfigError("dense.net", f"the head {found}: one logit a sample", name)
+    shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
+    if list(outputs_BO.shape) not in shapes:
+        found = f"gives {list(outputs_BO.shape)} for {size} samples, not {' or '.join(map(str, shapes))}"
+        wanted = "one logit a sample" if num_outputs == 1 else f"{num_outputs} outputs a sample, by task"
+        raise ConfigError("dense.net", f"the head {found}: {wanted}", name)
 
 
 def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def raise_of_backward(net: DenseNet, given: Given, precision: AbstractContextMan
     """Raise what the backward pass of the net raises: distributed autograd tells its text, and no place."""
     pooled_BE = given.pooled_BE.detach().requires_grad_()
     with torch.enable_grad(), precision:
-        output = _logits(net, given._replace(pooled_BE=pooled_BE))
+        output = _outputs(net, given._replace(pooled_BE=pooled_BE))
     sources = [pooled_BE, *(parameter for parameter in net.parameters() if parameter.requires_grad)]
     torch.autograd.grad(output.sum(), sources, allow_unused=True)
 
@@ -78,14 +78,14 @@ def _outputs_not_finite(net: DenseNet, given: Given, precision: AbstractContextM
     ]
     try:
         with torch.no_grad(), precision:
-            _logits(net, given, look)
+            _outputs(net, given, look)
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-def _logits(net: DenseNet, given: Given, look: Callable[[str, Tensor], None] | None = None) -> Tensor:
+def _outputs(net: DenseNet, given: Given, look: Callable[[str, Tensor], None] | None = None) -> Tensor:
     hidden_BH = net.interaction(net.bottom(given.dense_BF), given.pooled_BE)
     if given.remote_BH is not None:
         hidden_BH = given.remote_BH

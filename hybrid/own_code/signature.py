@@ -1,12 +1,12 @@
 """Whether the code that a run's configuration names is the user's own choice. Free of torch.
 
-A run keeps its configuration, and so does each of its checkpoints. It may name a net of the user's own, which
-whoever evaluates the run, or goes on with it, imports from the folder that he is in. So the master signs such
-a name as it writes a configuration, with a key that only its user can read, and what is not signed with the
-key of the user who reads it is not imported unasked.
+A run keeps its configuration, and so does each of its checkpoints. It may name a net, losses or metrics of
+the user's own, which whoever evaluates the run, or goes on with it, imports from the folder that he is in. So
+the master signs such names as it writes a configuration, with a key that only its user can read, and what is
+not signed with the key of the user who reads it is not imported unasked.
 
-The name is all that is signed: the rest of a configuration is data, of which nothing runs. The signature is a
-comment in the file. So it goes where the configuration goes, and the user may edit what else is in there.
+Each name is signed, and nothing else: the rest of a configuration is data, of which nothing runs. Signatures
+are comments in the file. So they go where the configuration goes, and the user may edit what else is there.
 """
 
 import hmac
@@ -23,16 +23,17 @@ from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
 from hybrid.private_files import own_folder
 
-_PREFIX = "# dense.net signed by the user of this run: "
+_PREFIX = "# own code signed by the user of this run: "
 _KEY_BYTES = 32
 
 
 def signed_toml(config: RunConfig) -> str:
     """The configuration of a run as TOML text; signed where it names code, and there is a place for a key."""
-    text = to_toml(config)
-    if config.dense.net in NETS or (key := _key()) is None:
+    text, named = to_toml(config), _named_code(config)
+    if not named or (key := _key()) is None:
         return text
-    return f"{text}\n{_PREFIX}{_signature(key, config.dense.net)}\n"
+    lines = (f"{_PREFIX}{_signature(key, *each)}\n" for each in named)
+    return f"{text}\n{''.join(lines)}"
 
 
 def load_run_config(path: Path, overrides: Sequence[str] = (), trust_code: bool = False) -> RunConfig:
@@ -46,28 +47,37 @@ def load_run_config(path: Path, overrides: Sequence[str] = (), trust_code: bool 
         ConfigError: it names code that this user has not signed; or as :func:`load_config`.
     """
     config = load_config(path, overrides)
-    net = config.dense.net
-    if net not in NETS and not trust_code and not _is_signed(path, net):
-        rule = (
-            f"{path} names this code, which would be imported and run, and you have not signed it; "
-            "look at it, and then allow it with --trust-code"
-        )
-        raise ConfigError("dense.net", rule, net)
+    named = [] if trust_code else _named_code(config)
+    for dotted, code in named:
+        if not _is_signed(path, dotted, code):
+            rule = (
+                f"{path} names this code, which would be imported and run, and you have not signed it; "
+                "look at it, and then allow it with --trust-code"
+            )
+            raise ConfigError(dotted, rule, code)
     return config
 
 
-def _is_signed(path: Path, net: str) -> bool:
+def _named_code(config: RunConfig) -> list[tuple[str, str]]:
+    """The code of the user's own that a configuration names, each with its key."""
+    named = [] if config.dense.net in NETS else [("dense.net", config.dense.net)]
+    for name, task in config.tasks.items():
+        named += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
+        named += [(f"tasks.{name}.metrics", metric) for metric in task.metrics if ":" in metric]
+    return named
+
+
+def _is_signed(path: Path, dotted: str, code: str) -> bool:
     lines = path.read_text(encoding="utf-8").splitlines()
     found = [line.removeprefix(_PREFIX).strip() for line in lines if line.startswith(_PREFIX)]
-    return (
-        bool(found)
-        and (key := _key()) is not None
-        and hmac.compare_digest(found[-1].encode(), _signature(key, net).encode())
-    )
+    if not found or (key := _key()) is None:
+        return False
+    expected = _signature(key, dotted, code).encode()
+    return any(hmac.compare_digest(each.encode(), expected) for each in found)
 
 
-def _signature(key: bytes, net: str) -> str:
-    return hmac.new(key, f"dense.net = {net}".encode(), "sha256").hexdigest()
+def _signature(key: bytes, dotted: str, code: str) -> str:
+    return hmac.new(key, f"{dotted} = {code}".encode(), "sha256").hexdigest()
 
 
 def _key() -> bytes | None:

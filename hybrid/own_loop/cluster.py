@@ -61,9 +61,10 @@ class Cluster:
         folder, config = self._host.prepare(), self._host.config
         train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
         size, seed = config.train.batch_size, config.run.seed
+        tasks = tuple(config.all_tasks)
         return (
-            PreparedData(train, size, seed, config.data.shuffle),
-            PreparedData(test, size, seed, shuffle=False),
+            PreparedData(train, size, seed, config.data.shuffle, tasks),
+            PreparedData(test, size, seed, False, tasks),
         )
 
     def distribute(self, module: nn.Module) -> Distributed:

@@ -44,6 +44,7 @@ from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.feed import Feed, StepInput
 from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
+from hybrid.training.losses import weighted_part
 from hybrid.training.model import LocalModel
 from hybrid.training.shared_sum import SharedSum
 
@@ -246,7 +247,7 @@ class Loop:
         ):
             raise DataError("weights are one for each sample, finite and not negative")
         total = self.trainers.sum(weights_B.sum().double().view(1)).item()
-        return (values_B * weights_B).sum() / (total or 1.0)
+        return weighted_part(values_B, weights_B, total)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale, or drop, the gradients that an optimizer of the module's parameters is about to take.

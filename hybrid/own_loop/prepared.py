@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid.batch import Batch, SparseFeatures
+from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
@@ -14,21 +14,24 @@ from hybrid.own_loop.batches import Share
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.sites import Site
 
-LABEL, DENSE = "label", "dense"
+DENSE, GROUP = "dense", "group"
 
 
 @dataclass
 class PreparedData:
     """The samples of one split: for :meth:`Cluster.batches`.
 
-    A batch has ``label`` (samples,), ``dense`` (samples, numeric columns), and each sparse column under its
-    name: ids (samples,), or a :class:`Jagged` where there may be several, with its weights, if they have
-    any, as ``NAME.weights``.
+    A batch has the labels (samples,) of each task under its name (``label`` where there are no sections
+    [tasks.NAME]), and as ``NAME.weights`` how much each sample counts for it, where samples differ in that;
+    ``group`` (samples,), the same for samples of one group; ``dense`` (samples, numeric columns), and each
+    sparse column under its name: ids (samples,), or a :class:`Jagged` where there may be several, with its
+    weights, if they have any, as ``NAME.weights``.
 
     Attributes:
         dataset: what is on the disk.
         batch_size: of all trainers together, where none is given.
         seed, shuffle: how each pass orders the samples.
+        tasks: their names, in the order of the labels.
         passes: how many there have been.
     """
 
@@ -36,12 +39,16 @@ class PreparedData:
     batch_size: int
     seed: int
     shuffle: bool
+    tasks: tuple[str, ...]
     passes: int = 0
 
     def __post_init__(self) -> None:
-        if taken := {LABEL, DENSE} & {each.name for each in self.dataset.input_spec.sparse_features}:
-            rule = "cannot be the name of a column in batches of prepared data; rename it by data.columns"
-            raise ConfigError("data.sparse", rule, sorted(taken))
+        given = [DENSE, *self.tasks, *(f"{task}.weights" for task in self.tasks)]
+        given += [GROUP] if self.dataset.has_groups else []
+        given += [each.name for each in self.dataset.input_spec.sparse_features]
+        if taken := sorted({name for name in given if given.count(name) > 1}):
+            rule = "cannot be the name of a column in batches of prepared data; rename it, or the task"
+            raise ConfigError("data.sparse", rule, taken)
 
     def __len__(self) -> int:
         return self.dataset.num_samples
@@ -74,7 +81,13 @@ class PreparedData:
                 yield Share(self._values(batch), len(batch.labels), batch.global_size, sites)
 
     def _values(self, batch: Batch) -> dict[str, Any]:
-        values: dict[str, Any] = {LABEL: batch.labels, DENSE: batch.dense_features}
+        values: dict[str, Any] = {DENSE: batch.dense_features}
+        for t, task in enumerate(self.tasks):
+            values[task] = by_task(batch.labels, len(self.tasks))[:, t]
+            if batch.weights is not None:
+                values[f"{task}.weights"] = by_task(batch.weights, len(self.tasks))[:, t]
+        if batch.groups is not None:
+            values[GROUP] = batch.groups
         for k, feature in enumerate(self.dataset.input_spec.sparse_features):
             values |= _feature(feature.name, k, feature.multi_hot, batch.sparse_features)
         return values

@@ -22,6 +22,7 @@ from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import InputSpec
+from hybrid.reference.losses import ReferenceLoss
 from hybrid.reference.rows import initial_state, update_rows
 from hybrid.reference.schedule import learning_rate_factors
 
@@ -92,10 +93,11 @@ class Reference:
         self._dense.to(self._dtype)
         self.optimizer = _dense_optimizer(self._dense, config.dense)
         self._factors = learning_rate_factors(config.schedule, total_steps)
+        self._loss = ReferenceLoss(config.all_tasks)
         self.skipped_steps = 0
 
     def step(self, shares: Sequence[Batch]) -> float:
-        """One optimizer step of all trainers together; the mean loss over their samples, before it.
+        """One optimizer step of all trainers together; the loss of their samples, before it.
 
         Args:
             shares: the batch of each trainer; any may be empty.
@@ -109,8 +111,8 @@ class Reference:
             leaf.rows_UD.requires_grad_()
         self._dense.train()
         self.optimizer.zero_grad()
-        parts = [self._loss(t, share, touched) for t, share in enumerate(shares)]
-        loss = torch.stack(parts).sum()
+        outputs = [self._forward(t, share, touched) for t, share in enumerate(shares)]
+        loss = torch.stack(self._loss.parts(outputs, shares)).sum()
         loss.backward()
         self.see_all_updates()  # but for this step's, which is still to come
         if self._is_finite(loss, touched):
@@ -127,10 +129,11 @@ class Reference:
             self._visible[name][ids_U] = self.tables[name][ids_U]
 
     @torch.no_grad()
-    def logits(self, batch: Batch, trainer: int = 0) -> Tensor:
-        """``logits_B`` of one trainer's net for samples of a test set, with all updates."""
+    def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
+        """``outputs_BO`` (``outputs_B`` of one) of a trainer's net for test samples, with all updates."""
         self._dense.eval()
-        return self._forward(trainer, batch, self._touch([batch], self.tables))
+        outputs_BO = self._forward(trainer, batch, self._touch([batch], self.tables))
+        return outputs_BO.squeeze(1)
 
     @property
     def parameter_names(self) -> tuple[list[str], list[str]]:
@@ -154,15 +157,6 @@ class Reference:
             touched[name] = _Touched(ids_U, table_RD[ids_U])
         return touched
 
-    def _loss(self, trainer: int, share: Batch, touched: Mapping[str, _Touched]) -> Tensor:
-        """One trainer's part of the mean loss over all samples of the step."""
-        logits_B = self._forward(trainer, share, touched)
-        labels_B = share.labels.to(self._dtype)
-        if not len(labels_B):
-            return logits_B.sum()
-        mean = F.binary_cross_entropy_with_logits(logits_B, labels_B)
-        return mean * (len(labels_B) / share.global_size)
-
     def _forward(self, trainer: int, batch: Batch, touched: Mapping[str, _Touched]) -> Tensor:
         net = self.nets[trainer]
         sparse = batch.sparse_features
@@ -174,8 +168,8 @@ class Reference:
         if self.remote_net is not None:
             hidden_BH = self.remote_net(hidden_BH.to(self._dtype))
         with self._autocast():
-            logits_B: Tensor = net.head(hidden_BH).view(-1)
-        return logits_B.to(self._dtype)
+            outputs_BO: Tensor = net.head(hidden_BH).view(-1, self._config.num_outputs)
+        return outputs_BO.to(self._dtype)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")

@@ -50,8 +50,9 @@ class Blueprint:
 
     def model(self, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
         """The model of ``net``, in the precision that the configuration says."""
-        name = self.config.dense.autocast
-        return HybridModel(net, remote_net, self.dtype, None if name == "none" else getattr(torch, name))
+        config, name = self.config, self.config.dense.autocast
+        autocast = None if name == "none" else getattr(torch, name)
+        return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)
 
     def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
         """The optimizer of a dense net."""

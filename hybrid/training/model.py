@@ -68,15 +68,16 @@ class HybridModel(LocalModel):
                            ▼
                       [remote net ═ RPC ═ worker]
                            ▼
-                         head ──► logits
+                         head ──► outputs
 
     Lookups leave before ``bottom`` runs and are awaited after it, so the two overlap.
 
     Args:
         net: the local net; its parameters are this module's only ones.
         remote_net: a net across RPC, or None.
-        dtype: of parameters, inputs and logits.
+        dtype: of parameters, inputs and outputs.
         autocast: lower precision in which the local stages compute where that is safe, or None.
+        num_outputs: of a sample, over all tasks.
 
     Attributes:
         net: the local net, with the names of its parameters.
@@ -91,6 +92,7 @@ class HybridModel(LocalModel):
         remote_net: RemoteStage | None = None,
         dtype: torch.dtype = torch.float32,
         autocast: torch.dtype | None = None,
+        num_outputs: int = 1,
     ) -> None:
         super().__init__()
         self.net = net.to(dtype)
@@ -99,20 +101,21 @@ class HybridModel(LocalModel):
         self._remote = (remote_net,)
         self._dtype = dtype
         self._autocast = autocast
+        self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
         self._given: Given | None = None  # in the last forward pass
 
     def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
-        """``logits_B`` of a micro-batch.
+        """``outputs_BO`` of a micro-batch; ``outputs_B`` where there is one of a sample.
 
         Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
         """
         try:
-            return self._logits(micro, clock)
+            return self._outputs(micro, clock)
         except Exception as error:
             name_layer(error, self.net, self.stages)
             raise
 
-    def _logits(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
+    def _outputs(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         (remote_net,) = self._remote
         device = self.device
         self._given = None
@@ -132,9 +135,9 @@ class HybridModel(LocalModel):
                     hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
                 given = given._replace(remote_BH=hidden_BH.detach())
             with clock.span("head"), self._precision(device):
-                logits_B: Tensor = self.stages.head(hidden_BH).view(-1)
+                outputs_BO: Tensor = self.stages.head(hidden_BH).view(self._shape)
         self._given = given
-        return logits_B.to(self._dtype)
+        return outputs_BO.to(self._dtype)
 
     def raise_of_backward(self) -> None:
         """See :func:`hybrid.dense.replay.raise_of_backward`; of the last forward pass."""

@@ -163,7 +163,7 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
     by_best_N, by_run_N = clicks.predicted(clicks.checkpoint(BEST)), clicks.predicted(clicks.folder)
     assert (by_best_N == by_run_N).all()
     told = capsys.readouterr().out.splitlines()[-2]
-    assert re.fullmatch(rf"wrote {NUM_ROWS} probabilities to \S+\.csv; checkpoint: {re.escape(taken)}", told)
+    assert re.fullmatch(rf"wrote {NUM_ROWS} predictions to \S+\.csv; checkpoint: {re.escape(taken)}", told)
 
 
 def test_the_documented_lines_predict_the_same_in_plain_pytorch(

@@ -220,3 +220,36 @@ def test_a_checkpoint_is_of_its_moment_whatever_is_trained_while_it_is_written(
 ) -> None:
     at_once, later = clusters.get(2, 2).run(saved_twice, small_config(**sections), cache, tmp_path)
     assert at_once.files == later.files
+
+
+def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
+    clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    """At rates at which nothing moves, so that no evaluation is better than the first."""
+
+    def config(patience: int) -> RunConfig:
+        return small_config(
+            train={"max_steps": 20, "eval_every_steps": 2, "patience": patience},
+            checkpoint={"keep_last": 1, "keep_best": "log_loss"},
+            embedding={"learning_rate": 1e-30},
+            dense={"learning_rate": 1e-30},
+        )
+
+    def ended(step: int, evaluations: int) -> str:
+        return f"ended at step {step}: {evaluations} evaluation(s) without a better log loss"
+
+    run, cluster = tmp_path / "run", clusters.get(2, 2)
+    assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
+    assert [folders.step_of(folder) for folder in folders.stored(run)] == [6, 2]
+    result = json.loads((run / "result.json").read_text())
+    assert (result["steps"], result["best"]["step"]) == (6, 2)
+    with pytest.raises(
+        CaseError, match=r"train\.patience = 2: the run has ended for want of a better log loss"
+    ):
+        cluster.run(train, config(2), cache, run, resume=True)
+    said = cluster.run(train, config(3), cache, run, resume=True)
+    assert said == [f"going on from step 6: {step_folder(run, 6)}", ended(8, 3)]
+    (run / "result.json").unlink()  # as if killed right before it was written
+    said = cluster.run(train, config(3), cache, run, resume=True)
+    assert said == [f"going on from step 8: {step_folder(run, 8)}", ended(8, 3)]
+    assert json.loads((run / "result.json").read_text())["steps"] == 8

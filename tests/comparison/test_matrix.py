@@ -34,6 +34,7 @@ CHOICES = {
     "combine": ("off", "on"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
+    "tasks": ("one", "weighted", "several"),
 }
 # By cluster, so that one lives on until another is wanted; the last is the first of those below.
 CASES = sorted((Case(**row) for row in covering_rows(CHOICES)), key=lambda c: (c.trainers, c.workers % 3))

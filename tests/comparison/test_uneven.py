@@ -14,8 +14,9 @@ ROUNDS = 3
     "case",
     [
         Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
+        Case(trainers=3, inputs="uneven", tasks="weighted", ddp="inside"),
         Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
-        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, combine="on"),
+        Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, combine="on", tasks="several"),
         pytest.param(
             Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
             marks=pytest.mark.long,

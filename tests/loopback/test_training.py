@@ -42,6 +42,7 @@ from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.feed import Feed
 from hybrid.training.guard import Guard
+from hybrid.training.losses import Objective
 from hybrid.training.model import HybridModel
 from hybrid.training.step import StepResult, predict_step, train_step
 
@@ -51,6 +52,7 @@ STEPS = 8
 DTYPE = torch.float64
 SIZE = 6
 RATE = 0.1
+OBJECTIVE = Objective(RunConfig().all_tasks)
 ROWS = (7, 12)
 DIM = 4
 HIDDEN = 3 + 2 * DIM
@@ -104,7 +106,16 @@ class Job:
         """All steps, and the update of the last."""
         self._feed.begin(iter(batches), 0)
         results = [
-            train_step(self._model, micros, self._optimizer, self._guard, step, self.clock, self._spans)
+            train_step(
+                self._model,
+                micros,
+                OBJECTIVE,
+                self._optimizer,
+                self._guard,
+                step,
+                self.clock,
+                self._spans,
+            )
             for step, (_, micros) in enumerate(self._feed)
         ]
         self.predict(batches[0], len(batches))
@@ -177,7 +188,7 @@ def test_micro_batches_add_up_to_the_whole_batch(
             nets += reference.remote_net.parameters()
         for ours, theirs in zip(job.parameters(), (*reference.tables.values(), *nets), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-        assert {len(result.logits) for result in results} == {SIZE}
+        assert {len(result.outputs) for result in results} == {SIZE}
         seconds = job.clock.take()
         assert all(seconds[phase] > 0 for phase in PHASES)
 

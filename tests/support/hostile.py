@@ -53,7 +53,7 @@ def read_hostile(
         for block in source.blocks(log):
             size = len(block.source_rows_B)
             assert {len(block.dense_BF), *map(len, block.sparse)} == {size}
-            assert block.labels_B is None or set(block.labels_B.tolist()) <= {0, 1}
+            assert block.targets is None or set(block.targets.labels_BT[:, 0].tolist()) <= {0, 1}
             rows += block.source_rows_B.tolist()
         report = log.finish()
     except HybridError as error:

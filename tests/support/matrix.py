@@ -12,7 +12,7 @@ from support.cluster import small_config
 from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import RunConfig, TableSection
+from hybrid.config import RunConfig, TableSection, TaskSection
 from hybrid.dense.configured import build_dense_net, build_remote_net
 from hybrid.dense.nets import DenseNet
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -29,6 +29,16 @@ STEPS = 12
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
+TASKS: dict[str, dict[str, TaskSection]] = {
+    "one": {},
+    "weighted": {},
+    "several": {
+        "click": TaskSection(),
+        "stars": TaskSection(kind="classes", classes=3, weight=0.5),
+        "spent": TaskSection(kind="regression", loss="huber", huber_delta=0.5),
+        "skip": TaskSection(loss="focal", weight=2.0),
+    },
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +73,7 @@ class Case:
     compile: str = "none"
     tensor_size: int = 2
     tensor_plan: tuple[str, ...] = ()
+    tasks: str = "one"
 
     @property
     def name(self) -> str:
@@ -124,7 +135,7 @@ class Case:
         tables = {"d": TableSection(dim=2)} if self.net == "dcn_v2" else {}
         if self.shared_table:
             tables["bc"] = TableSection(features=("b", "c"))
-        return config.replace(tables=tables)
+        return config.replace(tables=tables, tasks=TASKS[self.tasks])
 
     @property
     def _pooling(self) -> str:
@@ -161,8 +172,17 @@ class Case:
         if self.features == "one_hot":
             sparse = sparse._replace(offsets=None)
         dense_BF = torch.randn(size, 2, generator=generator)
-        labels_B = torch.randint(0, 2, (size,), generator=generator).float()
-        return Batch(dense_BF, sparse, labels_B, total)
+        labels = torch.randint(0, 2, (size,), generator=generator).float()
+        sample_weights = None
+        if self.tasks == "several":
+            columns = [torch.randint(3, (size,), generator=generator), torch.randn(size, generator=generator)]
+            labels = torch.stack([labels, *columns, 1 - labels], dim=1)
+            sample_weights = torch.randint(0, 2, labels.shape, generator=generator).float()
+        elif self.tasks == "weighted" and size != 3:  # others of the same step have some
+            sample_weights = torch.rand(size, generator=generator) * torch.randint(
+                0, 2, (size,), generator=generator
+            )
+        return Batch(dense_BF, sparse, labels, total, weights=sample_weights)
 
     def skipping(self) -> Case:
         """The same, but that it skips steps that are not finite."""

@@ -1,17 +1,19 @@
 """Input files as a run reads them and prepares them, a line each."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from hybrid.config import DataSection, RunConfig
+from hybrid.config import DataSection, RunConfig, TaskSection
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.inputs import list_files
 from hybrid.data.prepared import prepare
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset
+from hybrid.data.targets import Targets
 
 
 def csv_config(*paths: Path, **keys: Any) -> RunConfig:
@@ -32,21 +34,31 @@ def write(path: Path, text: str | bytes) -> Path:
 
 
 def read(
-    data: DataSection, *paths: Path, with_labels: bool = True, block_bytes: int = 1 << 20
+    data: DataSection,
+    *paths: Path,
+    with_labels: bool = True,
+    block_bytes: int = 1 << 20,
+    tasks: Mapping[str, TaskSection] | None = None,
 ) -> tuple[RawBlock, BadRowReport]:
     """All rows of some files as one block, and the report of the bad ones."""
-    source = Source(list_files(tuple(map(str, paths)), "data.path"), data, with_labels, block_bytes)
+    files = list_files(tuple(map(str, paths)), "data.path")
+    source = Source(files, data, with_labels, block_bytes, tasks=tasks or {})
     log = source.new_log()
     blocks = list(source.blocks(log))
     assert blocks, "the test wants rows"
-    labels = [b.labels_B for b in blocks if b.labels_B is not None]
+    targets = [b.targets for b in blocks if b.targets is not None]
     block = RawBlock(
         np.concatenate([b.dense_BF for b in blocks]),
         tuple(pa.concat_arrays(columns) for columns in zip(*(b.sparse for b in blocks), strict=True)),
-        np.concatenate(labels) if labels else None,
+        _joined(targets) if targets else None,
         np.concatenate([b.source_rows_B for b in blocks]),
     )
     return block, log.finish()
+
+
+def _joined(parts: Sequence[Targets]) -> Targets:
+    columns = zip(*parts, strict=True)
+    return Targets(*(None if column[0] is None else np.concatenate(column) for column in columns))  # type: ignore[arg-type]
 
 
 def located(report: BadRowReport, path: Path) -> list[str]:

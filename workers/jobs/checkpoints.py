@@ -14,6 +14,7 @@ from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import MANIFEST_FILE
 from hybrid.checkpoint.manifest import BEST, Best, Manifest
 from hybrid.config import CheckpointSection
+from hybrid.config.tasks import is_lower_better
 from hybrid.errors import CheckpointError
 from hybrid.metrics import Metrics
 from workers.jobs.tally import Tally
@@ -22,7 +23,6 @@ from workers.session.saving import Saving
 from workers.session.session import Session
 
 OWES_EVALUATION = "owes_evaluation"  # of the values in what is counted
-_LOWER_IS_BETTER = ("log_loss",)
 
 
 class Moment(NamedTuple):
@@ -75,7 +75,7 @@ class Checkpoints:
     Args:
         session: what to save.
         run: where to, and where it is logged.
-        section: when, and how many are kept.
+        section: when, how many are kept, and by which metric the best.
         say: told, in a line each, what the user should know.
         progress: the values in the progress that the run goes on from; empty for a new run.
 
@@ -103,6 +103,11 @@ class Checkpoints:
         self._begun_at = time.monotonic()
         run.make_room = self._make_room
 
+    @property
+    def expected_best(self) -> Best | None:
+        """``best`` once the one that is under way is written."""
+        return self._under_way.best if self._under_way else self.best
+
     def steps_to_next(self, step: int) -> float:
         """Steps from ``step`` until one is due by their number; infinite where none will be."""
         every = self._section.every_steps
@@ -114,7 +119,7 @@ class Checkpoints:
         Args:
             is_evaluated: whether ``now.metrics`` are those of this very step.
         """
-        expected = self._under_way.best if self._under_way else self.best
+        expected = self.expected_best
         is_best = is_evaluated and self._better(now, expected) != expected
         if is_best or self._is_due(now.step):
             start = time.perf_counter()
@@ -177,7 +182,7 @@ class Checkpoints:
         there = Manifest.read(folder / MANIFEST_FILE)
         if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
-            metrics = now.metrics.as_dict() if now.metrics else {}
+            metrics = dict(now.metrics or {})
             progress = {**there.progress, BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
             if trouble := self._prune(best):
@@ -258,8 +263,8 @@ class Checkpoints:
         metric = self._section.keep_best
         if metric == "none" or now.metrics is None:
             return best
-        value = now.metrics.as_dict()[metric]
+        value = now.metrics[metric]
         if best is None or math.isnan(best.value):
             return Best(metric, value, now.step)
-        is_better = value < best.value if metric in _LOWER_IS_BETTER else value > best.value
+        is_better = value < best.value if is_lower_better(metric) else value > best.value
         return Best(metric, value, now.step) if is_better else best

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
+from hybrid.config.tasks import metric_name, metric_title
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.metrics import Metrics, Predictions
@@ -78,7 +79,10 @@ class Comparison:
         evaluated = []
         if metrics is not None:
             alone = self._evaluate_here(reference, data_folder)
-            evaluated = [f"test AUC: cluster {metrics.auc:.6f}, one process {alone.auc:.6f}"]
+            evaluated = [
+                f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
+                for name in self._scores
+            ]
         view.show(
             comparison_table(found),
             *evaluated,
@@ -106,11 +110,16 @@ class Comparison:
             for shares in _shares(self._config, dataset, epoch, count):
                 yield reference.step(shares)
 
+    @property
+    def _scores(self) -> list[str]:
+        tasks = self._config.all_tasks
+        return [metric_name(tasks, name, task.score) for name, task in tasks.items()]
+
     def _evaluate_here(self, reference: Reference, data_folder: Path) -> Metrics:
         dataset = PreparedDataset.open(data_folder, "test")
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
-            parts = [Predictions.of(batch, reference.logits(batch)) for batch in batches]
-        return Predictions.concatenate(parts).metrics()
+            parts = [Predictions.of(batch, reference.outputs(batch)) for batch in batches]
+        return Predictions.concatenate(parts).metrics(self._config.all_tasks)
 
 
 def judge(found: Sequence[Difference], dtype: str) -> None:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from hybrid.clock import PHASES
+from hybrid.config import TaskSection
 from hybrid.errors import CheckpointError
-from hybrid.metrics import binary_metrics
+from hybrid.metrics import score
 from hybrid.steps.rules import Staleness
 from workers.session.job import Report
 from workers.session.saving import Counted
@@ -54,12 +55,13 @@ class Interval:
         losses = (sum(loss for report in parts for loss in report.losses) for parts in self.parts)
         return sum(losses) / self.num_steps
 
-    @property
-    def auc(self) -> float:
-        """Over all samples, each by the logit that it had before the update of its own step."""
+    def score(self, task: TaskSection) -> float:
+        """That of the first task, over all samples, each as it was before the update of its own step."""
         reports = [report for parts in self.parts for report in parts]
-        logits_N = torch.cat([report.logits for report in reports])
-        return binary_metrics(logits_N, torch.cat([report.labels for report in reports])).auc
+        labels_N = torch.cat([report.labels for report in reports])
+        counts_N = ~labels_N.isnan()
+        outputs_N = torch.cat([report.outputs for report in reports])[counts_N]
+        return score(task, outputs_N, labels_N[counts_N])
 
     @property
     def phase_seconds(self) -> dict[str, float]:
@@ -77,7 +79,7 @@ def _joined(parts: Sequence[Report]) -> Report:
     """One trainer's reports of some steps after the other, as one."""
     return Report(
         [loss for part in parts for loss in part.losses],
-        torch.cat([part.logits for part in parts]),
+        torch.cat([part.outputs for part in parts]),
         torch.cat([part.labels for part in parts]),
         {phase: sum(part.phase_seconds[phase] for part in parts) for phase in PHASES},
         sum(part.skipped_steps for part in parts),
@@ -132,7 +134,7 @@ class Tally:
         tensors: dict[str, Tensor] = {}
         for index, report in enumerate(reports):
             tensors[f"losses.{index}"] = torch.tensor(report.losses, dtype=torch.float64)
-            tensors[f"logits.{index}"] = report.logits
+            tensors[f"outputs.{index}"] = report.outputs
             tensors[f"labels.{index}"] = report.labels
         return Counted(values, tensors)
 
@@ -156,7 +158,7 @@ class Tally:
         reports = [
             Report(
                 tensors[f"losses.{i}"].tolist(),
-                tensors[f"logits.{i}"],
+                tensors[f"outputs.{i}"],
                 tensors[f"labels.{i}"],
                 phases[i],
                 skipped[i],

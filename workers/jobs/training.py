@@ -1,5 +1,6 @@
 """A training run, from the master's side: steps, evaluations, and what it logs, saves and leaves behind."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -7,12 +8,15 @@ from pathlib import Path
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import PROGRESS_FILE
+from hybrid.checkpoint.manifest import BEST, Best
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.config.tasks import leading_score, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
+from workers.jobs.patience import Patience
 from workers.jobs.tally import Interval, Tally
 from workers.run_folder.folder import RunFolder
 from workers.run_folder.paths import RESULT_FILE, own_command
@@ -28,6 +32,7 @@ from workers.task import TrainTask
 _SPANS_SHOWN = 6  # of a profile, at the end of a run
 # About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
 _CALL_SECONDS = 1.0
+_PATIENCE = "train.patience"  # ends a run before its last step
 _AGAIN = "; again to stop at once"
 
 
@@ -43,6 +48,7 @@ class Training:
     def __init__(self, config: RunConfig, task: TrainTask) -> None:
         self.doing = "at start"
         self._config = config
+        self._tasks = config.all_tasks
         self._task = task
         self._folder: RunFolder
         self._checkpoints: Checkpoints
@@ -71,10 +77,10 @@ class Training:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
         with self._open_folder() as self._folder, self._stop.listening():
-            section = self._config.checkpoint
+            section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
             self._train(session, view)
-            if self._step < session.total_steps or self._owes_evaluation:
+            if not self._is_over(session):
                 self._save_for_later(session, view)
                 return False
             # Killed between its last checkpoint and its end, it has no step to take.
@@ -103,6 +109,11 @@ class Training:
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
             rule = f"the run has taken all {total} steps; raise it to go on"
             raise ConfigError(session.limit, rule)
+        best = Best(*progress[BEST]) if progress.get(BEST) else None
+        if (self._task.folder / RESULT_FILE).exists() and self._patience(session).is_lost(best, step):
+            by = metric_title(self._config.best_by)
+            rule = f"the run has ended for want of a better {by}; raise it to go on"
+            raise ConfigError(_PATIENCE, rule, self._config.train.patience)
         session.load(checkpoint)
         has_reports = PROGRESS_FILE in checkpoint.manifest.files
         self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
@@ -110,7 +121,7 @@ class Training:
         self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
         view.note(f"going on from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
-            self._metrics = Metrics(**checkpoint.manifest.metrics)  # type: ignore[arg-type]  # out of JSON
+            self._metrics = checkpoint.manifest.metrics
         return progress
 
     def _open_folder(self) -> RunFolder:
@@ -121,12 +132,26 @@ class Training:
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take every step, or as many as there is time for until the run is asked to stop."""
-        while (self._step < session.total_steps or self._owes_evaluation) and not self._stop.is_asked:
+        while not self._is_over(session) and not self._stop.is_asked:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
             is_evaluated = self._owes_evaluation and self._evaluate(session, view)
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+        if self._step < session.total_steps and self._is_over(session):
+            without = f"{self._config.train.patience} evaluation(s) without a better"
+            view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
+
+    def _is_over(self, session: DatasetSession) -> bool:
+        """Whether the run has come to its end."""
+        if self._owes_evaluation:
+            return False
+        is_lost = self._patience(session).is_lost(self._checkpoints.expected_best, self._step)
+        return self._step >= session.total_steps or is_lost
+
+    def _patience(self, session: DatasetSession) -> Patience:
+        train = self._config.train
+        return Patience(train.patience, train.eval_every_steps or session.steps_per_epoch)
 
     def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
         per_epoch, total = session.steps_per_epoch, session.total_steps
@@ -217,7 +242,8 @@ class Training:
             epoch=epoch + 1,
             epochs=self._config.train.epochs,
             loss=interval.loss,
-            auc=interval.auc,
+            score_name=leading_score(self._tasks),
+            score=interval.score(next(iter(self._tasks.values()))),
             samples_per_second=interval.num_samples / interval.seconds,
             seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
             phase_seconds=interval.phase_seconds,
@@ -237,9 +263,9 @@ class Training:
                 return False
             parts += some
         self._owes_evaluation = False
-        self._metrics = Predictions.concatenate(parts).metrics()
-        self._folder.log_evaluation(self._step, self._metrics)
-        view.evaluation(self._step, self._metrics)
+        self._metrics = metrics = Predictions.concatenate(parts).metrics(self._tasks)
+        self._folder.log_evaluation(self._step, metrics)
+        view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
         return True
 
     def _finish(self, session: DatasetSession, view: TerminalView) -> None:
@@ -250,7 +276,7 @@ class Training:
         rate = self._tally.samples / self._tally.seconds
         best = self._checkpoints.best
         result = {
-            **(self._metrics.as_dict() if self._metrics else {}),
+            **(self._metrics or {}),
             "best": best and {"step": best.step, best.metric: best.value},
             "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
@@ -260,20 +286,26 @@ class Training:
             "samples_per_second": rate,
             "seconds_to_first_step": self._seconds_to_first_step,
         }
-        self._folder.finish(result)
+        self._folder.finish(result, leading_score(self._tasks))
         run_folder, train = self._folder.path, self._config.train
-        more = {"train.epochs": train.epochs + 1, "train.max_steps": 2 * train.max_steps}[session.limit]
+        limit = session.limit if self._step == session.total_steps else _PATIENCE
+        more = {
+            "train.epochs": train.epochs + 1,
+            "train.max_steps": 2 * train.max_steps,
+            _PATIENCE: train.patience + 1,
+        }[limit]
         rows = "" if session.has_test_rows else " --input FILE"
         view.summary(
             Summary(
-                metrics=self._metrics,
+                metrics=self._metrics and {name: self._metrics[name] for name in shown_metrics(self._tasks)},
+                score=leading_score(self._tasks),
                 step=self._step,
                 best=best,
                 best_auc=session.best_auc,
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"{own_command()} launch --resume {run_folder} --set {session.limit}={more}",
+                resume=f"{own_command()} launch --resume {run_folder} --set {limit}={more}",
                 evaluate=f"{own_command()} evaluate {run_folder}{rows}",
                 predict=f"{own_command()} predict {run_folder}{rows} --output FILE",
                 profile=self._profile,

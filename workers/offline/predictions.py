@@ -4,7 +4,7 @@ import csv
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from hybrid.checkpoint.dense_state import load_state, unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import StepClock
-from hybrid.config import RunConfig
+from hybrid.config import RunConfig, TaskSection
 from hybrid.config.file import CONFIG_FILE
+from hybrid.config.tasks import metric_name
 from hybrid.data import manifest
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.loader import BatchLoader
@@ -27,7 +28,7 @@ from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.stored import StoredTables
 from hybrid.errors import ConfigError, HybridError
-from hybrid.metrics import Predictions, probabilities
+from hybrid.metrics import Predictions, predicted
 from hybrid.own_code.signature import load_run_config
 from hybrid.private_files import open_file
 from hybrid.steps.ticket import Purpose, Ticket
@@ -73,8 +74,8 @@ class TrainedModel:
         with passing_status() as say, loader.batches(0) as batches:
             say("predicting")
             for batch in batches:
-                logits_B = predict_step(self._model, self._embeddings, batch, ticket, clock)
-                parts.append(Predictions.of(batch, logits_B))
+                outputs_BO = predict_step(self._model, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, outputs_BO))
         return Predictions.concatenate(parts)
 
 
@@ -101,16 +102,16 @@ def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> N
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
     trained = _read(folder, trust_code)
     with _dataset(trained, inputs, with_labels=True) as dataset:
-        metrics = trained.predictions(dataset).metrics()
+        metrics = trained.predictions(dataset).metrics(trained.config.all_tasks)
         _say(f"{'checkpoint':<20}{trained.origin}")
-        for name, value in metrics.as_dict().items():
+        for name, value in metrics.items():
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-            _say(f"{name.replace('_', ' '):<20}{number}")
+            _say(f"{name.replace('_', ' ') + ' ':<20}{number}")
         _say_of_rows(dataset)
 
 
 def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool = False) -> None:
-    """Write the probability of each usable row to a CSV: its row number in the input, then the value.
+    """Write what is predicted of each usable row to a CSV: its row number in the input, then the values.
 
     Args:
         inputs: files, with labels or without; none for the test rows of the run.
@@ -122,8 +123,8 @@ def predict(folder: Path, inputs: Sequence[str], output: Path, trust_code: bool 
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
     trained = _read(folder, trust_code)
     with _dataset(trained, inputs, with_labels=False) as dataset:
-        _write(output, dataset, probabilities(trained.predictions(dataset).tied().logits))
-        _say(f"wrote {dataset.num_samples:,} probabilities to {output}; checkpoint: {trained.origin}")
+        _write(output, dataset, prediction_columns(trained.config.all_tasks, trained.predictions(dataset)))
+        _say(f"wrote {dataset.num_samples:,} predictions to {output}; checkpoint: {trained.origin}")
         _say_of_rows(dataset)
 
 
@@ -174,14 +175,28 @@ def _say(line: str) -> None:
     print(visible(line))
 
 
-def _write(output: Path, dataset: PreparedDataset, probabilities_N: Tensor) -> None:
+def prediction_columns(tasks: Mapping[str, TaskSection], predictions: Predictions) -> dict[str, Tensor]:
+    """What is predicted, equal samples alike: ``probability``, of each class one, or ``value``, by task."""
+    columns = {}
+    for name, outputs_N in predictions.tied().of_tasks(tasks).items():
+        task, predicted_N = tasks[name], predicted(tasks[name], outputs_N)
+        if task.kind == "classes":
+            for number, one_N in enumerate(predicted_N.unbind(1)):
+                columns[metric_name(tasks, name, f"probability.{number}")] = one_N
+        else:
+            what = "probability" if task.kind == "binary" else "value"
+            columns[metric_name(tasks, name, what)] = predicted_N
+    return columns
+
+
+def _write(output: Path, dataset: PreparedDataset, columns: Mapping[str, Tensor]) -> None:
     partial = output.with_name(f".{output.name}.partial")
     try:
         with open(partial, "w", newline="", opener=open_file) as file:
             writer = csv.writer(file)
-            writer.writerow(["row", "probability"])
-            for row, probability in zip(dataset.source_rows.tolist(), probabilities_N.tolist(), strict=True):
-                writer.writerow([row, probability])
+            writer.writerow(["row", *columns])
+            values = (column_N.tolist() for column_N in columns.values())
+            writer.writerows(zip(dataset.source_rows.tolist(), *values, strict=True))
         partial.rename(output)
     except OSError as error:
         raise HybridError(f"{output}: cannot be written: {error.strerror}") from error

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from hybrid.config.tasks import metric_title
 from hybrid.private_files import open_file
 from workers.run_folder.paths import writing_temporarily
 
@@ -50,23 +51,28 @@ def matplotlib_leaving_no_files() -> Iterator[None]:
 
 
 @matplotlib_leaving_no_files()
-def draw_curves(records: list[Record], path: Path) -> None:
-    """Draw what has been logged into a PNG file."""
+def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
+    """Draw what has been logged into a PNG file.
+
+    Args:
+        score: the metric beside the loss.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     train = [record for record in records if record["kind"] == "train"]
     test = [record for record in records if record["kind"] == "test"]
+    has_log_loss = not test or "log_loss" in test[0]
     figure = Figure(figsize=(11, 7), dpi=120)
     FigureCanvasAgg(figure)
-    (loss, auc), (throughput, shares) = figure.subplots(2, 2, gridspec_kw=_PLACES)
+    (loss, quality), (throughput, shares) = figure.subplots(2, 2, gridspec_kw=_PLACES)
     for axes, title, train_key, test_key in (
-        (loss, "Log loss", "loss", "log_loss"),
-        (auc, "AUC", "auc", "auc"),
+        (loss, "Log loss" if has_log_loss else "Loss", "loss", "log_loss" if has_log_loss else None),
+        (quality, metric_title(score), score, score),
         (throughput, "Throughput (thousand samples a second)", "samples_per_second", None),
     ):
         _style(axes, title)
-        scale = 1e-3 if test_key is None else 1.0
+        scale = 1e-3 if axes is throughput else 1.0
         _line(axes, train, train_key, scale, color="#7a9cc6", linewidth=1.4, label="train")
         if test and test_key is not None:
             _line(axes, test, test_key, scale, color="#c8553d", linewidth=1.8, marker="o", label="test")

@@ -94,7 +94,7 @@ class RunFolder:
         """Add a log step."""
         numbers = {
             "loss": progress.loss,
-            "auc": progress.auc,
+            progress.score_name: progress.score,
             "samples_per_second": progress.samples_per_second,
         }
         if progress.staleness is not None:
@@ -107,7 +107,7 @@ class RunFolder:
 
     def log_evaluation(self, step: int, metrics: Metrics) -> None:
         """Add an evaluation on the test rows after ``step``."""
-        numbers = metrics.as_dict()
+        numbers = dict(metrics)
         self._append("test", step, numbers)
         self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
 
@@ -136,10 +136,10 @@ class RunFolder:
             profile.write(folder)
         return folder
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Draw the curves and write the outcome."""
+    def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
+        """Draw the curves, with that of the metric ``score``, and write the outcome."""
         with writing(self.curves):
-            draw_curves(_read_records(self._metrics_path), self.curves)
+            draw_curves(_read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:

@@ -16,8 +16,13 @@ _MAX_COLUMNS = 20
 def data_notes(report: DatasetReport) -> Iterator[str]:
     """What to know of a split before trusting any number about it; nothing where all is well."""
     yield from bad_row_lines(report.bad_rows)
-    if report.only_label is not None:
-        yield f"all {report.num_rows:,} test rows have label {report.only_label}: AUC is undefined for them"
+    for label in report.labels:
+        of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
+        if report.num_rows and not label.count:
+            yield f"none of {report.num_rows:,} test rows counts{of_task}: it has no metrics"
+        if label.only is not None and label.kind == "binary":
+            rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
+            yield f"{rows}: AUC is undefined for them"
     far = sorted((u for u in report.unknown if u.is_far), key=lambda u: -u.share)
     if far:
         columns = ", ".join(

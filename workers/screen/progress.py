@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from hybrid.config.tasks import metric_title
+
 if TYPE_CHECKING:
     from hybrid.steps.rules import Staleness
 
@@ -35,7 +37,8 @@ class Progress:
 
     Attributes:
         step, total_steps, epoch, epochs: counted from 1.
-        loss, auc: over the samples since the last log step; NaN where unknown.
+        loss, score: over the samples since the last log step; NaN where unknown.
+        score_name: which metric ``score`` is.
         samples_per_second: over all trainers, since the last log step.
         seconds_left: until the last step; NaN where unknown.
         phase_seconds: time since the last log step by phase (``hybrid.clock.PHASES``).
@@ -47,7 +50,8 @@ class Progress:
     epoch: int
     epochs: int
     loss: float
-    auc: float
+    score_name: str
+    score: float
     samples_per_second: float
     seconds_left: float
     phase_seconds: Mapping[str, float]
@@ -66,7 +70,7 @@ def region(progress: Progress, console: Console) -> list[Text]:
         Text(f"{label} ", style="dim").append(value, style="not dim bold")
         for label, value in (
             ("loss", number(progress.loss)),
-            ("AUC", number(progress.auc)),
+            (metric_title(progress.score_name), number(progress.score)),
             ("samples/s", f"{progress.samples_per_second:,.0f}"),
             ("left", clock(progress.seconds_left)),
             *([] if progress.staleness is None else [("staleness", staleness_text(progress.staleness))]),
@@ -126,7 +130,7 @@ def plain_line(progress: Progress) -> Iterator[str]:
     yield f"step {progress.step}/{progress.total_steps}"
     yield f"epoch {progress.epoch}/{progress.epochs}"
     yield f"loss {number(progress.loss)}"
-    yield f"AUC {number(progress.auc)}"
+    yield f"{metric_title(progress.score_name)} {number(progress.score)}"
     yield f"{progress.samples_per_second:,.0f} samples/s"
     yield f"left {clock(progress.seconds_left)}"
     if progress.staleness is not None:

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from hybrid.checkpoint.folders import step_folder
+from hybrid.config.tasks import metric_title
 from workers.screen.data_notes import unknown_shares
 from workers.screen.progress import (
     COMMAND_STYLE,
@@ -55,6 +56,7 @@ class Summary:
 
     Attributes:
         metrics, step: on the test rows, at the last step; which that is. None where there are no such rows.
+        score: the metric that comes first.
         best: the best evaluation whose model is kept; None where none is.
         best_auc: AUC that no model can beat, where the data tell; else None.
         samples_per_second: over all trainers and the whole run.
@@ -65,6 +67,7 @@ class Summary:
     """
 
     metrics: Metrics | None
+    score: str = "auc"
     step: int
     best: Best | None
     best_auc: float | None
@@ -128,14 +131,8 @@ class TerminalView:
             self._print(Text(indent + line))
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Add a line with the metrics on the test rows after ``step``."""
-        numbers = {
-            "AUC": metrics.auc,
-            "log loss": metrics.log_loss,
-            "normalised entropy": metrics.normalised_entropy,
-            "calibration": metrics.calibration,
-        }
-        parts = [Text(f"{name} {number(value)}") for name, value in numbers.items()]
+        """Add a line with those ``metrics`` on the test rows after ``step`` that are to be seen."""
+        parts = [Text(f"{metric_title(name)} {number(value)}") for name, value in metrics.items()]
         for line in flow([Text(f"test at step {step:,}", style="bold"), *parts], self._width, gap=2):
             self._print(line)
 
@@ -149,13 +146,15 @@ class TerminalView:
         """Say how the run ended and what to do next; the live region goes."""
         self.close()
         self._print(Text())
-        for label, value, style in _summary_lines(summary):
+        lines = list(_summary_lines(summary))
+        label_width = max(_LABEL_WIDTH, 1 + max(len(label) for label, _, _ in lines))
+        for label, value, style in lines:
             # A command that goes on in the next line says so: it is there to be copied.
             more = " \\" if style == COMMAND_STYLE else ""
-            lines = _lines_of_words(visible(value), self._width - _LABEL_WIDTH, more)
-            for head, line in zip((label, *[""] * len(lines)), lines, strict=False):
-                labelled = Text(f"{head:<{_LABEL_WIDTH}}", style="dim")
-                self._print(labelled.append(line, style=f"not dim {style}"))
+            parts = _lines_of_words(visible(value), self._width - label_width, more)
+            for head, part in zip((label, *[""] * len(parts)), parts, strict=False):
+                labelled = Text(f"{head:<{label_width}}", style="dim")
+                self._print(labelled.append(part, style=f"not dim {style}"))
 
     @property
     def _width(self) -> int:
@@ -186,15 +185,20 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Label, value and style of each line."""
     if (metrics := summary.metrics) is not None:
         reachable = "" if summary.best_auc is None else f" (best reachable {number(summary.best_auc)})"
-        yield "test AUC", f"{number(metrics.auc)} at step {summary.step:,}{reachable}", f"bold {DONE_STYLE}"
-        yield "log loss", number(metrics.log_loss), ""
-        yield "normalised entropy", number(metrics.normalised_entropy), ""
+        first = f"{number(metrics[summary.score])} at step {summary.step:,}{reachable}"
+        yield f"test {metric_title(summary.score)}", first, f"bold {DONE_STYLE}"
+        for name, value in metrics.items():
+            if name != summary.score and not name.endswith("calibration"):
+                yield metric_title(name), number(value), ""
     else:
-        yield "test AUC", "none, there are no test rows", ""
+        yield f"test {metric_title(summary.score)}", "none, there are no test rows", ""
     best = summary.best if summary.best and summary.best.step != summary.step else None
     if best is not None:
-        name = "AUC" if best.metric == "auc" else best.metric.replace("_", " ")
-        yield f"best {name}", f"{number(best.value)} at step {best.step:,}", f"bold {DONE_STYLE}"
+        yield (
+            f"best {metric_title(best.metric)}",
+            f"{number(best.value)} at step {best.step:,}",
+            f"bold {DONE_STYLE}",
+        )
     if summary.unknown:
         yield "unknown values", unknown_shares(summary.unknown), ""
     yield "throughput", f"{summary.samples_per_second:,.0f} samples/s", ""

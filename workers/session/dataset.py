@@ -10,7 +10,7 @@ from hybrid.data import manifest
 from hybrid.data.manifest import DataManifest
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
-from hybrid.metrics import Metrics, Predictions
+from hybrid.metrics import Metrics, Predictions, check_own_metrics
 from hybrid.topology import Topology
 from workers.session.job import Report
 from workers.session.session import Session
@@ -26,19 +26,20 @@ class DatasetSession(Session):
         steps_per_epoch: steps that pass over all training samples.
         reports: what is known of the training samples and of the test samples.
         has_test_rows: whether there is anything to evaluate on.
-        best_auc: what no model can beat on the test samples, where the data tell; else None.
+        best_auc: of the first task, what no model can beat on the test samples; None where nobody knows.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
         total_steps: that the run takes.
     """
 
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
+        check_own_metrics(config.all_tasks)
         self._prepared = data_folder
         train = PreparedDataset.open(data_folder, "train")
         test = PreparedDataset.open(data_folder, "test")
         if not test.num_samples and config.data.test_fraction:
             rule = "leaves no test rows; raise it, set it to 0 to train without, or set data.test_path"
             raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
-        self.best_auc = test.report.best_auc
+        self.best_auc = test.report.labels[0].best_auc
         self.reports = (train.report, test.report)
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
         self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
@@ -65,7 +66,7 @@ class DatasetSession(Session):
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
         parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
-        return Predictions.concatenate(parts).metrics()
+        return Predictions.concatenate(parts).metrics(self.config.all_tasks)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
         """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""

@@ -38,13 +38,14 @@ class Report:
 
     Attributes:
         losses: this trainer's part of the loss, one value a step.
-        logits, labels: of all samples of these steps.
+        outputs, labels: of all samples of these steps, for the first task; a label is NaN where the sample
+            does not count for it.
         phase_seconds: where the time went.
         skipped_steps: how many of the steps made no update, on any side.
     """
 
     losses: list[float]
-    logits: Tensor
+    outputs: Tensor
     labels: Tensor
     phase_seconds: dict[str, float]
     skipped_steps: int

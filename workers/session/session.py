@@ -188,7 +188,7 @@ class Session:
             progress: what the run has counted so far.
         """
         placement, deployed = self.placement, self._deployed
-        values = {} if metrics is None else metrics.as_dict()
+        values = dict(metrics or {})
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and has_memory_for_copies(placement, holders)
         writers, bulk = hold(deployed, self.config.dense, is_copied), BULK_TIMEOUT_SECONDS

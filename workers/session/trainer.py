@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.batch import Batch
+from hybrid.batch import Batch, by_task, split_outputs
 from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE, Files
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import Span, StepClock
+from hybrid.config import TaskSection
 from hybrid.data.loader import BatchLoader, BatchStream
 from hybrid.data.storage import PreparedDataset
 from hybrid.dense.device import choose_devices
@@ -31,6 +32,7 @@ from hybrid.training.feed import Feed, StepInput
 from hybrid.training.forms import arrange
 from hybrid.training.generators import seed_step
 from hybrid.training.guard import Guard
+from hybrid.training.losses import Objective
 from hybrid.training.shared_sum import SharedSum
 from hybrid.training.step import predict_step, train_step
 from hybrid.wire import RemoteHosted
@@ -71,6 +73,7 @@ class Trainer:
             *([job.remote_net] if job.remote_net else []),
         ]
         self._guard = Guard(job.rules, decided, self._group, self._reducing_device)
+        self._objective = Objective(config.all_tasks)
         self._spans_processes = job.rules.mode is UpdateMode.SYNC or job.remote_net is not None
         tables = list(job.remote_tables.values())
         mode, parts = job.rules.mode, job.rules.parts
@@ -109,42 +112,45 @@ class Trainer:
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch is not of the job's features, or a label not from 0 to 1.
+            DataError: a batch is not of the job's features and tasks, or a label or weight none of these.
         """
         self._close_stream()
         spec = self._spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
         own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
-        self._feed.begin(evened(own, empty, self._group, self._reducing_device), steps_before)
+        num_tasks = len(self._config.task_specs)
+        own_steps = evened(own, empty, self._group, self._reducing_device, num_tasks)
+        self._feed.begin(own_steps, steps_before)
         report = self._train(self._feed, steps_before)
         self._feed.rejoin()
         return report
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        spec = self._spec
+        spec, tasks = self._spec, self._config.task_specs
         for number, batch in enumerate(batches):
             try:
-                batch.check(len(spec.dense_features), len(spec.sparse_features))
+                batch.check(len(spec.dense_features), len(spec.sparse_features), tasks)
             except DataError as error:
                 raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
             yield batch
 
     def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> Report:
         self._model.module.train()
-        report = _ReportBuilder()
+        report = _ReportBuilder(list(self._config.all_tasks.values()))
         for step, (batch, micro_batches) in enumerate(inputs, steps_before):
             seed_step(self._config.run.seed, self._index, step, self._devices)
             result = train_step(
                 self._model,
                 micro_batches,
+                self._objective,
                 self._optimizer,
                 self._guard,
                 step,
                 self._clock,
                 self._spans_processes,
             )
-            report.add(result.logits, batch.labels, result.loss, result.is_skipped)
+            report.add(result.outputs, batch, result.loss, result.is_skipped)
             self._clock.end_step()
         return report.build(self._clock)
 
@@ -156,8 +162,8 @@ class Trainer:
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
         with self._test_loader.batches(0, first_step) as stream:
             for batch in itertools.islice(stream, num_steps):
-                logits_B = predict_step(module, self._embeddings, batch, ticket, clock)
-                parts.append(Predictions.of(batch, logits_B))
+                outputs_BO = predict_step(module, self._embeddings, batch, ticket, clock)
+                parts.append(Predictions.of(batch, outputs_BO))
         return Predictions.concatenate(parts)
 
     def settle(self) -> None:
@@ -247,21 +253,30 @@ class Trainer:
 
 
 class _ReportBuilder:
-    """Collects what the steps of one call give."""
+    """Collects what the steps of one call give.
 
-    def __init__(self) -> None:
+    Args:
+        tasks: of the run; outputs and labels are kept of the first.
+    """
+
+    def __init__(self, tasks: Sequence[TaskSection]) -> None:
+        self._tasks = tasks
         self._losses: list[float] = []
-        self._logits: list[Tensor] = []
+        self._outputs: list[Tensor] = []
         self._labels: list[Tensor] = []
         self._skipped_steps = 0
 
-    def add(self, logits_B: Tensor, labels_B: Tensor, loss: float, is_skipped: bool) -> None:
+    def add(self, outputs_BO: Tensor, batch: Batch, loss: float, is_skipped: bool) -> None:
+        labels_B = by_task(batch.labels, len(self._tasks))[:, 0]
+        if batch.weights is not None:
+            counts_B = by_task(batch.weights, len(self._tasks))[:, 0] > 0
+            labels_B = labels_B.where(counts_B, torch.nan)
         self._losses.append(loss)
-        self._logits.append(logits_B)
+        self._outputs.append(split_outputs(outputs_BO, [each.num_outputs for each in self._tasks])[0])
         self._labels.append(labels_B)
         self._skipped_steps += is_skipped
 
     def build(self, clock: StepClock) -> Report:
         # Nothing at all where no trainer was given a batch.
-        logits_N, labels_N = (torch.cat(t) if t else torch.empty(0) for t in (self._logits, self._labels))
-        return Report(self._losses, logits_N, labels_N, clock.take(), self._skipped_steps)
+        outputs_N, labels_N = (torch.cat(t) if t else torch.empty(0) for t in (self._outputs, self._labels))
+        return Report(self._losses, outputs_N, labels_N, clock.take(), self._skipped_steps)

@@ -13,8 +13,9 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.config import DataSection
+from hybrid.data.canonical import stable_hash
 from hybrid.data.columns import values
-from hybrid.data.encode import FORMAT_VERSION, Bags, FeatureEncoder, SparseEncoding, stable_hash
+from hybrid.data.encode import FORMAT_VERSION, Bags, FeatureEncoder, SparseEncoding
 from hybrid.data.sources import RawBlock
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec
@@ -54,7 +55,7 @@ def test_hashing_keeps_row_zero_for_missing_values() -> None:
 
 def test_the_hash_is_the_same_in_every_process() -> None:
     assert stable_hash("68fd1e64") == 16152645408540456209
-    code = "from hybrid.data.encode import stable_hash; print(stable_hash('ü'))"
+    code = "from hybrid.data.canonical import stable_hash; print(stable_hash('ü'))"
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(other.stdout) == stable_hash("ü")
 

@@ -180,4 +180,4 @@ def test_training_rows_of_one_label_are_refused(tmp_path: Path, label: int) -> N
 def test_test_rows_of_one_label_are_noted(tmp_path: Path) -> None:
     test = write(tmp_path / "test.csv", 50, label=lambda i: 1)
     config = config_of(write(tmp_path / "a.csv"), test_path=(str(test),))
-    assert [split.report.only_label for split in prepared(config, tmp_path / "cache")] == [None, 1]
+    assert [split.report.labels[0].only for split in prepared(config, tmp_path / "cache")] == [None, 1]

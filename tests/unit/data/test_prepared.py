@@ -51,7 +51,7 @@ def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> Non
         assert batch.labels.tolist() == [1, 0, 1]
         assert batch.global_size == 12
         assert batch.dense_features.dtype == batch.labels.dtype == torch.float32
-        assert dataset.report.positive_fraction == 0.5
+        assert dataset.report.labels[0].mean == 0.5
         assert FeatureEncoder.load(dataset.folder).input_spec == dataset.input_spec
 
 
@@ -83,12 +83,12 @@ def test_bags_gather_as_jagged_features(tmp_path: Path, table: Path) -> None:
 
 def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
     spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True),))
-    with closing(SplitWriter(tmp_path / "train", spec)) as writer:
+    with closing(SplitWriter(tmp_path / "train", spec, None)) as writer:
         for lengths in ([1, 0], [], [2, 1]):
             size = len(lengths)
             bags = Bags(np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int64))
             block = EncodedBlock(np.zeros((size, 0), np.float32), np.zeros((size, 0), np.int32), (bags,))
-            writer.append(block, np.zeros(size, np.uint8), np.arange(size))
+            writer.append(block, None, np.arange(size))
     DataManifest.write(tmp_path, spec, {"train": writer.report()})
     sparse = PreparedDataset.open(tmp_path, "train").gather(np.arange(4), 4).sparse_features
     assert sparse.ids_L.tolist() == [0, 0, 1, 2]
@@ -187,7 +187,7 @@ def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: P
     new = write(tmp_path / "new.csv", text)
     dataset = encode_files(config, [str(new)], encoder, tmp_path / "new", with_labels=False)
     assert dataset.source_rows[:3].tolist() == [0, 2, 3]
-    assert dataset.report.positive_fraction is None
+    assert dataset.report.labels == ()
     batch = dataset.gather(np.array([0, 1]), 2)
     assert batch.dense_features.tolist() == [[1], [3]]
     assert batch.labels.isnan().all()

@@ -28,8 +28,8 @@ def test_adult(tmp_path: Path) -> None:
     assert train.report.bad_rows.total == 0
     assert test.report.bad_rows.total == 1
     assert test.report.bad_rows.examples[0].endswith("adult.test.gz:1: 1 column, expected 15")
-    assert train.report.positive_fraction == pytest.approx(7841 / 32_561)
-    assert test.report.positive_fraction == pytest.approx(3846 / 16_281)
+    assert train.report.labels[0].mean == pytest.approx(7841 / 32_561)
+    assert test.report.labels[0].mean == pytest.approx(3846 / 16_281)
     rows = {feature.name: feature.num_rows for feature in train.input_spec.sparse_features}
     assert rows["workclass"] == 1 + 8
     assert rows["native_country"] == 1 + 41

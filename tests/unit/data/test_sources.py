@@ -32,8 +32,8 @@ def test_csv_strips_blanks_and_knows_missing_values(tmp_path: Path) -> None:
     block, report = read(CSV, path)
     np.testing.assert_array_equal(block.dense_BF, [[2.5, np.nan], [-1e3, np.nan], [4.0, 0.5]])
     assert block.sparse[0].to_pylist() == ["Rome", None, "Oslo"]
-    assert block.labels_B is not None
-    assert block.labels_B.tolist() == [1, 0, 0]
+    assert block.targets is not None
+    assert block.targets.labels_BT.tolist() == [[1], [0], [0]]
     assert block.source_rows_B.tolist() == [0, 1, 2]
     assert report.total == 0
 
@@ -94,6 +94,9 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(
         "broken_text": 3,
         "inexact_id": 1,
         "too_long_value": 1,
+        "unusable_label": 0,
+        "unusable_weight": 0,
+        "no_group": 0,
     }
     assert located(report, path) == [
         "2: 3 columns, expected 4",
@@ -142,7 +145,7 @@ def test_a_file_of_nothing_but_bad_rows_says_what_is_wrong(tmp_path: Path) -> No
 def test_labels_may_be_absent_only_for_prediction(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,2,Rome\n3,4,Oslo\n")
     block, _ = read(CSV, path, with_labels=False)
-    assert block.labels_B is None
+    assert block.targets is None
     np.testing.assert_array_equal(block.dense_BF, [[1, 2], [3, 4]])
     with pytest.raises(DataError, match="3 columns, expected 4"):
         read(CSV, path)

@@ -42,21 +42,21 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
     assert (ids_KB.amax(1).numpy() < np.array(TABLE_ROWS)).all()
     # A half of all ids is in the first eighth of a table: id = rows * u**3.
     assert (ids_KB[-1] < TABLE_ROWS[-1] / 8).float().mean().item() == pytest.approx(0.5, abs=0.01)
-    assert train.report.positive_fraction == pytest.approx(0.25, abs=0.02)
-    assert batch.labels.mean().item() == pytest.approx(train.report.positive_fraction)
-    assert 0.78 < (test.report.best_auc or 0) < 0.86
-    assert (test.report.best_log_loss or 1) < 0.45
+    assert train.report.labels[0].mean == pytest.approx(0.25, abs=0.02)
+    assert batch.labels.mean().item() == pytest.approx(train.report.labels[0].mean)
+    assert 0.78 < (test.report.labels[0].best_auc or 0) < 0.86
+    assert (test.report.labels[0].best_log_loss or 1) < 0.45
     assert FeatureEncoder.load(train.folder).input_spec == train.input_spec
 
 
 def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
     config = RunConfig(data=DataSection(synthetic_rows=9, synthetic_test_rows=1))
     _, test = prepared(config, tmp_path)
-    assert test.report.best_auc is None
+    assert test.report.labels[0].best_auc is None
     block = only_block(ClickLog(1), "test", 1)
     probability = synthetic.sigmoid(block.logits_B).item()
     expected = -np.log(probability if block.labels_B else 1 - probability)
-    assert test.report.best_log_loss == pytest.approx(expected)
+    assert test.report.labels[0].best_log_loss == pytest.approx(expected)
 
 
 def test_the_truth_is_calibrated_and_products_matter() -> None:

@@ -7,7 +7,7 @@ from support.samples import csv_config
 
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import FeatureEncoder
-from hybrid.data.manifest import DatasetReport
+from hybrid.data.manifest import DatasetReport, LabelReport
 from hybrid.data.prepared import encode_files, prepare
 from hybrid.data.unknown import UnknownValues
 from workers.screen.data_notes import data_notes, unknown_shares
@@ -80,12 +80,14 @@ def test_many_columns_are_cut_short() -> None:
     columns = [UnknownValues(f"c{i}", 100 - i, 100, 0.0) for i in range(25)]
     assert unknown_shares(columns).endswith("c19 81.00%, and 5 more columns, at most 80.00%")
     assert unknown_shares([]) == unknown_shares([UnknownValues("c", 0, 9, 0.0)]) == "none"
-    note = next(data_notes(DatasetReport(9, 0.5, BadRowReport({}, ()), tuple(columns))))
+    note = next(data_notes(DatasetReport(9, (), BadRowReport({}, ()), tuple(columns))))
     assert "81% of c19 (0% expected) and 5 more columns; are" in note
 
 
 @pytest.mark.parametrize("label", [0, 1])
 def test_labels_of_one_class_leave_auc_undefined(label: int) -> None:
-    report = DatasetReport(1234, float(label), BadRowReport({}, ()))
+    labels = (LabelReport("label", "binary", 1234, label, label, label),)
+    report = DatasetReport(1234, labels, BadRowReport({}, ()))
     assert list(data_notes(report)) == [f"all 1,234 test rows have label {label}: AUC is undefined for them"]
-    assert not list(data_notes(DatasetReport(2, 0.5, BadRowReport({}, ()))))
+    labels = (LabelReport("label", "binary", 2, 0.5, 0, 1),)
+    assert not list(data_notes(DatasetReport(2, labels, BadRowReport({}, ()))))

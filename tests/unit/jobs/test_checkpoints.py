@@ -25,7 +25,7 @@ from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError
-from hybrid.metrics import Metrics
+from hybrid.metrics import BinaryMetrics, Metrics
 from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.tally import Tally
 from workers.run_folder.folder import RunFolder
@@ -58,7 +58,7 @@ class Role:
         in_background: bool,
     ) -> Saving:
         self.held.append(step)
-        values = {} if metrics is None else metrics.as_dict()
+        values = dict(metrics or {})
         listed = Manifest(step, epoch, {}, {}, values, dict(progress.values))
         return Saving(folder, listed, {}, progress.reports, self._start, self.is_copied and in_background)
 
@@ -100,8 +100,12 @@ class Run:
         return [record["step"] for record in map(json.loads, lines) if record["kind"] == "checkpoint"]
 
 
+def metrics_of(auc: float, log_loss: float) -> Metrics:
+    return BinaryMetrics(auc, log_loss, 1.0, 1.0, 0.5, 0.5, 10).as_dict()
+
+
 def moment(step: int, auc: float | None = None, log_loss: float = 0.5, *, owes: bool = False) -> Moment:
-    metrics = None if auc is None else Metrics(auc, log_loss, 1.0, 1.0, 0.5, 0.5, 10)
+    metrics = None if auc is None else metrics_of(auc, log_loss)
     return Moment(step, 0, metrics, Tally(samples=10 * step), owes)
 
 
@@ -114,7 +118,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     opened: list[RunFolder] = []
 
     def make(progress: dict[str, Any] | None = None, **keys: Any) -> Run:
-        section = CheckpointSection(**{"every_steps": 10, "every_minutes": 0.0, **keys})
+        section = CheckpointSection(**{"every_steps": 10, "every_minutes": 0.0, "keep_best": "auc", **keys})
         opened.append(RunFolder.reopen(tmp_path / "run", RunConfig(), 1 << 40))
         said: list[str] = []
         role = Role()
@@ -287,12 +291,12 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
 
     monkeypatch.setattr("workers.run_folder.appended_file.os.write", write_if_room)
     assert eventually(partial.exists, PATIENCE_SECONDS)
-    run.folder.log_evaluation(10, Metrics(0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 10))
+    run.folder.log_evaluation(10, metrics_of(0.5, 0.5))
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1
     assert len(run.said) == 1
     partial.mkdir()
     with pytest.raises(HybridError, match="No space left on device"):  # there is nothing to wait for
-        run.folder.log_evaluation(20, Metrics(0.5, 0.5, 1.0, 1.0, 0.5, 0.5, 10))
+        run.folder.log_evaluation(20, metrics_of(0.5, 0.5))
 
 
 def test_a_folder_that_cannot_be_made_is_said(start: Start) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid.config import DenseSection, RunConfig
+from hybrid.config import DenseSection, RunConfig, TaskSection
 from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import _key, load_run_config, signed_toml
@@ -120,3 +120,21 @@ def test_a_key_that_others_may_know_signs_nothing(
 def test_without_a_place_for_a_key_runs_are_unsigned(state: Path) -> None:
     state.touch()
     assert signed_toml(OWN) == to_toml(OWN)
+
+
+LOSSES = RunConfig(tasks={"a": TaskSection(loss="mine:loss", metrics=("mine:lift",)), "b": TaskSection()})
+
+
+def test_losses_and_metrics_are_signed_each_by_itself(tmp_path: Path) -> None:
+    text = signed_toml(LOSSES)
+    assert load_run_config(written(tmp_path, text)) == LOSSES
+    fewer = load_run_config(written(tmp_path, text.replace('metrics = ["mine:lift"]', "metrics = []")))
+    assert fewer.tasks["a"].metrics == ()
+    for before, after, key in (
+        ('"mine:loss"', '"evil:loss"', "tasks.a.loss"),
+        ('"mine:lift"', '"evil:lift"', "tasks.a.metrics"),
+        ('"mine:lift"', '"mine:loss"', "tasks.a.metrics"),  # signed as a loss only
+        ('net = "dlrm"', 'net = "mine:loss"', "dense.net"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key} = .*you have not signed it"):
+            load_run_config(written(tmp_path, text.replace(before, after)))

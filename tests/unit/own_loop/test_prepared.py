@@ -55,3 +55,29 @@ def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -
     file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
     with pytest.raises(ConfigError, match="cannot be the name of a column in batches"):
         hybrid.connect(file).prepare()
+
+
+TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\nkind = "regression"\nmask = "label"\n'
+
+
+def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_path: Path) -> None:
+    file = config_of(tmp_path)
+    text = file.read_text().replace('dense = ["price"]', 'group = "user"')
+    file.write_text(text + TASKS)
+    cluster = hybrid.connect(file)
+    train, _ = cluster.prepare()
+    (whole,) = train.shares(0, 1, 100, [])
+    values = whole.values
+    assert {"click", "cost", "click.weights", "cost.weights", "group", "dense", "user", "tags"} == set(values)
+    assert torch.equal(values["click"], values["cost"] % 2)  # as the file has them
+    assert torch.equal(values["cost.weights"], values["click"])
+    assert values["click.weights"].tolist() == [1.0] * len(train)
+    assert len(values["group"].unique()) == len(values["user"].unique()) == 5
+    file.write_text(text + TASKS.replace("tasks.cost", "tasks.user"))
+    with pytest.raises(ConfigError, match="cannot be the name of a column in batches"):
+        hybrid.connect(file).prepare()
+
+
+def test_a_batch_of_one_label_without_weights_has_no_more(tmp_path: Path) -> None:
+    train, _ = hybrid.connect(config_of(tmp_path)).prepare()
+    assert set(next(train.shares(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}

@@ -234,7 +234,7 @@ def test_one_trainer_has_the_bits_of_torch(remote: bool, dtype: str, autocast: s
     for name_in_net, parameter in plain.net.named_parameters():
         for key, value in reference.dense_state(reference.nets[0])[name_in_net].items():
             assert torch.equal(value, adam.state[parameter][key])
-    logits_B = reference.logits(steps[-1].batch())
+    logits_B = reference.outputs(steps[-1].batch())
     assert torch.equal(logits_B, plain(steps[-1]))
     plain.autocast = False
     assert torch.equal(logits_B, plain(steps[-1])) == (autocast == "none")
@@ -295,7 +295,7 @@ def test_two_trainers_share_what_ddp_wraps(ddp: str, sizes: tuple[int, int]) -> 
         assert reference.step([share.batch(16) for share in shares]) == pytest.approx(sum(losses), rel=1e-12)
     for trainer, plain in enumerate(plains):
         assert_same(reference, plain, 1e-11, trainer)
-    logits = [reference.logits(step.batch(), trainer) for trainer in range(2)]
+    logits = [reference.outputs(step.batch(), trainer) for trainer in range(2)]
     assert torch.equal(*logits) == (ddp == "outside")
 
 
@@ -323,7 +323,7 @@ def test_pipelined_reads_rows_that_lack_the_last_update(pooling: str, broken_ste
     for table, rows in zip(plain.tables(), after[-1], strict=True):
         table.data.copy_(rows)
     assert_same(reference, plain, 1e-12)
-    torch.testing.assert_close(reference.logits(step.batch()), plain(step).detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(reference.outputs(step.batch()), plain(step).detach(), rtol=1e-12, atol=1e-12)
     assert reference.skipped_steps == (broken_step is not None)
 
 

@@ -18,7 +18,7 @@ from hybrid.clock import STEP, Span
 from hybrid.config import RunConfig, TrainSection
 from hybrid.config.file import load_config
 from hybrid.errors import ConfigError, HybridError
-from hybrid.metrics import Metrics
+from hybrid.metrics import BinaryMetrics
 from hybrid.steps.rules import Staleness
 from hybrid.topology import Role, RoleKind
 from workers.profile import Profile
@@ -26,7 +26,7 @@ from workers.run_folder.folder import RunFolder
 from workers.screen.progress import Progress
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
-METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
+METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000).as_dict()
 PHASE_SECONDS = {"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0}
 
 
@@ -37,7 +37,8 @@ def _progress(step: int, loss: float = 0.5, auc: float = 0.7) -> Progress:
         epoch=1,
         epochs=1,
         loss=loss,
-        auc=auc,
+        score_name="auc",
+        score=auc,
         samples_per_second=1000.0,
         seconds_left=1.0,
         phase_seconds=PHASE_SECONDS,
@@ -94,7 +95,7 @@ def test_every_line_is_on_disk_once_logged(folder: RunFolder) -> None:
         "samples_per_second": 1000.0,
         "phase_seconds": PHASE_SECONDS,
     }
-    assert test == {"step": 10, **METRICS.as_dict()}
+    assert test == {"step": 10, **METRICS}
 
 
 @pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
@@ -116,7 +117,7 @@ def test_staleness_is_logged_where_there_is_any(folder: RunFolder) -> None:
 def test_tensorboard_reads_the_same_numbers(folder: RunFolder) -> None:
     folder.log_progress(_progress(10, auc=math.nan))
     folder.log_progress(_progress(20, loss=0.25, auc=0.75))
-    folder.log_evaluation(20, dataclasses.replace(METRICS, log_loss=0.375))
+    folder.log_evaluation(20, {**METRICS, "log_loss": 0.375})
     scalars = _scalars(folder.path)
     assert scalars["train/loss"] == [(10, 0.5), (20, 0.25)]
     assert scalars["train/auc"] == [(20, 0.75)]
@@ -136,7 +137,7 @@ def test_the_end_of_a_run(folder: RunFolder, steps: int) -> None:
     for step in range(1, steps + 1):
         folder.log_progress(_progress(step, auc=math.nan))
     if steps:
-        folder.log_evaluation(steps, dataclasses.replace(METRICS, auc=math.nan))
+        folder.log_evaluation(steps, {**METRICS, "auc": math.nan})
     folder.finish({"test": {"auc": math.nan}, "steps": steps})
     assert json.loads((folder.path / "result.json").read_text()) == {"test": {"auc": None}, "steps": steps}
     assert folder.curves.read_bytes().startswith(b"\x89PNG")

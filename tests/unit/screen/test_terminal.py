@@ -18,7 +18,9 @@ from support.commands import ROOT
 
 from hybrid.checkpoint.manifest import Best
 from hybrid.clock import PHASES
-from hybrid.metrics import Metrics
+from hybrid.config import RunConfig
+from hybrid.config.tasks import shown_metrics
+from hybrid.metrics import BinaryMetrics
 from hybrid.steps.rules import Staleness
 from workers.screen.progress import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
 from workers.screen.terminal import ProfileSummary, Summary, TerminalView, passing_status
@@ -29,12 +31,14 @@ PROGRESS = Progress(
     epoch=1,
     epochs=2,
     loss=0.45321,
-    auc=0.77123,
+    score_name="auc",
+    score=0.77123,
     samples_per_second=31234.5,
     seconds_left=3723.4,
     phase_seconds={"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0},
 )
-METRICS = Metrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000)
+ALL_METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000).as_dict()
+METRICS = {name: ALL_METRICS[name] for name in shown_metrics(RunConfig().all_tasks)}
 SUMMARY = Summary(
     metrics=METRICS,
     step=5860,
@@ -160,7 +164,7 @@ def test_an_unknown_best_auc_is_not_mentioned() -> None:
 
 
 def test_unknown_numbers_say_so() -> None:
-    said = _line(auc=math.nan, seconds_left=math.nan, phase_seconds={"data": 0.0})
+    said = _line(score=math.nan, seconds_left=math.nan, phase_seconds={"data": 0.0})
     assert "  AUC unknown  31,234 samples/s  left unknown  data 0%\n" in said
 
 

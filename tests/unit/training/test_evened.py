@@ -32,11 +32,12 @@ class Others:
             tensor.fill_(max(tensor.item(), *lengths, 0))
         elif self._meet_at_once:
             for sizes in self._sizes:
-                tensor[: len(sizes)] += torch.tensor(sizes, dtype=torch.int64)
+                steps = torch.tensor([[1.0, size, size] for size in sizes], dtype=torch.float64)
+                tensor[: steps.numel()] += steps.flatten()
         else:
             step = next(self._step)
             going_on = [sizes[step] for sizes in self._sizes if step < len(sizes)]
-            tensor += torch.tensor([len(going_on), sum(going_on)])
+            tensor += torch.tensor([len(going_on), sum(going_on), sum(going_on)], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("are_lists", [False, True])

@@ -55,7 +55,7 @@ def _holds_one_id(data: DataSection) -> bool:
 
 
 def _hashed(data: DataSection, ids_per_sample: float | None) -> Expected:
-    named = Layout.of(data).data
+    named = Layout.of(data, with_labels=False).data
     is_multi_hot = ids_per_sample is not None
     features = tuple(FeatureSpec(name, data.hash_rows, is_multi_hot) for name in named.sparse)
     means = {} if ids_per_sample is None else dict.fromkeys(named.sparse, ids_per_sample)

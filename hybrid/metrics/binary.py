@@ -1,21 +1,17 @@
-"""How good a model is: AUC, log loss, normalised entropy, calibration, accuracy."""
+"""Metrics of probabilities: AUC, log loss, normalised entropy, calibration, accuracy."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybrid.batch import Batch
-
 
 @dataclass(frozen=True, slots=True)
-class Metrics:
+class BinaryMetrics:
     """Quality of predictions for N samples with labels 0 and 1.
 
     Attributes:
@@ -38,46 +34,8 @@ class Metrics:
     num_samples: int
 
     def as_dict(self) -> dict[str, float]:
-        """Name to value, in the order above."""
+        """Name to value, in the order above, which is that of ``hybrid.config.tasks.METRICS``."""
         return dataclasses.asdict(self)
-
-
-class Predictions(NamedTuple):
-    """What a model makes of N samples.
-
-    Attributes:
-        logits: ``logits_N``.
-        labels: ``labels_N``.
-        rows: ``rows_N``, which samples are equal; see :meth:`hybrid.batch.Batch.row_keys`.
-    """
-
-    logits: Tensor
-    labels: Tensor
-    rows: Tensor
-
-    @classmethod
-    def of(cls, batch: Batch, logits_B: Tensor) -> Predictions:
-        """Those of one batch."""
-        return cls(logits_B, batch.labels, batch.row_keys())
-
-    @classmethod
-    def concatenate(cls, parts: Sequence[Predictions]) -> Predictions:
-        """Those of several batches, one after the other."""
-        return cls(*map(torch.cat, zip(*parts, strict=True)))
-
-    def tied(self) -> Predictions:
-        """The same, with one logit for all equal samples: the mean of theirs.
-
-        A matrix product gives equal rows other last bits at other places of a batch. Left so, ties would
-        break by them, and the AUC be another with another size of batches or number of trainers.
-        """
-        _, groups_N, sizes = self.rows.unique(return_inverse=True, return_counts=True)
-        sums = torch.zeros(len(sizes), dtype=torch.float64).index_add_(0, groups_N, self.logits.double())
-        return self._replace(logits=(sums / sizes)[groups_N].to(self.logits.dtype))
-
-    def metrics(self) -> Metrics:
-        """How good they are, equal samples tied."""
-        return binary_metrics(self.tied().logits, self.labels)
 
 
 def probabilities(logits_N: Tensor) -> Tensor:
@@ -87,7 +45,7 @@ def probabilities(logits_N: Tensor) -> Tensor:
     return torch.sigmoid(distinct_U)[places_N]
 
 
-def binary_metrics(logits_N: Tensor, labels_N: Tensor) -> Metrics:
+def binary_metrics(logits_N: Tensor, labels_N: Tensor) -> BinaryMetrics:
     """Metrics of N logits against N labels of 0 and 1, computed in float64.
 
     Raises:
@@ -104,7 +62,7 @@ def binary_metrics(logits_N: Tensor, labels_N: Tensor) -> Metrics:
     # -log p = softplus(-logit) and -log(1 - p) = softplus(logit): finite where p rounds to 0 or 1.
     log_loss = (F.softplus(logits_N) - labels_N * logits_N).mean()
     entropy = -(torch.xlogy(base_rate, base_rate) + torch.xlogy(1 - base_rate, 1 - base_rate))
-    return Metrics(
+    return BinaryMetrics(
         auc=_auc(probabilities_N, labels_N),
         log_loss=log_loss.item(),
         normalised_entropy=(log_loss / entropy).item() if entropy > 0 else float("nan"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from hybrid.metrics import Metrics, Predictions, binary_metrics, probabilities
+from hybrid.metrics import BinaryMetrics, binary_metrics, probabilities
 
 
 def _samples(seed: int = 0, size: int = 300) -> tuple[Tensor, Tensor]:
@@ -32,7 +32,7 @@ def test_every_metric_equals_its_definition() -> None:
     log_loss = -sum(math.log(p) if y else math.log1p(-p) for p, y in pairs) / len(pairs)
     rate = sum(y for _, y in pairs) / len(pairs)
     entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
-    expected = Metrics(
+    expected = BinaryMetrics(
         auc=_auc_by_pairs(logits_N, labels_N),
         log_loss=log_loss,
         normalised_entropy=log_loss / entropy,
@@ -63,44 +63,6 @@ def test_probabilities_are_ranked_as_they_are_written() -> None:
 @given(st.integers(1, 70), st.floats(-30, 30, width=32))
 def test_a_logit_has_one_probability_wherever_it_stands(size: int, logit: float) -> None:
     assert len(probabilities(torch.full((size,), logit)).unique()) == 1
-
-
-class TestPredictions:
-    """Of 400 samples, most of which are there many times, with logits that differ in their last bits."""
-
-    @pytest.fixture
-    def noisy(self) -> Predictions:
-        logits_N, labels_N = _samples(size=400)
-        rows_N = (10 * logits_N).round().long()
-        noise_N = torch.randn(400, generator=torch.Generator().manual_seed(1)) * 1e-6
-        return Predictions(logits_N + noise_N, labels_N, rows_N)
-
-    def test_equal_samples_are_tied(self, noisy: Predictions) -> None:
-        clean_N = noisy.rows.double() / 10
-        expected = _auc_by_pairs(clean_N, noisy.labels)
-        assert noisy.metrics().auc == pytest.approx(expected, abs=1e-15)
-        assert abs(binary_metrics(noisy.logits, noisy.labels).auc - expected) > 1e-4
-        assert torch.allclose(noisy.tied().logits.double(), clean_N, rtol=0, atol=5e-6)
-
-    def test_their_order_and_how_they_were_cut_are_no_matter(self, noisy: Predictions) -> None:
-        order_N = torch.randperm(400)
-        parts = [Predictions(*(t[order_N][i : i + 37] for t in noisy)) for i in range(0, 400, 37)]
-        joined = Predictions.concatenate(parts)
-        assert torch.equal(joined.logits, noisy.logits[order_N])
-        assert joined.metrics().as_dict() == pytest.approx(noisy.metrics().as_dict(), rel=1e-9)
-        assert joined.metrics().auc == noisy.metrics().auc
-
-    def test_logits_that_are_equal_keep_their_bits(self, noisy: Predictions) -> None:
-        alone = noisy._replace(rows=torch.arange(400))
-        assert torch.equal(alone.tied().logits, alone.logits)
-        tied = noisy.tied()
-        assert torch.equal(tied.tied().logits, tied.logits)
-        assert tied.logits.dtype == torch.float32
-
-    def test_one_that_is_not_finite_does_not_spread(self, noisy: Predictions) -> None:
-        noisy.logits[0] = math.nan
-        wrong_N = noisy.tied().logits.isnan()
-        assert torch.equal(wrong_N, noisy.rows == noisy.rows[0])
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])

@@ -1,0 +1,112 @@
+"""What a task is measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid.config import TaskSection
+from hybrid.config.tasks import METRICS
+from hybrid.errors import ConfigError
+from hybrid.metrics.binary import binary_metrics, probabilities
+from hybrid.metrics.ranking import Ranking
+from hybrid.own_code.names import load_function
+from hybrid.own_code.traces import words_of
+
+# Values by name; of several tasks, names begin with that of the task.
+Metrics: TypeAlias = Mapping[str, float]
+
+
+def task_metrics(
+    name: str, task: TaskSection, outputs_N: Tensor, labels_N: Tensor, groups_N: Tensor | None
+) -> dict[str, float]:
+    """All metrics of one task, computed in float64; NaN where there are no samples.
+
+    Args:
+        outputs_N: of the dense net; (N, C) of C classes.
+        groups_N: of the samples, where metrics want groups.
+
+    Raises:
+        ConfigError: a function of the user's own fails, or gives no number.
+    """
+    if not len(labels_N):
+        return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
+    found = _common_metrics(task, outputs_N, labels_N)
+    said_N = predicted(task, outputs_N)
+    ranking = None
+    for metric in task.metrics:
+        if ":" in metric:
+            found[metric.rpartition(":")[2]] = _own_metric(name, metric, said_N, labels_N)
+            continue
+        assert groups_N is not None, "data.group is set where metrics want groups"
+        if said_N.isnan().any():
+            found[metric] = float("nan")
+            continue
+        ranking = ranking or Ranking.of(said_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
+        found[metric] = _group_metric(ranking, metric)
+    return found
+
+
+def check_own_metrics(tasks: Mapping[str, TaskSection]) -> None:
+    """ConfigError where a metric of the user's own cannot be had."""
+    for name, task in tasks.items():
+        for metric in task.metrics:
+            if ":" in metric:
+                _own_function(name, metric)
+
+
+def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
+    """The metric that a task is judged by where no other is chosen; NaN where there are no samples."""
+    return _common_metrics(task, outputs_N, labels_N)[task.score] if len(labels_N) else float("nan")
+
+
+def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
+    """What is predicted, in float64: probabilities, (N, C) of C classes, or numbers."""
+    if task.kind == "binary":
+        return probabilities(outputs_N)
+    outputs_N = outputs_N.detach().double()
+    return outputs_N if task.kind == "regression" else outputs_N.softmax(dim=1)
+
+
+def _common_metrics(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> dict[str, float]:
+    if task.kind == "binary":
+        return binary_metrics(outputs_N, labels_N).as_dict()
+    outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
+    if task.kind == "regression":
+        error_N = outputs_N - labels_N
+        values = (error_N.square().mean().sqrt(), error_N.abs().mean())
+    else:
+        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
+        values = (is_right_N.mean(), F.cross_entropy(outputs_N, labels_N.long()))
+    numbers = [value.item() for value in values]
+    return dict(zip(METRICS[task.kind], [*numbers, len(labels_N)], strict=True))
+
+
+def _group_metric(ranking: Ranking, metric: str) -> float:
+    kind, _, k = metric.partition("@")
+    match kind:
+        case "gauc":
+            return ranking.gauc()
+        case "mrr":
+            return ranking.mrr()
+        case "ndcg":
+            return ranking.ndcg(int(k))
+    return ranking.recall(int(k))
+
+
+def _own_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -> float:
+    key = f"tasks.{name}.metrics"
+    function = _own_function(name, metric)
+    try:
+        value = function(predicted_N, labels_N)
+        return float(value)
+    except Exception as error:  # the user's own code, which may raise anything
+        reason = f"fails, or gives no number: {words_of(error)}"
+        raise ConfigError(key, " ".join(reason.split()), metric) from error
+
+
+def _own_function(name: str, metric: str) -> Callable[..., Any]:
+    return load_function(f"tasks.{name}.metrics", metric, ("predictions", "labels"))

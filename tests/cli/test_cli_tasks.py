@@ -1,0 +1,81 @@
+"""Several tasks from a configuration to a file of predictions, and a run that ends once it gets no better."""
+
+import csv
+import json
+import random
+from pathlib import Path
+
+import pytest
+from support.commands import code_block, output_of, result_of, settings
+
+from workers.cli import main
+
+NUM_ROWS = 1500
+
+
+def write_shop(path: Path) -> None:
+    """Who clicks on what, buys it, and spends on it: clicks follow from the item, and from nothing else."""
+    draw = random.Random(1)
+    with path.open("w") as file:
+        print("user,item,price,importance,clicked,bought,spent,stars", file=file)
+        for _ in range(NUM_ROWS):
+            item = draw.randrange(10)
+            clicked = int(draw.random() < (0.8 if item < 4 else 0.3))
+            bought = int(clicked and draw.random() < 0.5)
+            spent = f"{3 + item + draw.random():.2f}" if bought else ""  # unknown of what was not bought
+            values = (f"u{draw.randrange(20)}", f"i{item}", f"{draw.random():.3f}", f"{draw.random():.2f}")
+            print(*values, clicked, bought, spent, min(4, item // 2), sep=",", file=file)
+
+
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a finished run of the documented configuration, and what it said."""
+    folder = tmp_path_factory.mktemp("shop")
+    (folder / "shop.toml").write_text(code_block("docs/tasks.md", "toml"))
+    write_shop(folder / "shop.csv")
+    changed = settings(
+        run={"folder": "run"}, dense={"device": "cpu"}, train={"batch_size": 256}, data={"test_fraction": 0.3}
+    )
+    return folder, output_of(["launch", "--config", "shop.toml", *changed], folder)
+
+
+def test_a_run_ends_once_it_gets_no_better_and_keeps_the_best(shop: tuple[Path, str]) -> None:
+    folder, said = shop
+    result = result_of(folder / "run")
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    tests = {line["step"]: line["click.gauc"] for line in lines if line["kind"] == "test"}
+    best = max(tests, key=lambda step: tests[step])
+    assert result["best"] == {"step": best, "click.gauc": tests[best]}
+    per_epoch = min(tests)
+    assert result["steps"] == best + 3 * per_epoch < 20 * per_epoch
+    assert f"ended at step {result['steps']}: 3 evaluation(s) without a better click GAUC\n" in said
+    assert "best click GAUC" in said
+    assert {f"step-{step:08}" for step in (best, result["steps"])} <= {
+        path.name for path in (folder / "run/checkpoints").iterdir()
+    }
+
+
+def test_it_goes_on_with_more_patience(shop: tuple[Path, str]) -> None:
+    (resume,) = [line for line in shop[1].splitlines() if line.startswith("resume")]
+    assert resume.endswith("--resume run --set train.patience=4")
+
+
+def test_every_task_has_metrics_and_predictions(
+    shop: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = shop
+    monkeypatch.chdir(folder)
+    last = sorted((folder / "run/checkpoints").iterdir())[-1]
+    main(["evaluate", str(last)])
+    said = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:-1])
+    result = result_of(folder / "run")
+    for name in ("click.auc", "click.ndcg@10", "buy.log_loss", "spent.rmse", "stars.accuracy"):
+        assert said[name.replace("_", " ")] == f"{result[name]:.4f}"
+    assert result["buy.num_samples"] < result["click.num_samples"]
+    assert result["stars.accuracy"] > 0.3  # a fifth of the rows has each
+    main(["predict", str(last), "--input", "shop.csv", "--output", "p.csv"])
+    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
+    assert len(rows) == NUM_ROWS
+    stars = [f"stars.probability.{number}" for number in range(5)]
+    assert list(rows[0]) == ["row", "click.probability", "buy.probability", "spent.value", *stars]
+    assert sum(float(rows[0][name]) for name in stars) == pytest.approx(1)

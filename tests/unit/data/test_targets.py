@@ -1,0 +1,257 @@
+"""Labels of several tasks, weights and groups: out of files, into prepared data, and into batches."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from support.samples import csv_config, located, prepared, read, write
+
+from hybrid.config import DataSection, RunConfig, TaskSection
+from hybrid.data.loader import BatchLoader
+from hybrid.data.manifest import LabelReport
+from hybrid.errors import ConfigError, DataError
+
+DATA = DataSection(format="csv", sparse=("user",), weight="w", group="user", max_bad_fraction=1.0)
+TASKS = {
+    "click": TaskSection(),
+    "buy": TaskSection(label="bought", mask="click"),
+    "stars": TaskSection(kind="classes", classes=3),
+    "spent": TaskSection(kind="regression"),
+}
+HEADER = "click,bought,stars,spent,w,user\n"
+TABLE = HEADER + "1,0,2,-3.5,1,ann\n0,,0,1e2,0.5,bob\n1,1,1.0,0,0.25,ann\n0,1,2,7,2,cid\n"
+
+
+def table(path: Path, kind: str) -> Path:
+    if kind == "csv":
+        return write(path, TABLE)
+    columns = {
+        "click": [True, False, True, False],
+        "bought": [0, None, 1, 1],
+        "stars": pa.array([2, 0, 1, 2], pa.int8()),
+        "spent": [-3.5, 100.0, 0.0, 7.0],
+        "w": pa.array([1, 0.5, 0.25, 2], pa.float32()),
+        "user": pa.array(["ann", "bob", "ann", "cid"]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_every_kind_of_label_is_read_with_its_mask_weight_and_group(tmp_path: Path, kind: str) -> None:
+    data = DataSection(**{**vars(DATA), "format": kind})
+    block, report = read(data, table(tmp_path / "a", kind), tasks=TASKS)
+    assert report.total == 0
+    targets = block.targets
+    assert targets is not None
+    assert targets.groups_B is not None
+    assert targets.weights_BT is not None
+    np.testing.assert_array_equal(
+        targets.labels_BT, [[1, 0, 2, -3.5], [0, 0, 0, 100], [1, 1, 1, 0], [0, 1, 2, 7]]
+    )
+    np.testing.assert_array_equal(
+        targets.weights_BT, [[1, 1, 1, 1], [0.5, 0, 0.5, 0.5], [0.25, 0.25, 0.25, 0.25], [2, 0, 2, 2]]
+    )
+    first, second, third, fourth = targets.groups_B.tolist()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+
+
+def test_what_cannot_be_used_is_a_bad_row_that_says_why(tmp_path: Path) -> None:
+    rows = [
+        "1,1,2,1,0,ann",
+        "2,1,2,1,1,ann",
+        "1,,2,1,1,ann",
+        "1,1,3,1,1,ann",
+        "1,1,0.5,1,1,ann",
+        "1,1,,1,1,ann",
+        "1,1,0,dear,1,ann",
+        "1,1,0,1,-0.5,ann",
+        "1,1,0,1,,ann",
+        "1,1,0,1,1e999,ann",
+        "1,1,0,1,1,?",
+    ]
+    path = write(tmp_path / "a.csv", HEADER + "\n".join(rows))
+    block, report = read(DATA, path, tasks=TASKS)
+    assert block.source_rows_B.tolist() == [0]
+    assert {reason: count for reason, count in report.counts.items() if count} == {
+        "unknown_label": 2,
+        "unusable_label": 4,
+        "unusable_weight": 3,
+        "no_group": 1,
+    }
+    assert located(report, path) == [
+        "3: click is '2', expected '1' or '0'",
+        "4: bought is '', expected '1' or '0'",
+        "5: stars is '3', expected a class from 0 to 2",
+        "6: stars is '0.5', expected a class from 0 to 2",
+        "7: stars is '', expected a class from 0 to 2",
+        "8: spent is 'dear', expected a finite number",
+        "9: w is '-0.5', expected a weight, a finite number of at least 0",
+        "10: w is '', expected a weight, a finite number of at least 0",
+        "11: w is '1e999', expected a weight, a finite number of at least 0",
+        "12: user is '?', expected the group of the sample",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "tasks", "message"),
+    [
+        ({"weight": "weigth"}, {}, "data.weight = 'weigth': .* has no such column"),
+        ({"group": "session"}, {}, "data.group = 'session': .* has no such column"),
+        ({}, {"a": TaskSection(label="clicks")}, "tasks.a.label = 'clicks': .*; did you mean 'click'"),
+        ({}, {"click": TaskSection(mask="seen")}, "tasks.click.mask = 'seen': .* has no such column"),
+        ({"label": "clicks"}, {}, "data.label = 'clicks': .* has no such column"),
+    ],
+)
+def test_a_column_that_is_not_there_is_named_with_its_key(
+    tmp_path: Path, data: dict[str, Any], tasks: Mapping[str, TaskSection], message: str
+) -> None:
+    section = DataSection(**{**vars(DATA), "label": "click", **data})
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read(section, write(tmp_path / "a.csv", TABLE), tasks=tasks)
+
+
+def test_files_without_labels_need_none_of_their_columns(tmp_path: Path) -> None:
+    names = ("click", "bought", "stars", "spent", "w", "user")
+    data = DataSection(**{**vars(DATA), "columns": names})
+    block, _ = read(data, write(tmp_path / "a.csv", "ann\nbob\n"), with_labels=False, tasks=TASKS)
+    assert block.targets is None
+    assert block.sparse[0].to_pylist() == ["ann", "bob"]
+
+
+def config_of(path: Path, tasks: dict[str, TaskSection], **keys: Any) -> RunConfig:
+    return csv_config(path, sparse=("user",), test_fraction=0.0, **keys).replace(tasks=tasks)
+
+
+def test_batches_have_what_was_prepared(tmp_path: Path) -> None:
+    config = config_of(write(tmp_path / "a.csv", TABLE), TASKS, weight="w", group="user")
+    train, _ = prepared(config, tmp_path / "cache")
+    assert train.report.labels == (
+        LabelReport("click", "binary", 4, 0.5, 0, 1),
+        LabelReport("buy", "binary", 2, 0.5, 0, 1),
+        LabelReport("stars", "classes", 4, 1.25, 0, 2),
+        LabelReport("spent", "regression", 4, 25.875, -3.5, 100),
+    )
+    batch = train.gather(np.array([3, 0]), 4, train.total_weights(np.arange(4)))
+    assert batch.labels.tolist() == [[0, 1, 2, 7], [1, 0, 2, -3.5]]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [[2, 0, 2, 2], [1, 1, 1, 1]]
+    assert batch.total_weights is not None
+    assert batch.total_weights.tolist() == [3.75, 1.25, 3.75, 3.75]
+    assert batch.groups is not None
+    assert {tensor.dtype for tensor in (batch.labels, batch.weights)} == {torch.float32}
+    batch.check(0, 1, config.task_specs)
+
+
+def test_trainers_know_the_weights_of_the_whole_step(tmp_path: Path) -> None:
+    rows = [f"{i % 2},{1 + i / 8},u{i % 3}\n" for i in range(23)]
+    path = write(tmp_path / "a.csv", "label,w,user\n" + "".join(rows))
+    train, _ = prepared(config_of(path, {}, weight="w"), tmp_path / "cache")
+    loaders = [
+        BatchLoader(train, batch_size=10, trainer_index=i, num_trainers=4, shuffle=True) for i in range(4)
+    ]
+    for shares in zip(*(list(loader.batches(0)) for loader in loaders), strict=True):
+        weights = torch.cat([share.weights for share in shares if share.weights is not None])
+        for share in shares:
+            assert share.total_weights is not None
+            assert share.total_weights.tolist() == [weights.double().sum().item()]
+
+
+def test_data_without_weights_have_none(tmp_path: Path) -> None:
+    train, _ = prepared(config_of(write(tmp_path / "a.csv", TABLE), {"click": TaskSection()}), tmp_path / "c")
+    batch = train.gather(np.arange(4), 4, train.total_weights(np.arange(4)))
+    assert (batch.weights, batch.total_weights, batch.groups) == (None, None, None)
+    assert batch.labels.tolist() == [1, 0, 1, 0]
+
+
+def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) -> None:
+    path, cache = write(tmp_path / "a.csv", TABLE), tmp_path / "cache"
+    folders = [
+        prepared(config_of(path, {"click": task}, **keys), cache)[0].folder
+        for task, keys in (
+            (TaskSection(), {}),
+            (TaskSection(loss="focal", weight=3.0, metrics=("m:f",)), {}),
+            (TaskSection(mask="bought"), {"missing": ("?",), "bad_rows": "skip", "max_bad_fraction": 1.0}),
+            (TaskSection(), {"weight": "w"}),
+            (TaskSection(), {"group": "user"}),
+        )
+    ]
+    assert folders[0] == folders[1]
+    assert len(set(folders)) == 4
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (
+            {"buy": TASKS["buy"]},
+            "every training row has label 0 for task buy, nothing to learn; check tasks.buy",
+        ),
+        (
+            {"buy": TaskSection(label="click", mask="w")},
+            "no training row counts for task buy; check tasks.buy.mas",
+        ),
+    ],
+)
+def test_a_task_with_nothing_to_learn_is_refused(
+    tmp_path: Path, tasks: dict[str, TaskSection], message: str
+) -> None:
+    path = write(tmp_path / "a.csv", "click,bought,w,user\n1,0,0,a\n0,1,0,b\n")
+    with pytest.raises(DataError, match=message):
+        prepared(config_of(path, tasks), tmp_path / "cache")
+
+
+SYNTHETIC = RunConfig(data=DataSection(synthetic_rows=3000, synthetic_test_rows=1000))
+
+
+def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> None:
+    tasks = {
+        "click": TaskSection(label="label"),
+        "buy": TaskSection(label="converted", mask="label"),
+        "spent": TaskSection(kind="regression"),
+        "stars": TaskSection(kind="classes", classes=5),
+    }
+    data = DataSection(synthetic_rows=3000, synthetic_test_rows=1000, weight="weight", group="C7")
+    train, test = prepared(SYNTHETIC.replace(tasks=tasks, data=data), tmp_path)
+    alone, _ = prepared(SYNTHETIC, tmp_path)
+    rows = np.arange(3000)
+    batch = train.gather(rows, 3000)
+    assert torch.equal(batch.labels[:, 0], alone.gather(rows, 3000).labels)
+    assert not (batch.labels[:, 1] > batch.labels[:, 0]).any()
+    assert batch.labels[:, 3].unique().tolist() == [0, 1, 2, 3, 4]
+    click, buy, spent, stars = test.report.labels
+    assert click.best_auc is not None
+    assert (buy.best_auc, spent.best_auc, stars.best_auc) == (None, None, None)
+    assert (click.count, stars.count) == (1000, 1000)
+    assert buy.count == round(1000 * (click.mean or 0))
+    assert batch.weights is not None
+    assert batch.groups is not None
+    assert 0.5 <= batch.weights[:, 0].min() < batch.weights[:, 0].max() <= 1.5
+    assert len(batch.groups.unique()) > 100
+
+
+@pytest.mark.parametrize(
+    ("tasks", "data", "message"),
+    [
+        (
+            {"a": TaskSection()},
+            {},
+            "tasks.a.label = 'a': must be label or converted of the built-in click log",
+        ),
+        ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be label or converted"),
+        ({"stars": TaskSection(kind="classes", classes=4)}, {}, "tasks.stars.classes = 4: must be 5"),
+        ({}, {"weight": "w"}, "data.weight = 'w': must be a column of the built-in click log, one of weight"),
+        ({}, {"group": "user"}, "data.group = 'user': must be a column of the built-in click log, one of C1"),
+    ],
+)
+def test_the_click_log_has_no_other_columns(
+    tmp_path: Path, tasks: dict[str, TaskSection], data: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        prepared(SYNTHETIC.replace(tasks=tasks, data=DataSection(**data)), tmp_path)  # type: ignore[arg-type]

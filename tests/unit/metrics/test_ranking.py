@@ -1,0 +1,84 @@
+"""Metrics of the order within groups: as scikit-learn has them group by group, and by all orders of ties."""
+
+import math
+from itertools import permutations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from sklearn.metrics import ndcg_score, roc_auc_score
+
+from hybrid.metrics.ranking import Ranking
+
+Floats = npt.NDArray[np.float64]
+
+
+def samples(seed: int, binary: bool = True, size: int = 400) -> tuple[Floats, Floats, npt.NDArray[np.int64]]:
+    """With ties, groups of one sample, and groups of one label."""
+    rng = np.random.default_rng(seed)
+    scores_N = rng.integers(0, 6, size) / 8
+    labels_N = (rng.random(size) < 0.3).astype(float) if binary else rng.integers(0, 4, size).astype(float)
+    return scores_N, labels_N, rng.integers(-(2**62), 2**62, 90)[rng.integers(0, 90, size)]
+
+
+def groups_of(
+    scores_N: Floats, labels_N: Floats, groups_N: npt.NDArray[np.int64]
+) -> list[tuple[Floats, Floats]]:
+    return [(scores_N[groups_N == group], labels_N[groups_N == group]) for group in np.unique(groups_N)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gauc_is_the_mean_of_scikit_learns_by_samples(seed: int) -> None:
+    drawn = samples(seed)
+    groups = [(s, y) for s, y in groups_of(*drawn) if 0 < y.sum() < len(y)]
+    expected = np.average([roc_auc_score(y, s) for s, y in groups], weights=[len(y) for _, y in groups])
+    assert Ranking.of(*drawn).gauc() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+@pytest.mark.parametrize("k", [1, 3, 100])
+def test_ndcg_is_the_mean_of_scikit_learns(k: int, binary: bool) -> None:
+    drawn = samples(7, binary)
+    groups = [(s, y) for s, y in groups_of(*drawn) if y.sum()]
+    # It refuses groups of one sample, of which there is but one order.
+    expected = np.mean([ndcg_score([y], [s], k=k) if len(y) > 1 else 1.0 for s, y in groups])
+    assert Ranking.of(*drawn).ndcg(k) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_recall_is_the_mean_over_all_orders_of_ties(k: int) -> None:
+    scores_N, labels_N = np.array([0.9, 0.5, 0.5, 0.5, 0.1]), np.array([0.0, 1, 0, 1, 1])
+    orders = [p for p in permutations(range(5)) if (np.diff(scores_N[list(p)]) <= 0).all()]
+    expected = np.mean([labels_N[list(order[:k])].sum() / 3 for order in orders])
+    found = Ranking.of(scores_N, labels_N, np.zeros(5, np.int64))
+    assert found.recall(k) == pytest.approx(expected, abs=1e-15)
+
+
+def test_mrr_takes_the_expected_place_of_the_first() -> None:
+    scores_N = np.array([3.0, 2, 1, 5, 5, 5, 4, 1, 2])
+    labels_N = np.array([0.0, 1, 1, 0, 1, 0, 1, 0, 0])
+    groups_N = np.array([7, 7, 7, 2, 2, 2, 2, 9, 9])  # the last has none
+    places = [[p.index(1) + 1 for p in permutations([0, 1, 0])]]
+    expected = np.mean([1 / 2, 1 / np.mean(places)])
+    assert Ranking.of(scores_N, labels_N, groups_N).mrr() == pytest.approx(expected, abs=1e-15)
+
+
+def test_the_order_in_which_samples_come_is_no_matter() -> None:
+    drawn = samples(3)
+    order = np.random.default_rng(0).permutation(len(drawn[0]))
+    scores_N, labels_N, groups_N = drawn
+    one, two = Ranking.of(*drawn), Ranking.of(scores_N[order], labels_N[order], groups_N[order])
+    for first, second in (
+        (one.gauc(), two.gauc()),
+        (one.ndcg(3), two.ndcg(3)),
+        (one.recall(2), two.recall(2)),
+        (one.mrr(), two.mrr()),
+    ):
+        assert first == pytest.approx(second, abs=1e-13)
+
+
+def test_without_anything_to_put_in_order_there_is_no_metric() -> None:
+    none = Ranking.of(np.array([1.0, 2.0]), np.zeros(2), np.zeros(2, np.int64))
+    assert all(math.isnan(value) for value in (none.gauc(), none.ndcg(1), none.recall(1), none.mrr()))
+    negative = Ranking.of(np.array([1.0, 2.0]), np.array([-1.0, 2.0]), np.zeros(2, np.int64))
+    assert math.isnan(negative.ndcg(2))
