@@ -11,11 +11,13 @@ class FeatureSpec:
         name: column name.
         num_rows: one more than the largest id.
         multi_hot: whether a sample may hold any number of ids; otherwise it holds exactly one.
+        weighted: whether its ids have weights in prepared data; it is multi-hot then.
     """
 
     name: str
     num_rows: int
     multi_hot: bool = False
+    weighted: bool = False
 
 
 @dataclass(frozen=True, slots=True)

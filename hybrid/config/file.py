@@ -11,8 +11,8 @@ from typing import Any
 from hybrid.config.key import Key
 from hybrid.config.rules import check_rules
 from hybrid.config.sections import (
-    NAMED_SECTION_KEYS,
-    NAMED_SECTION_TYPES,
+    NAMED_KEYS,
+    NAMED_TYPES,
     SECTION_KEYS,
     SECTION_TYPES,
     TABLE_OPTIMIZERS,
@@ -23,7 +23,7 @@ from hybrid.errors import ConfigError
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 # A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
 _DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
-_ANY_NAMED = [(f"{family}.NAME", keys) for family, keys in NAMED_SECTION_KEYS.items()]
+_ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
 _ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
 _ALL = "hybrid config --describe lists all"
 
@@ -34,7 +34,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Args:
         path: TOML file; None for all defaults. Relative paths inside it stay relative to the
             current folder.
-        overrides: ``section.key=value`` or, say, ``tables.NAME.key=value``, later ones winning. A value is
+        overrides: ``section.key=value``, also of a section ``tables.NAME``, later ones winning. A value is
             TOML; text keys take it unquoted too; one value makes a list of one.
 
     Raises:
@@ -43,16 +43,18 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     sections = {} if path is None else _read_sections(path)
     for text in overrides:
         dotted, equals, value = text.partition("=")
-        section, _, name = dotted.strip().rpartition(".")  # the name of a table may hold dots of its own
+        section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
         if not equals or (not section and name in SECTION_KEYS):
             raise ConfigError(f"--set {text}", "must be section.key=value")
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
-    plain = {name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()}
-    named: dict[str, Any] = {family: {} for family in NAMED_SECTION_TYPES}
+    built: dict[str, Any] = {
+        name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
+    }
+    built |= {kind: {} for kind in NAMED_TYPES}
     for section, values in sections.items():
-        family, _, name = section.partition(".")
-        named[family][name] = _build(NAMED_SECTION_TYPES[family], section, values)
-    config = RunConfig(**plain, **named)
+        kind, _, name = section.partition(".")
+        built[kind][name] = _build(NAMED_TYPES[kind], section, values)
+    config = RunConfig(**built)
     validate(config)
     return config
 
@@ -86,16 +88,16 @@ def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The sections of a TOML document by name; those of which there may be many as ``tables.NAME``."""
+    """The sections of a TOML document by name; each table is a section ``tables.NAME``, and so on."""
     sections = {}
     for section, values in document.items():
-        if section not in SECTION_KEYS and section not in NAMED_SECTION_KEYS:
+        if section not in SECTION_KEYS and section not in NAMED_KEYS:
             if not isinstance(values, dict):
                 raise _unknown("", section)
             raise _unknown(section, next(iter(values), ""))
         if not isinstance(values, dict):
             raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
-        if section in NAMED_SECTION_KEYS:
+        if section in NAMED_KEYS:
             for name, named_values in values.items():
                 if not isinstance(named_values, dict):
                     raise _unknown(section, name)
@@ -109,17 +111,17 @@ def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
     return section_type(**{name: _find(section, name).read(value) for name, value in values.items()})
 
 
-def _keys(section: str) -> dict[str, Key]:
-    """The keys of a section; none where there is no such section."""
-    family, dot, _ = section.partition(".")
-    return NAMED_SECTION_KEYS.get(family, {}) if dot else SECTION_KEYS.get(section, {})
-
-
 def _find(section: str, name: str) -> Key:
-    keys = _keys(section)
+    keys = _keys_of(section)
     if name not in keys:
         raise _unknown(section, name)
     return keys[name]
+
+
+def _keys_of(section: str) -> dict[str, Key]:
+    """The keys of a section; none of one that there is not."""
+    kind, dot, _ = section.partition(".")
+    return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
 
 
 class UnknownKeyError(ConfigError):
@@ -128,14 +130,13 @@ class UnknownKeyError(ConfigError):
 
 def _unknown(section: str, name: str) -> UnknownKeyError:
     if not name and section not in SECTION_KEYS:
-        headings = (*SECTION_KEYS, *(heading for heading, _ in _ANY_NAMED))
-        near = difflib.get_close_matches(section, headings, n=1)
+        near = difflib.get_close_matches(section, (*SECTION_KEYS, *_ANY_NAME), n=1)
         hint = f"did you mean [{near[0]}]?" if near else _ALL
         return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
     dotted = ".".join(part for part in (section, name) if part)
     nearest = _nearest_key(section, name)
     if nearest is None:
-        known = bool(_keys(section))
+        known = bool(_keys_of(section))
         what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
         return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
     return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
@@ -143,9 +144,9 @@ def _unknown(section: str, name: str) -> UnknownKeyError:
 
 def _nearest_key(section: str, name: str) -> str | None:
     """The key that may be meant: one of this name, nearly so in its section, or nearly so elsewhere."""
-    own = _keys(section)
+    own = _keys_of(section)
     is_named = section not in SECTION_KEYS and bool(own)
-    everywhere = [(section, own)] if is_named else [*SECTION_KEYS.items(), *_ANY_NAMED]
+    everywhere = [(section, own)] if is_named else [*SECTION_KEYS.items(), *_ANY_NAME.items()]
     dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]
     names = [name]
     if not any(key.endswith(f".{name}") for key in dotted):
@@ -161,8 +162,8 @@ def _nearest_key(section: str, name: str) -> str | None:
 def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
     """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
     sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
-    for family, keys in NAMED_SECTION_KEYS.items():
-        sections += [(f"{family}.{name}", values, keys) for name, values in getattr(config, family).items()]
+    for kind, keys in NAMED_KEYS.items():
+        sections += [(f"{kind}.{name}", values, keys) for name, values in getattr(config, kind).items()]
     for section, values, keys in sections:
         for name, key in keys.items():
             if (value := getattr(values, name)) is not None:
@@ -182,9 +183,9 @@ def validate(config: RunConfig) -> None:
 def to_toml(config: RunConfig) -> str:
     """The whole configuration as TOML text that ``load_config`` reads back equal."""
     blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
-    for family in NAMED_SECTION_KEYS:
-        for name in getattr(config, family):
-            blocks[f"{family}.{name}"] = [f"[{family}.{toml_value(name)}]"]
+    for kind in NAMED_KEYS:
+        for name in getattr(config, kind):
+            blocks[f"{kind}.{name}"] = [f"[{kind}.{toml_value(name)}]"]
     for section, name, _, value in _items(config):
         blocks[section].append(f"{name} = {toml_value(value)}")
     return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"

@@ -13,7 +13,7 @@ from hybrid.errors import ConfigError
 
 OWN_FUNCTION = r"\w+(\.\w+)*:\w+"  # code of the user's own, as module:function
 _KINDS: dict[Any, str] = {bool: "true or false", int: "an integer", float: "a finite number", str: "text"}
-_LISTS: dict[Any, str] = {int: "a list of integers", str: "a list of text"}
+_LISTS: dict[Any, str] = {int: "a list of integers", float: "a list of finite numbers", str: "a list of text"}
 
 
 def option(default: Any, meaning: str, **more: Any) -> Any:
@@ -34,7 +34,8 @@ class Key:
             in the data its step is.
         is_local: whether the roles of a cluster may differ in it, since no result depends on it, or the
             master hands its own to all.
-        prepares: whether prepared data depend on it; only of the section [data].
+        prepares: whether prepared data depend on it; only of the sections [data] and [columns.NAME].
+        absent: what it comes to where it is None, if not what it comes to in the rest of its section.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Key:
     is_fixed: bool = False
     is_local: bool = False
     prepares: bool = True
+    absent: str = ""
 
     @classmethod
     def of(cls, of: dataclasses.Field[Any], hint: Any) -> Key:
@@ -71,13 +73,15 @@ class Key:
 
     def read(self, value: Any) -> Any:
         """``value`` as this key holds it: TOML lists become tuples and integers floats where due."""
-        if self.is_list:
-            if isinstance(value, list):
-                return tuple(value)
-            lone = type(value) is self.kind and "," not in str(value)
-            return (value,) if lone else value
-        whole = self.kind is float and type(value) is int and abs(value) <= sys.float_info.max
-        return float(value) if whole else value
+        if self.is_list and isinstance(value, list):
+            return tuple(self._of_kind(element) for element in value)
+        value = self._of_kind(value)
+        is_lone = self.is_list and type(value) is self.kind and "," not in str(value)
+        return (value,) if is_lone else value
+
+    def _of_kind(self, value: Any) -> Any:
+        is_whole = self.kind is float and type(value) is int and abs(value) <= sys.float_info.max
+        return float(value) if is_whole else value
 
     def parse(self, text: str) -> Any:
         """The value that ``--set`` gives as ``text``: TOML, or the text itself."""

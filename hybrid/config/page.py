@@ -2,12 +2,10 @@
 
 from hybrid.config.file import toml_value
 from hybrid.config.key import Key
-from hybrid.config.sections import (
-    NAMED_SECTION_KEYS,
-    NAMED_SECTION_TYPES,
-    SECTION_KEYS,
-    SECTION_TYPES,
-)
+from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES
+
+# What a key that is left out comes to.
+_ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
 
 
 def describe() -> str:
@@ -20,17 +18,16 @@ def describe() -> str:
         "`hybrid config --describe > docs/config.md`.",
     ]
     sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
-    for family, keys in NAMED_SECTION_KEYS.items():
-        sections.append((f"{family}.NAME", NAMED_SECTION_TYPES[family], keys))
+    sections += [(f"{kind}.NAME", NAMED_TYPES[kind], keys) for kind, keys in NAMED_KEYS.items()]
     for name, section, keys in sections:
         lines += ["", f"## [{name}]", "", section.__doc__ or "", ""]
         lines += ["| key | default | must be | meaning |", "|---|---|---|---|"]
-        absent = "off" if name in SECTION_KEYS else "as [embedding]"
+        absent = _ABSENT.get(name, "off")
         lines += [_describe_key(key, absent) for key in keys.values()]
     return "\n".join(lines) + "\n"
 
 
 def _describe_key(key: Key, absent: str) -> str:
-    default = absent if key.default is None else f"`{toml_value(key.default)}`"
+    default = key.absent or absent if key.default is None else f"`{toml_value(key.default)}`"
     cells = [f"`{key.name}`", default, key.rule, key.meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

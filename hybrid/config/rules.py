@@ -7,6 +7,7 @@ not come out of a file, or knows more of them than a file says.
 import re
 from collections.abc import Callable, Mapping, Sequence
 
+from hybrid.config.columns import columns_of
 from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.sections import (
     NETS,
@@ -33,7 +34,9 @@ _DEVICES = {
 def check_rules(config: RunConfig) -> None:
     """ConfigError where values that keep their own rules do not go together."""
     _check_data(config)
+    _check_columns(config)
     _check_dense(config)
+    _check_groups(config)
     _check_parallel(config)
     if config.dense.matmul == "onednn" and (reason := why_not_onednn(config)):
         raise ConfigError("dense.matmul", reason, "onednn")
@@ -42,6 +45,7 @@ def check_rules(config: RunConfig) -> None:
     _check_patience(config)
     for name, table in config.tables.items():
         check_workers(name, table.workers, config.cluster.workers)
+        _check_first_rows(name, table)
     table_of_column(config.tables)
     check_schedule(config.schedule, config.schedule.steps or None)
     if config.train.max_steps:
@@ -73,6 +77,15 @@ def _check_data(config: RunConfig) -> None:
             raise ConfigError("data.sparse", "must name at least one categorical column")
         check_columns(data, config.tasks)
     check_fields(data)
+
+
+def _check_columns(config: RunConfig) -> None:
+    if config.data.format == "synthetic":
+        for name in config.columns:
+            rule = "is not read where data.format is synthetic, whose columns are made as they are"
+            raise ConfigError(f"columns.{name}", rule)
+    elif config.data.format != "criteo":  # which may leave the names of its columns to the format
+        columns_of(config.data, config.columns)
 
 
 def check_columns(data: DataSection, tasks: Mapping[str, TaskSection]) -> None:
@@ -114,6 +127,16 @@ def _check_dense(config: RunConfig) -> None:
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def _check_groups(config: RunConfig) -> None:
+    for name, group in config.dense_groups.items():
+        key = f"dense_groups.{name}.parameters"
+        if not group.parameters:
+            raise ConfigError(key, "must name parameters", group.parameters)
+        for pattern in group.parameters:
+            if pattern.startswith("remote.") and not config.dense.remote_mlp:
+                raise ConfigError(key, "must name parameters, and there is no dense.remote_mlp", pattern)
 
 
 def check_device(key: str, device: str) -> None:
@@ -197,6 +220,18 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
         if not 0 <= index < num_workers:
             rule = f"must hold worker indices from 0 to {num_workers - 1}"
             raise ConfigError(f"tables.{table}.workers", rule, index)
+
+
+def _check_first_rows(name: str, table: TableSection) -> None:
+    for key in ("optimizer", "learning_rate"):
+        if table.frozen and (value := getattr(table, key)) is not None:
+            raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
+    whole = table.initial and not table.initial.endswith(".parquet")
+    if whole and (table.init != "uniform" or table.init_scale):
+        rule = "leave init and init_scale out: there are no random rows beside those of this file"
+        raise ConfigError(f"tables.{name}.initial", rule, table.initial)
+    if table.init == "zeros" and table.init_scale:
+        raise ConfigError(f"tables.{name}.init_scale", "is not read where init is zeros", table.init_scale)
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:

@@ -25,6 +25,12 @@ TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "ad
 SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
 
 DTYPES = ("float32", "float64")
+TRANSFORMS = ("none", "log")
+SCALINGS = ("standardise", "min_max", "none")
+VOCABULARIES = ("build", "hash")
+COLUMN_KINDS = ("value", "buckets", "hour", "weekday", "cross", "weighted")
+POOLINGS = ("sum", "mean", "max")
+INITIALISERS = ("uniform", "normal", "zeros")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +132,15 @@ class DataSection:
     )
     missing: tuple[str, ...] = fixed(("", "?"), "field values that mean missing")
     numeric_transform: str = fixed(
-        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=("none", "log")
+        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=TRANSFORMS
     )
-    standardise: bool = fixed(True, "scale numeric columns to mean 0 and deviation 1 over the training rows")
+    numeric_scaling: str = fixed(
+        "standardise",
+        "over the training rows: standardise to mean 0 and deviation 1, min_max to 0 and 1, or none",
+        choices=SCALINGS,
+    )
     vocabulary: str = fixed(
-        "build", "build numbers the values seen; hash uses the hashing trick", choices=("build", "hash")
+        "build", "build numbers the values seen; hash uses the hashing trick", choices=VOCABULARIES
     )
     vocabulary_min_count: int = fixed(
         1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
@@ -160,11 +170,52 @@ class DataSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ColumnSection:
+    """How one column of data.dense or data.sparse is made; a key left out takes the value of [data]."""
+
+    kind: str = fixed(
+        "value",
+        "value: as it is; in data.sparse also buckets: a number in one of several ranges; hour, weekday: of "
+        "a date; cross: several columns as one, by the hashing trick; weighted: ids with weights",
+        choices=COLUMN_KINDS,
+    )
+    source: tuple[str, ...] = fixed((), "column of the files (cross: columns); empty for that of its name")
+    bounds: tuple[float, ...] = fixed((), "where each bucket but the lowest begins, rising (buckets)")
+    quantiles: int = fixed(
+        0, "buckets of equally many training rows instead of bounds; 0 for none (buckets)", minimum=0
+    )
+    weight_separator: str = fixed(":", "stands between an id and its weight in text (weighted)")
+    multi_hot_separator: str | None = fixed(None, "splits a field into several ids (value, weighted)")
+    pooling: str | None = fixed(
+        None,
+        "how its bags become one vector (value, weighted)",
+        choices=POOLINGS,
+        prepares=False,
+        absent="as its table",
+    )
+    max_ids: int = fixed(0, "ids that a row may hold; 0 for any number (value, weighted)", minimum=0)
+    too_many_ids: str = fixed(
+        "bad_row",
+        "what becomes of more than max_ids: a bad row, or the first or the last of them are kept",
+        choices=("bad_row", "keep_first", "keep_last"),
+    )
+    numeric_transform: str | None = fixed(None, "log, or none (of data.dense)", choices=TRANSFORMS)
+    numeric_scaling: str | None = fixed(None, "as of [data] (of data.dense)", choices=SCALINGS)
+    vocabulary: str | None = fixed(None, "build or hash (value, weighted)", choices=VOCABULARIES)
+    vocabulary_min_count: int | None = fixed(
+        None, "values seen less often share a row (value, weighted)", minimum=1
+    )
+    hash_rows: int | None = fixed(
+        None, "rows of the table (value and weighted if hashed, cross)", minimum=2, maximum=2_000_000_000
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class EmbeddingSection:
     """Defaults of all tables; a section [tables.NAME] overrides them for one."""
 
     dim: int = fixed(16, "width of a row", minimum=1)
-    pooling: str = fixed("sum", "how a bag of ids becomes one vector", choices=("sum", "mean", "max"))
+    pooling: str = fixed("sum", "how a bag of ids becomes one vector", choices=POOLINGS)
     optimizer: str = fixed("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float = option(0.05, "learning rate of the rows", above=0)
     eps: float = option(
@@ -198,12 +249,22 @@ class TableSection:
     """Overrides for one table; a key left out takes the value of [embedding]."""
 
     dim: int | None = fixed(None, "width of a row", minimum=1)
-    pooling: str | None = fixed(None, "pooling of a bag", choices=("sum", "mean", "max"))
+    pooling: str | None = fixed(None, "pooling of a bag", choices=POOLINGS)
     optimizer: str | None = fixed(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
     learning_rate: float | None = option(None, "learning rate of the rows", above=0)
     placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
     workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
     features: tuple[str, ...] = fixed((), "columns that share this table; empty for the one of its name")
+    initial: str = fixed(
+        "",
+        "file with its first rows, which all workers see; empty for random ones. Parquet: a column of values "
+        "and one of vectors; safetensors (path#name for one of several tensors) or .npy: row by row",
+    )
+    frozen: bool = fixed(False, "rows stay as they are first")
+    init: str = fixed("uniform", "how random first rows are drawn", choices=INITIALISERS)
+    init_scale: float = fixed(
+        0.0, "uniform: the largest absolute value, normal: the deviation; 0 for 1 / sqrt(rows)", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +337,20 @@ class DenseSection:
     def trainers_per_net(self) -> int:
         """How many trainers hold a dense net together."""
         return self.tensor_size if self.parallel == "tensor" else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseGroupSection:
+    """Parameters of dense nets that are trained otherwise than [dense] says."""
+
+    parameters: tuple[str, ...] = option(
+        (),
+        'their names, or patterns of them: "head.*", "*.bias"; those of the remote net begin with "remote."',
+    )
+    learning_rate: float | None = option(None, "learning rate", above=0)
+    optimizer_options: tuple[str, ...] = option(
+        (), "arguments of the optimizer that are others than dense.optimizer_options has"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,6 +451,8 @@ class RunConfig:
     profile: ProfileSection = ProfileSection()
     tables: Mapping[str, TableSection] = field(default_factory=dict)
     tasks: Mapping[str, TaskSection] = field(default_factory=dict)
+    columns: Mapping[str, ColumnSection] = field(default_factory=dict)
+    dense_groups: Mapping[str, DenseGroupSection] = field(default_factory=dict)
 
     def replace(self, **sections: Any) -> RunConfig:
         """A copy with some sections replaced."""
@@ -409,10 +486,15 @@ def tasks_of(tasks: Mapping[str, TaskSection], data: DataSection) -> dict[str, T
     return {name: dataclasses.replace(task, label=task.label or name) for name, task in found.items()}
 
 
-# Of each section, and of those of which there may be any number, by the first word of their headings.
+# Of each section, and of those with names of their own: [tables.NAME] and so on.
 SECTION_TYPES: dict[str, Any] = {
     name: hint for name, hint in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(hint)
 }
 SECTION_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in SECTION_TYPES.items()}
-NAMED_SECTION_TYPES: dict[str, Any] = {"tables": TableSection, "tasks": TaskSection}
-NAMED_SECTION_KEYS = {family: keys_of(section) for family, section in NAMED_SECTION_TYPES.items()}
+NAMED_TYPES: dict[str, Any] = {
+    "tables": TableSection,
+    "tasks": TaskSection,
+    "columns": ColumnSection,
+    "dense_groups": DenseGroupSection,
+}
+NAMED_KEYS: dict[str, dict[str, Key]] = {name: keys_of(section) for name, section in NAMED_TYPES.items()}

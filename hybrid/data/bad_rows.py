@@ -26,6 +26,9 @@ class Reason(StrEnum):
     TARGET = "unusable_label"
     WEIGHT = "unusable_weight"
     GROUP = "no_group"
+    DATE = "not_a_date"
+    ID_WEIGHT = "wrong_weight"
+    MANY = "too_many_ids"
 
 
 _ADVICE = {
@@ -38,6 +41,9 @@ _ADVICE = {
     Reason.TARGET: "check label, kind and classes of the section [tasks.NAME]",
     Reason.WEIGHT: "check data.weight",
     Reason.GROUP: "check data.group and data.missing",
+    Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
+    Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
+    Reason.MANY: "set max_ids higher, or too_many_ids of the column",
 }
 
 

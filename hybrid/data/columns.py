@@ -39,6 +39,14 @@ def is_list(column: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def without_maps(column: Any) -> Any:
+    """A column, as lists of pairs if it holds maps."""
+    if not pa.types.is_map(column.type):
+        return column
+    pairs = pa.StructArray.from_arrays([column.keys, column.items], ["key", "value"])
+    return pa.ListArray.from_arrays(column.offsets, pairs)
+
+
 def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Values:
     """A categorical column in canonical texts (:mod:`hybrid.data.canonical`).
 
@@ -48,23 +56,40 @@ def values(column: Any, missing: tuple[str, ...], separator: str = "") -> Values
         separator: splits a flat column into lists where it is not empty.
     """
     if separator and not is_list(column):
-        column = pc.split_pattern(pc.fill_null(_decoded(column).cast(pa.string()), ""), separator)
+        column = pc.split_pattern(pc.fill_null(decoded(column).cast(pa.string()), ""), separator)
     if not is_list(column):
-        return _flat_values(column, missing)
-    items = _flat_values(pc.list_flatten(column), missing)
+        return flat_values(column, missing)
     lengths_B = np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
+    return kept_items(flat_values(pc.list_flatten(column), missing), lengths_B)
+
+
+def kept_items(items: Values, lengths_B: npt.NDArray[np.int64]) -> Values:
+    """Lists of those of the flat ``items`` that are not null, where ``lengths_B`` of all are of each row."""
     present_L = np.asarray(items.coded.is_valid())
     kept_before = np.concatenate([[0], np.cumsum(present_L)])
     offsets = kept_before[np.concatenate([[0], np.cumsum(lengths_B)])]
     lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items.coded.drop_null())
-    rows_L = np.repeat(np.arange(len(column)), lengths_B)
-    inexact_B, too_long_B = np.zeros((2, len(column)), np.bool_)
+    rows_L = np.repeat(np.arange(len(lengths_B)), lengths_B)
+    inexact_B, too_long_B = np.zeros((2, len(lengths_B)), np.bool_)
     inexact_B[rows_L[items.inexact_B]] = True
     too_long_B[rows_L[items.too_long_B]] = True
     return Values(lists, inexact_B, too_long_B)
 
 
-def _flat_values(column: Any, missing: tuple[str, ...]) -> Values:
+def cut(lists: Any, limit: int, *, from_start: bool) -> Any:
+    """Lists without what is beyond the first ``limit`` items of each, or before the last ones."""
+    offsets = np.asarray(lists.offsets).astype(np.int64)
+    lengths_B = np.diff(offsets)
+    place_L = np.arange(lengths_B.sum()) - np.repeat(offsets[:-1] - offsets[0], lengths_B)
+    if not from_start:
+        place_L = np.repeat(lengths_B, lengths_B) - 1 - place_L
+    kept = lists.flatten().filter(pa.array(place_L < limit))
+    ends = np.concatenate([[0], np.minimum(lengths_B, limit).cumsum()])
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), kept)
+
+
+def flat_values(column: Any, missing: tuple[str, ...]) -> Values:
+    """A flat column as it is in :func:`values`."""
     # What is done to a value is done once for each distinct one.
     indices, distinct = _distinct(column)
     texts, inexact_D = canonical(distinct)
@@ -83,8 +108,8 @@ def _flat_values(column: Any, missing: tuple[str, ...]) -> Values:
 
 def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """A numeric column as float64 with NaN where missing, and which of its values are not finite numbers."""
-    column = _decoded(column)
-    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
+    column = decoded(column)
+    text = is_text(column)
     if text:
         column = pc.utf8_trim_whitespace(column)
         column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
@@ -127,5 +152,11 @@ def _distinct(column: Any) -> tuple[Any, Any]:
     return used.indices, coded.dictionary.take(used.dictionary)
 
 
-def _decoded(column: Any) -> Any:
+def is_text(column: Any) -> bool:
+    """Whether a flat column holds texts, and not as a dictionary."""
+    return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
+
+
+def decoded(column: Any) -> Any:
+    """A column without its dictionary, where it has one."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column

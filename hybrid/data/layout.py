@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from hybrid.config import DataSection, TaskSection
+from hybrid.config import ColumnSection, DataSection, TaskSection
+from hybrid.config.columns import Column, columns_of
 from hybrid.config.rules import check_columns, check_fields
 from hybrid.data.bad_rows import shown
 from hybrid.data.canonical import canonical_text
@@ -20,7 +22,7 @@ from hybrid.errors import ConfigError, DataError
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
 CRITEO_LABEL = "label"
-_NO_SECTIONS: Mapping[str, TaskSection] = MappingProxyType({})
+_NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,29 @@ class Layout:
 
     Attributes:
         data: the section that says so, with names for the columns of a format that has them.
+        dense, sparse: the columns that the model reads, and how they are made.
         targets: labels, weights and groups.
         with_labels: whether the columns of targets are read (they may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
     """
 
     data: DataSection
+    dense: tuple[Column, ...]
+    sparse: tuple[Column, ...]
     targets: TargetSpec
     with_labels: bool
     quotes: bool
 
     @classmethod
     def of(
-        cls, data: DataSection, tasks: Mapping[str, TaskSection] = _NO_SECTIONS, *, with_labels: bool = True
+        cls,
+        data: DataSection,
+        columns: Mapping[str, ColumnSection] = _NO_SECTIONS,
+        tasks: Mapping[str, TaskSection] = _NO_SECTIONS,
+        *,
+        with_labels: bool = True,
     ) -> Layout:
-        """The layout that ``data`` describes; ConfigError where it contradicts itself."""
+        """The layout that these sections describe; ConfigError where they contradict themselves."""
         is_criteo = data.format == "criteo"
         if is_criteo:
             data = dataclasses.replace(
@@ -65,17 +75,18 @@ class Layout:
             raise ConfigError("data.columns", "names a column twice", name)
         if with_labels:
             check_columns(data, tasks)
-        return cls(data, TargetSpec.of(tasks, data), with_labels, quotes=not is_criteo)
+        made, targets = columns_of(data, columns), TargetSpec.of(tasks, data)
+        return cls(data, *made, targets, with_labels, quotes=not is_criteo)
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names of the columns that are read."""
+        """Names of the columns of the files that are read."""
         return tuple(dict.fromkeys(name for _, name in self._named))
 
     @property
     def columns_without_targets(self) -> tuple[str, ...]:
         """What is left of ``data.columns`` in a file that has no labels."""
-        features = (*self.data.dense, *self.data.sparse)
+        features = {source for column in (*self.dense, *self.sparse) for source in column.sources}
         targets = {name for _, name in self.targets.columns() if name not in features}
         return tuple(name for name in self.data.columns if name not in targets)
 
@@ -99,6 +110,6 @@ class Layout:
     @property
     def _named(self) -> list[tuple[str, str]]:
         """Every wanted column after the key that names it."""
-        named = [("data.dense", name) for name in self.data.dense]
-        named += [("data.sparse", name) for name in self.data.sparse]
+        named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
+        named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         return named + self.targets.columns() if self.with_labels else named

@@ -5,7 +5,7 @@ dictionaries, few rows at a time, and unfolded no further than ``MAX_UNFOLDED_BY
 to be more than real data could be packed into its bytes is refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from hybrid.data.columns import is_list
+from hybrid.data.columns import is_list, without_maps
 from hybrid.data.layout import Layout
 from hybrid.data.text import TableBlock
 from hybrid.errors import DataError
@@ -54,38 +54,45 @@ def _blocks(path: Path, file: Any, names: list[str]) -> Iterator[TableBlock]:
     # A batch of one row group: pyarrow does not join dictionaries within lists.
     for group in range(file.metadata.num_row_groups):
         for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], columns=names, use_threads=False):
+            whole = {name: without_maps(batch.column(name)) for name in names}
             start = 0
             while start < batch.num_rows:
-                part = batch.slice(start, _fitting_rows(path, batch.slice(start)))
-                rows = np.arange(part.num_rows)
-                table = {name: part.column(name) for name in names}
-                yield TableBlock(table, first + rows + 1, rows, part.num_rows, [])
-                start += part.num_rows
-                first += part.num_rows
+                rest = {name: column.slice(start) for name, column in whole.items()}
+                size = _fitting_rows(path, rest, batch.num_rows - start)
+                rows = np.arange(size)
+                table = {name: column.slice(0, size) for name, column in rest.items()}
+                yield TableBlock(table, first + rows + 1, rows, size, [])
+                start += size
+                first += size
 
 
-def _fitting_rows(path: Path, batch: Any) -> int:
-    """How many rows of ``batch``, from the first, have texts of no more than ``MAX_UNFOLDED_BYTES``."""
-    fitting = int(batch.num_rows)
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        flat = pc.list_flatten(column) if is_list(column) else column
-        if not pa.types.is_dictionary(flat.type):
-            continue
-        sizes_D = np.append(np.asarray(pc.fill_null(pc.binary_length(flat.dictionary), 0)), 0)
-        ends_L = np.cumsum(sizes_D[np.asarray(flat.indices.fill_null(len(flat.dictionary)))], dtype=np.int64)
-        items = int(np.searchsorted(ends_L, MAX_UNFOLDED_BYTES, side="right"))
-        if items == len(ends_L):
-            continue
+def _fitting_rows(path: Path, columns: Mapping[str, Any], num_rows: int) -> int:
+    """How many rows of ``columns``, from the first, have texts of no more than ``MAX_UNFOLDED_BYTES``."""
+    fitting = num_rows
+    for name, column in columns.items():
         ends_B = np.arange(1, len(column) + 1)
         if is_list(column):
             ends_B = np.cumsum(np.asarray(pc.fill_null(pc.list_value_length(column), 0)))
-        fitting = min(fitting, int(np.searchsorted(ends_B, items, side="right")))
+        for texts in _coded_texts(column):
+            sizes_D = np.append(np.asarray(pc.fill_null(pc.binary_length(texts.dictionary), 0)), 0)
+            at_L = np.asarray(texts.indices.fill_null(len(texts.dictionary)))
+            ends_L = np.cumsum(sizes_D[at_L], dtype=np.int64)
+            items = int(np.searchsorted(ends_L, MAX_UNFOLDED_BYTES, side="right"))
+            if items < len(ends_L):
+                fitting = min(fitting, int(np.searchsorted(ends_B, items, side="right")))
         if not fitting:
             raise DataError(
                 f"{path}: a row has more than {MAX_UNFOLDED_BYTES >> 20} MiB in column {name}; "
                 "check data.sparse, or leave such rows out of the file"
             )
     return fitting
+
+
+def _coded_texts(column: Any) -> list[Any]:
+    """The texts of a column, of all rows one after the other, where they are dictionaries."""
+    flat = pc.list_flatten(column) if is_list(column) else column
+    leaves = flat.flatten() if pa.types.is_struct(flat.type) else [flat]
+    return [leaf for leaf in leaves if pa.types.is_dictionary(leaf.type)]
 
 
 def _leaves(file: Any, wanted: set[str]) -> dict[int, Any]:

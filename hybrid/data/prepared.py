@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.config.sections import NAMED_SECTION_KEYS, SECTION_KEYS
+from hybrid.config.columns import columns_of
+from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building
@@ -114,12 +115,12 @@ def encode_files(
         dense=spec.dense_features,
         sparse=tuple(f.name for f in spec.sparse_features),
     )
-    if data.format == "csv" and not data.multi_hot_separator:
-        for feature in spec.sparse_features:
-            if feature.multi_hot:
+    if data.format == "csv":
+        for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):
+            if feature.multi_hot and column.kind == "value" and not column.separator:
                 rule = f"must be set where the model is trained, since {feature.name} holds several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
-    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks)
+    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks, columns=config.columns)
     with _memory_at_hand():
         report = _write_split(source, encoder, folder / TEST)
     if not report.num_rows:
@@ -155,13 +156,18 @@ def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
     }
     stamps = [[{**dataclasses.asdict(file), "path": ""} for file in group] for group in files]
     seed = None if config.data.test_path else config.run.seed  # it only chooses what is held out
-    text = json.dumps([manifest.FORMAT_VERSION, seed, keys, _prepared_tasks(config), stamps], sort_keys=True)
+    columns = {
+        name: {key: getattr(section, key) for key, each in NAMED_KEYS["columns"].items() if each.prepares}
+        for name, section in config.columns.items()
+    }
+    decisive = [manifest.FORMAT_VERSION, seed, keys, _prepared_tasks(config), columns, stamps]
+    text = json.dumps(decisive, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
 
 def _prepared_tasks(config: RunConfig) -> list[list[object]]:
     """What of the sections [tasks.NAME] prepared data depend on."""
-    keys = [name for name, key in NAMED_SECTION_KEYS["tasks"].items() if key.prepares]
+    keys = [name for name, key in NAMED_KEYS["tasks"].items() if key.prepares]
     return [[name, *(getattr(task, key) for key in keys)] for name, task in config.tasks.items()]
 
 
@@ -239,14 +245,19 @@ def _write_files(
 ) -> dict[str, DatasetReport]:
     source, test_source = (
         Source(
-            tuple(Path(file.path) for file in files), config.data, tell=tell, check=check, tasks=config.tasks
+            tuple(Path(file.path) for file in files),
+            config.data,
+            tell=tell,
+            check=check,
+            tasks=config.tasks,
+            columns=config.columns,
         )
         for files in (train_files, test_files)
     )
     is_test = partial(_held_out, config.run.seed, 0.0 if test_files else config.data.test_fraction)
     log = source.new_log()
     training = (block.select(~is_test(block.source_rows_B)) for block in source.blocks(log))
-    encoder = FeatureEncoder.fit(training, config.data)
+    encoder = FeatureEncoder.fit(training, config.data, config.columns)
     log.finish()
     if test_files:
         reports = {

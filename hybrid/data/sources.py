@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config import DataSection, TaskSection
+from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data import columns
 from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
+from hybrid.data.features import feature
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.meter import Meter, tell_nobody
@@ -29,15 +30,17 @@ class RawBlock(NamedTuple):
     Attributes:
         dense_BF: float64, NaN where missing.
         sparse: for each sparse feature a pyarrow dictionary array of B strings, null where missing, or an
-            array of B lists of such (several ids a sample).
+            array of B lists of such (several ids a sample), or of B numbers where these go into buckets.
         targets: labels, weights and groups, or None where they were not asked for.
         source_rows_B: int64, 0-based row over all files in turn; bad rows count, blank lines do not.
+        weights: an array of B lists of float32 for each sparse feature whose ids have weights.
     """
 
     dense_BF: npt.NDArray[np.float64]
     sparse: tuple[Any, ...]
     targets: Targets | None
     source_rows_B: npt.NDArray[np.int64]
+    weights: tuple[Any, ...] = ()
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
         """The rows where ``mask_B`` holds."""
@@ -47,6 +50,7 @@ class RawBlock(NamedTuple):
             tuple(column.filter(keep) for column in self.sparse),
             None if self.targets is None else self.targets.select(mask_B),
             self.source_rows_B[mask_B],
+            tuple(lists.filter(keep) for lists in self.weights),
         )
 
 
@@ -62,6 +66,7 @@ class Source:
         tell: told how many rows are read so far, while that takes long.
         check: called before every block; what it raises ends the pass.
         tasks: the sections [tasks.NAME].
+        columns: the sections that say how columns are made.
     """
 
     files: tuple[Path, ...]
@@ -71,6 +76,7 @@ class Source:
     tell: Callable[[str], None] = tell_nobody
     check: Callable[[], None] = lambda: None
     tasks: Mapping[str, TaskSection] = field(default_factory=dict)
+    columns: Mapping[str, ColumnSection] = field(default_factory=dict)
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
@@ -79,7 +85,7 @@ class Source:
             ConfigError: a key of the data section does not fit the files.
             DataError: a file cannot be read, holds no usable row, or bad rows are not to be skipped.
         """
-        layout = Layout.of(self.data, self.tasks, with_labels=self.with_labels)
+        layout = Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels)
         log = log or self.new_log()
         first_row, meter = 0, Meter("reading rows", self.tell)
         for path in self.files:
@@ -105,7 +111,7 @@ class Source:
     @property
     def targets(self) -> TargetSpec:
         """Labels, weights and groups of the rows."""
-        return Layout.of(self.data, self.tasks, with_labels=self.with_labels).targets
+        return Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels).targets
 
     def new_log(self) -> BadRowLog:
         """A log that treats bad rows as the data section says."""
@@ -126,16 +132,12 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
     data, targets = layout.data, None
     if layout.with_labels:
         targets = layout.targets.read(table.columns, reject)
-    dense_BF = np.empty((len(good), len(data.dense)))
-    for f, name in enumerate(data.dense):
-        dense_BF[:, f], wrong = columns.numbers(table.columns[name], data.missing)
-        reject(wrong, Reason.NUMBER, name, "a finite number")
-    sparse = []
-    for name in data.sparse:
-        column, separator = table.columns[name], data.multi_hot_separator
-        coded, inexact_B, too_long_B = columns.values(column, data.missing, separator)
-        reject(inexact_B, Reason.INEXACT, name, "an id that a float holds exactly")
-        reject(too_long_B, Reason.LONG, name, f"at most {columns.MAX_VALUE_BYTES:,} bytes")
-        sparse.append(coded)
-    block = RawBlock(dense_BF, tuple(sparse), targets, first_row + table.rows)
+    dense_BF = np.empty((len(good), len(layout.dense)))
+    for f, column in enumerate(layout.dense):
+        dense_BF[:, f], wrong = columns.numbers(table.columns[column.source], data.missing)
+        reject(wrong, Reason.NUMBER, column.source, "a finite number")
+    features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
+    sparse = tuple(each.values for each in features)
+    weights = tuple(each.weights for each in features if each.weights is not None)
+    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights)
     return (block if good.all() else block.select(good)), bad

@@ -10,6 +10,7 @@ folder a split, of plain ``.npy`` files::
     groups.npy       int64 (N,), absent where there are no groups
     source_rows.npy  int64 (N,), the row of the input each sample came from
     bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
+    bag_K_weights.npy  float32 (L,), where the ids of feature K have weights
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class SplitWriter:
         multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
         self._bag_ids = [self._array(f"bag_{k}_ids", np.int32) for k in multi_hot]
         self._bag_offsets = [self._array(f"bag_{k}_offsets", np.int64) for k in multi_hot]
+        self._bag_weights = [
+            self._array(f"bag_{k}_weights", np.float32) if features[k].weighted else None for k in multi_hot
+        ]
         self._bag_ends = [0] * len(multi_hot)
         for offsets in self._bag_offsets:
             offsets.append(np.zeros(1, np.int64))
@@ -99,6 +103,9 @@ class SplitWriter:
             self._targets.append(targets)
         for i, bag in enumerate(block.bags):
             self._bag_ids[i].append(bag.ids_L)
+            if (weights := self._bag_weights[i]) is not None:
+                assert bag.weights_L is not None
+                weights.append(bag.weights_L)
             self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
             self._bag_ends[i] += len(bag.ids_L)
 
@@ -187,6 +194,11 @@ class PreparedDataset:
             for k, feature in enumerate(input_spec.sparse_features)
             if feature.multi_hot
         }
+        self._id_weights = {
+            k: self._map(f"bag_{k}_weights")
+            for k, feature in enumerate(input_spec.sparse_features)
+            if feature.weighted
+        }
 
     @classmethod
     def open(cls, folder: Path, split: str) -> PreparedDataset:
@@ -254,16 +266,23 @@ class PreparedDataset:
         if not self._bags:
             return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, num_features)
         one_id = iter(ids_KB)
-        ids, lengths = [], [np.zeros(1, np.int64)]
+        ids, weights, lengths = [], [], [np.zeros(1, np.int64)]
         for k in range(num_features):
             if k in self._bags:
-                ids_L, lengths_B = _gather_bags(*self._bags[k], rows)
+                stored_L, offsets = self._bags[k]
+                positions_L, lengths_B = _positions(offsets, rows)
+                ids_L = stored_L[positions_L].astype(np.int64)
             else:
                 ids_L, lengths_B = next(one_id), np.ones(len(rows), np.int64)
             ids.append(ids_L)
             lengths.append(lengths_B)
-        offsets = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
-        return SparseFeatures(torch.from_numpy(np.concatenate(ids)), offsets, None, num_features)
+            if k in self._id_weights:
+                weights.append(self._id_weights[k][positions_L])
+            elif self._id_weights:
+                weights.append(np.ones(len(ids_L), np.float32))
+        weights_L = torch.from_numpy(np.concatenate(weights)) if weights else None
+        ends = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
+        return SparseFeatures(torch.from_numpy(np.concatenate(ids)), ends, weights_L, num_features)
 
     def _map_if_there(self, name: str) -> npt.NDArray[Any] | None:
         return self._map(name) if (self._split / f"{name}.npy").exists() else None
@@ -273,15 +292,14 @@ class PreparedDataset:
         return np.asarray(np.load(self._split / f"{name}.npy", mmap_mode="r"))
 
 
-def _gather_bags(
-    ids_L: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
+def _positions(
+    offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The ids of the bags ``rows`` one after the other, and the length of each."""
+    """Where the ids of the bags ``rows`` lie, one bag after the other, and the length of each."""
     starts_B = offsets[rows]
     lengths_B = offsets[rows + 1] - starts_B
     before_B = np.cumsum(lengths_B) - lengths_B
-    positions = np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum())
-    return ids_L[positions].astype(np.int64), lengths_B
+    return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
 
 
 def _of_tasks(values_BT: npt.NDArray[Any]) -> Tensor:

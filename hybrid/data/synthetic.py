@@ -21,8 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import RunConfig
-from hybrid.data.encode import DenseEncoding, EncodedBlock, FeatureEncoder, SparseEncoding
+from hybrid.data.encode import EncodedBlock, FeatureEncoder
 from hybrid.data.layout import CRITEO_DENSE, CRITEO_SPARSE
+from hybrid.data.scaling import DenseEncoding
+from hybrid.data.sparse_encoding import SparseEncoding
 from hybrid.data.targets import Targets, TargetSpec
 from hybrid.errors import ConfigError
 
@@ -109,7 +111,7 @@ class ClickLog:
     def encoder(self) -> FeatureEncoder:
         """The columns: numbers as they are, and categorical values that are rows already."""
         sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
-        return FeatureEncoder("none", tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
+        return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
     def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
         """``num_rows`` samples of the split "train" or "test", block by block."""

@@ -5,12 +5,14 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from hybrid.dense.groups import ParameterGroup
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.steps.schedule import Schedule
 
@@ -30,32 +32,69 @@ _OPTIONS = "dense.optimizer_options"
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], name: str, learning_rate: float, options: Sequence[str] = ()
+    parameters: Iterable[nn.Parameter],
+    name: str,
+    learning_rate: float,
+    options: Sequence[str] = (),
+    groups: Sequence[ParameterGroup] = (),
 ) -> torch.optim.Optimizer:
     """An optimizer by the name of its class in ``torch.optim``.
 
     Args:
         options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
+        groups: those of the parameters that are trained otherwise.
 
     Raises:
         ConfigError: there is no such class, it cannot train these parameters, or it refuses an option.
     """
     cls = _optimizer_class(name)
-    arguments = _arguments(cls, name, options)
+    arguments = _arguments(cls, name, options, _OPTIONS)
     parameters = list(parameters)
-    if arguments:  # which several classes look at only when they step
-        tried = nn.Parameter(parameters[0].new_ones(2, 2) if parameters else torch.ones(2, 2))
-        tried.grad = torch.ones_like(tried)
-        try:
-            cls([tried], **arguments).step()
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            rule = f"torch.optim.{name} refuses this: {first_line(error)}"
-            raise ConfigError(_OPTIONS, rule, list(options)) from error
+    like = parameters[0] if parameters else torch.ones(0)
+    _try(cls, name, arguments, like, options, _OPTIONS)
+    settings: list[dict[str, Any]] = []
+    for group in groups:
+        own = _arguments(cls, name, group.options, group.key)
+        _try(cls, name, {**arguments, **own}, like, group.options, group.key)
+        rate = learning_rate if group.learning_rate is None else group.learning_rate
+        settings.append({**own, "lr": rate})
     try:
-        return cls(parameters, lr=learning_rate, **arguments)
+        return cls(
+            _runs(parameters, groups, settings) if groups else parameters, lr=learning_rate, **arguments
+        )
     except (ValueError, RuntimeError) as error:
         rule = f"cannot train this net; take another class ({first_line(error)})"
         raise ConfigError("dense.optimizer", rule, name) from error
+
+
+def _try(
+    cls: _OptimizerClass,
+    name: str,
+    arguments: Mapping[str, object],
+    like: Tensor,
+    options: Sequence[str],
+    key: str,
+) -> None:
+    """ConfigError where ``cls`` refuses arguments, which several classes look at only when they step."""
+    if not arguments:
+        return
+    tried = nn.Parameter(like.new_ones(2, 2))
+    tried.grad = torch.ones_like(tried)
+    try:
+        cls([tried], **arguments).step()
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            key, f"torch.optim.{name} refuses this: {first_line(error)}", list(options)
+        ) from error
+
+
+def _runs(
+    parameters: Sequence[nn.Parameter], groups: Sequence[ParameterGroup], settings: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Parameter groups of torch that leave the parameters in their order, by which state is stored."""
+    number_of = {id(each): number for number, group in enumerate(groups) for each in group.parameters}
+    runs = groupby(parameters, key=lambda each: number_of.get(id(each)))
+    return [{"params": list(run), **({} if number is None else settings[number])} for number, run in runs]
 
 
 def _optimizer_class(name: str) -> _OptimizerClass:
@@ -76,37 +115,37 @@ def _is_optimizer(cls: object) -> TypeGuard[_OptimizerClass]:
     return isinstance(cls, type) and issubclass(cls, base) and cls is not base
 
 
-def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str]) -> dict[str, object]:
+def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str], option_key: str) -> dict[str, object]:
     """The options as keyword arguments of ``cls``, each of the type that its default has."""
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
     arguments: dict[str, object] = {}
     for text in options:
-        key, value = _parse(text)
+        key, value = _parse(text, option_key)
         if key in defaults and key in _REFUSED_OPTIONS:
-            raise ConfigError(_OPTIONS, f"{key} {_REFUSED_OPTIONS[key]}", text)
+            raise ConfigError(option_key, f"{key} {_REFUSED_OPTIONS[key]}", text)
         if key not in valid:
             rule = f"{key} is not an argument of torch.optim.{name}; choose from {', '.join(valid)}"
-            raise ConfigError(_OPTIONS, rule, text)
+            raise ConfigError(option_key, rule, text)
         if key in arguments:
-            raise ConfigError(_OPTIONS, f"must give {key} once", text)
+            raise ConfigError(option_key, f"must give {key} once", text)
         kind = _kind(defaults[key])
         if kind and kind != _kind(value):
-            raise ConfigError(_OPTIONS, f"{key} must be {kind}, as its default {defaults[key]} is", text)
+            raise ConfigError(option_key, f"{key} must be {kind}, as its default {defaults[key]} is", text)
         arguments[key] = value
     return arguments
 
 
-def _parse(text: str) -> tuple[str, object]:
+def _parse(text: str, option_key: str) -> tuple[str, object]:
     """Key and value of one option."""
     try:
         ((key, value),) = tomllib.loads(text).items()
     except ValueError as error:  # of TOML, or of other than one key
-        raise ConfigError(_OPTIONS, 'must hold texts such as "momentum = 0.9"', text) from error
+        raise ConfigError(option_key, 'must hold texts such as "momentum = 0.9"', text) from error
     value = tuple(value) if isinstance(value, list) else value
     elements = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(e, str) or (isinstance(e, int | float) and math.isfinite(e)) for e in elements):
-        raise ConfigError(_OPTIONS, f"{key} must be true, false, a finite number, text, or a list", text)
+        raise ConfigError(option_key, f"{key} must be true, false, a finite number, text, or a list", text)
     return key, value
 
 

@@ -1,7 +1,9 @@
 """What a table is: its name, size, pooling and optimizer, and which features read it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hybrid.input_spec import InputSpec
@@ -42,11 +44,15 @@ class TableSpec:
         pooling: how the rows of a bag become one vector.
         features: names of the features that read this table.
         optimizer: how its rows are updated.
-        init_scale: rows start uniform in [-init_scale, init_scale].
+        init_scale: of the first rows, as ``init`` says.
         placement: "auto", "table" (whole on one worker) or "row" (split over workers).
         workers: worker indices it may be placed on; empty for any.
         bytes_per_value: of its rows and their optimizer state.
         initial: where its first rows are (see ``hybrid/embedding/stored_rows.py``); empty for random ones.
+        init: how random ones are drawn: "uniform" in [-init_scale, init_scale], "normal" of this deviation,
+            or "zeros".
+        poolings: of each feature, where they are not all ``pooling``.
+        keys: the folder of the prepared data by which ``initial`` has rows by value, if it has.
     """
 
     name: str
@@ -60,9 +66,16 @@ class TableSpec:
     workers: tuple[int, ...] = ()
     bytes_per_value: int = 4
     initial: str = ""
+    init: str = "uniform"
+    poolings: tuple[Pooling, ...] = ()
+    keys: str = ""
+
+    def read_by(self, feature: str) -> TableSpec:
+        """The table with the pooling of one of its features."""
+        return replace(self, pooling=self.poolings[self.features.index(feature)]) if self.poolings else self
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """The table of each sparse feature, in feature order."""
-    table_of = {feature: table for table in tables for feature in table.features}
+    """The table of each sparse feature, with its pooling, in feature order."""
+    table_of = {feature: table.read_by(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

@@ -64,6 +64,8 @@ def _opened(source: str) -> Iterator[_Matrix]:
     """The matrix that a source is."""
     path, _, name = source.partition("#")
     try:
+        if path.endswith(".parquet"):
+            raise LookupError("Parquet has rows by value, which a table of prepared data alone has")
         if path.endswith(".npy"):
             yield _checked(source, _of_numpy(path))
         else:

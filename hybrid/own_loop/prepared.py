@@ -10,6 +10,7 @@ from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec
 from hybrid.own_loop.batches import Share
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.sites import Site
@@ -89,20 +90,20 @@ class PreparedData:
         if batch.groups is not None:
             values[GROUP] = batch.groups
         for k, feature in enumerate(self.dataset.input_spec.sparse_features):
-            values |= _feature(feature.name, k, feature.multi_hot, batch.sparse_features)
+            values |= _feature(feature, k, batch.sparse_features)
         return values
 
 
-def _feature(name: str, k: int, is_multi_hot: bool, sparse: SparseFeatures) -> dict[str, Any]:
+def _feature(feature: FeatureSpec, k: int, sparse: SparseFeatures) -> dict[str, Any]:
     """The ids of one column, and their weights where they have any."""
-    size, offsets = sparse.batch_size, sparse.offsets
+    name, size, offsets = feature.name, sparse.batch_size, sparse.offsets
     if offsets is None:
         return {name: sparse.ids_L[k * size : (k + 1) * size]}
     ends = offsets[k * size : (k + 1) * size + 1]
     ids = slice(int(ends[0]), int(ends[-1]))
-    if not is_multi_hot:
+    if not feature.multi_hot:
         return {name: sparse.ids_L[ids]}
     found: dict[str, Any] = {name: Jagged(sparse.ids_L[ids], ends - ends[0])}
-    if sparse.weights_L is not None:
+    if feature.weighted and sparse.weights_L is not None:
         found[f"{name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
     return found

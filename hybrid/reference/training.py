@@ -10,7 +10,8 @@ of millions of rows have no gradients of their size.
 import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ class Reference:
         self._config = config
         self._specs = tables
         self._features = input_spec.sparse_features
-        self._table_of = {feature: table for table in tables for feature in table.features}
+        self._table_of = {name: table.read_by(name) for table in tables for name in table.features}
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
@@ -91,7 +92,8 @@ class Reference:
         if self.remote_net is not None:
             self._dense.append(self.remote_net)
         self._dense.to(self._dtype)
-        self.optimizer = _dense_optimizer(self._dense, config.dense)
+        self.optimizer = _dense_optimizer(self.nets, self.remote_net, config)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
         self._factors = learning_rate_factors(config.schedule, total_steps)
         self._loss = ReferenceLoss(config.all_tasks)
         self.skipped_steps = 0
@@ -107,8 +109,8 @@ class Reference:
         """
         factor = next(self._factors)
         touched = self._touch(shares, self._visible)
-        for leaf in touched.values():
-            leaf.rows_UD.requires_grad_()
+        for spec in self._specs:
+            touched[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
         self._dense.train()
         self.optimizer.zero_grad()
         outputs = [self._forward(t, share, touched) for t, share in enumerate(shares)]
@@ -181,16 +183,16 @@ class Reference:
         ids_U, rows_UD = touched[table.name]
         ids_L, offsets, weights_L = _bags(sparse, feature)
         index_L = torch.searchsorted(ids_U, ids_L)
-        if weights_L is None and (sparse.offsets is None or not spec.multi_hot):
+        if weights_L is not None:
+            weights_L = weights_L.to(self._dtype)
+            sums_BD = F.embedding_bag(
+                index_L, rows_UD, offsets, mode="sum", per_sample_weights=weights_L, include_last_offset=True
+            )
+            is_mean = table.pooling.value == "mean"  # which torch has of plain rows only
+            return sums_BD / offsets.diff().clamp(min=1).unsqueeze(1) if is_mean else sums_BD
+        if sparse.offsets is None or not spec.multi_hot:
             return F.embedding(index_L, rows_UD)
-        return F.embedding_bag(
-            index_L,
-            rows_UD,
-            offsets,
-            mode=table.pooling.value,
-            per_sample_weights=None if weights_L is None else weights_L.to(self._dtype),
-            include_last_offset=True,
-        )
+        return F.embedding_bag(index_L, rows_UD, offsets, mode=table.pooling.value, include_last_offset=True)
 
     def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
         gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]
@@ -202,11 +204,13 @@ class Reference:
     def _update(self, touched: Mapping[str, _Touched], factor: float) -> None:
         if self._config.train.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._leaves(touched), self._config.train.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._config.dense.learning_rate * factor
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
         self.optimizer.step()
         for spec in self._specs:
             ids_U, rows_UD = touched[spec.name]
+            if spec.optimizer.name == "frozen":
+                continue
             assert rows_UD.grad is not None, "every table has a feature that reads it"
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
@@ -215,7 +219,8 @@ class Reference:
 
 
 def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids of one feature, where each of its B bags starts and ends (B + 1), and the weights of its ids."""
+    """Ids of one feature, where each of its B bags starts and ends (B + 1), and the weights of its ids, None
+    if all are 1."""
     size = sparse.batch_size
     offsets = sparse.offsets
     if offsets is None:
@@ -223,6 +228,8 @@ def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor 
     offsets = offsets[feature * size : (feature + 1) * size + 1]
     ids = slice(int(offsets[0]), int(offsets[-1]))
     weights_L = None if sparse.weights_L is None else sparse.weights_L[ids]
+    if weights_L is not None and bool((weights_L == 1).all()):
+        weights_L = None
     return sparse.ids_L[ids], offsets - offsets[0], weights_L
 
 
@@ -238,8 +245,28 @@ def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]
     return [nets[trainer // together] for trainer in range(trainers)]
 
 
-def _dense_optimizer(modules: nn.Module, section: DenseSection) -> torch.optim.Optimizer:
-    options = tomllib.loads("\n".join(section.optimizer_options))
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
-    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, section.optimizer)
-    return optimizer_class(modules.parameters(), lr=section.learning_rate, **options)
+def _dense_optimizer(
+    nets: Sequence[nn.Module], remote_net: nn.Module | None, config: RunConfig
+) -> torch.optim.Optimizer:
+    """One for all nets, with a group of parameters for each parameter."""
+    dense, groups = config.dense, list(config.dense_groups.values())
+    prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for prefix, net in prefixed:
+        for name, parameter in net.named_parameters():
+            own: dict[str, Any] = {"params": [parameter]}
+            for group in groups:
+                if any(fnmatchcase(prefix + name, pattern) for pattern in group.parameters):
+                    own |= {
+                        "lr": group.learning_rate or dense.learning_rate,
+                        **_options(group.optimizer_options),
+                    }
+            found[parameter] = own
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer)
+    options = _options(dense.optimizer_options)
+    return optimizer_class(list(found.values()), lr=dense.learning_rate, **options)
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    options = tomllib.loads("\n".join(texts))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

@@ -10,6 +10,7 @@ from torch import nn
 from hybrid.config import RunConfig
 from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net
+from hybrid.dense.groups import parameter_groups
 from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import HostedNet
@@ -54,10 +55,14 @@ class Blueprint:
         autocast = None if name == "none" else getattr(torch, name)
         return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)
 
-    def optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer of a dense net."""
+    def optimizer(self, net: nn.Module, *, is_remote: bool = False) -> torch.optim.Optimizer:
+        """The optimizer of a trainer's dense net, or of the remote one."""
         dense = self.config.dense
-        return make_optimizer(net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options)
+        named, sections = net.named_parameters(), self.config.dense_groups
+        groups = parameter_groups(named, sections, is_remote=is_remote)
+        return make_optimizer(
+            net.parameters(), dense.optimizer, dense.learning_rate, dense.optimizer_options, groups
+        )
 
 
 def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
@@ -71,4 +76,4 @@ def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
         generator = torch.Generator().manual_seed(0)
         hidden_BH = torch.rand(2, first.in_features, dtype=blueprint.dtype, generator=generator)
         form = compiled(net, mode, [hidden_BH.requires_grad_()])
-    return HostedNet(net, blueprint.optimizer(net), rules, form)
+    return HostedNet(net, blueprint.optimizer(net, is_remote=True), rules, form)

@@ -1,12 +1,16 @@
 """From configuration and data set to table specs."""
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
-from hybrid.config import RunConfig, TableSection
+from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
 from hybrid.config.rules import table_of_column
 from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.stored_rows import shape_of
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -40,37 +44,91 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     section = config.tables.get(name, TableSection())
     shared = config.embedding
     num_rows = max(f.num_rows for f in features)
+    pooling = Pooling(section.pooling or shared.pooling)
+    poolings = tuple(_pooling(config, name, feature, pooling) for feature in features)
     return TableSpec(
         name=name,
         num_rows=num_rows,
         dim=(section.dim or shared.dim) + extra_columns,
-        pooling=Pooling(section.pooling or shared.pooling),
+        pooling=pooling,
         features=tuple(f.name for f in features),
-        optimizer=OptimizerSpec(
-            name=section.optimizer or shared.optimizer,
-            learning_rate=section.learning_rate or shared.learning_rate,
-            eps=shared.eps,
-            betas=(shared.beta1, shared.beta2),
-            momentum=shared.momentum,
-            weight_decay=shared.weight_decay,
-            ftrl_beta=shared.ftrl_beta,
-            ftrl_l1=shared.ftrl_l1,
-        ),
+        optimizer=_optimizer(shared, section),
         # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
-        init_scale=num_rows**-0.5,
+        init_scale=section.init_scale or num_rows**-0.5,
         placement=section.placement or shared.placement,
         workers=section.workers,
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
+        initial=os.path.abspath(section.initial) if section.initial else "",
+        init=section.init,
+        poolings=poolings if {*poolings} != {pooling} else (),
     )
 
 
+def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pooling) -> Pooling:
+    """That of a feature; ConfigError where there is none such."""
+    own = config.columns.get(feature.name, ColumnSection()).pooling
+    found = Pooling(own or of_table)
+    if feature.weighted and found is Pooling.MAX:
+        of_tables = (
+            f"tables.{table}.pooling"
+            if config.tables.get(table, TableSection()).pooling
+            else "embedding.pooling"
+        )
+        rule = f"must be sum or mean, since the ids of column {feature.name} have weights"
+        raise ConfigError(f"columns.{feature.name}.pooling" if own else of_tables, rule, found.value)
+    return found
+
+
+def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec:
+    if section.frozen:
+        return OptimizerSpec("frozen", 0.0)
+    return OptimizerSpec(
+        name=section.optimizer or shared.optimizer,
+        learning_rate=section.learning_rate or shared.learning_rate,
+        eps=shared.eps,
+        betas=(shared.beta1, shared.beta2),
+        momentum=shared.momentum,
+        weight_decay=shared.weight_decay,
+        ftrl_beta=shared.ftrl_beta,
+        ftrl_l1=shared.ftrl_l1,
+    )
+
+
+def _with_rows(table: TableSpec, data_folder: Path | None) -> TableSpec:
+    """``table`` with all that is to be known of the file of its first rows."""
+    if not table.initial:
+        return table
+    key, found = f"tables.{table.name}.initial", os.path.relpath(table.initial)
+    if table.initial.endswith(".parquet"):
+        if len(table.features) > 1:
+            rule = "must not be Parquet, whose rows go by value, for a table of several columns"
+            raise ConfigError(key, rule, found)
+        return replace(table, keys="" if data_folder is None else str(data_folder))
+    shape = shape_of(table.initial)
+    if shape != (table.num_rows, table.dim):
+        rule = (
+            f"must have {table.num_rows} rows of {table.dim}, as the table has, not {shape[0]} of {shape[1]}"
+        )
+        raise ConfigError(key, rule, found)
+    return table
+
+
 def place_tables(
-    config: RunConfig, input_spec: InputSpec, ids_per_sample: Mapping[str, float]
+    config: RunConfig,
+    input_spec: InputSpec,
+    ids_per_sample: Mapping[str, float],
+    data_folder: Path | None = None,
 ) -> tuple[tuple[TableSpec, ...], Placement]:
     """The tables of a run, and where its workers hold their rows.
 
     Args:
         ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
+        data_folder: of the prepared data, where there are any.
+
+    Raises:
+        ConfigError: as from :func:`table_specs`, or a file of first rows does not fit its table.
+        DataError: such a file cannot be read.
     """
     tables = table_specs(config, input_spec, extra_columns(config.dense.net))
+    tables = tuple(_with_rows(table, data_folder) for table in tables)
     return tables, place(tables, config.cluster.workers, ids_per_sample)

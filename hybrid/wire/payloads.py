@@ -6,7 +6,7 @@ from typing import Any
 from hybrid import config
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import Span
-from hybrid.config.sections import NAMED_SECTION_TYPES, SECTION_TYPES
+from hybrid.config.sections import NAMED_TYPES, SECTION_TYPES
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import Placement, Shard
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
@@ -22,7 +22,7 @@ from hybrid.wire.failure import Failure
 from hybrid.wire.stubs import ModuleRef, RemoteNet, RemoteTables
 
 DATA: tuple[Callable[..., Any], ...] = (
-    *(config.RunConfig, *SECTION_TYPES.values(), *NAMED_SECTION_TYPES.values()),
+    *(config.RunConfig, *NAMED_TYPES.values(), *SECTION_TYPES.values()),
     *(Batch, SparseFeatures, FeatureSpec, InputSpec, Predictions),
     *(Bags, Placement, Shard, OptimizerSpec, Pooling, TableSpec),
     *(Ticket, Purpose, UpdateMode, UpdateRules, Schedule, Staleness, Span),

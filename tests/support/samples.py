@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from hybrid.config import DataSection, RunConfig, TaskSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.inputs import list_files
 from hybrid.data.prepared import prepare
@@ -38,11 +39,12 @@ def read(
     *paths: Path,
     with_labels: bool = True,
     block_bytes: int = 1 << 20,
-    tasks: Mapping[str, TaskSection] | None = None,
+    tasks: Mapping[str, TaskSection] = MappingProxyType({}),
+    columns: Mapping[str, ColumnSection] = MappingProxyType({}),
 ) -> tuple[RawBlock, BadRowReport]:
     """All rows of some files as one block, and the report of the bad ones."""
     files = list_files(tuple(map(str, paths)), "data.path")
-    source = Source(files, data, with_labels, block_bytes, tasks=tasks or {})
+    source = Source(files, data, with_labels, block_bytes, tasks=tasks, columns=columns)
     log = source.new_log()
     blocks = list(source.blocks(log))
     assert blocks, "the test wants rows"
@@ -52,6 +54,7 @@ def read(
         tuple(pa.concat_arrays(columns) for columns in zip(*(b.sparse for b in blocks), strict=True)),
         _joined(targets) if targets else None,
         np.concatenate([b.source_rows_B for b in blocks]),
+        tuple(pa.concat_arrays(lists) for lists in zip(*(b.weights for b in blocks), strict=True)),
     )
     return block, log.finish()
 

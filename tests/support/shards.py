@@ -86,7 +86,7 @@ class Cluster:
         self.features = [
             FeatureSpec(name, table_of[name].num_rows, name in multi_hot) for name in order or table_of
         ]
-        self.table_of_feature = [table_of[feature.name] for feature in self.features]
+        self.table_of_feature = [table_of[feature.name].read_by(feature.name) for feature in self.features]
         answering = {worker: local(host) for worker, host in self.hosts.items()}
         spec = InputSpec((), tuple(self.features))
         self.embeddings = Embeddings(tables, spec, self.placement, answering)

@@ -7,11 +7,10 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.rules import why_not_onednn
+from hybrid.config.sections import NAMED_KEYS
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import load_run_config
 from workers.run_folder.paths import RESULT_FILE, runs_named
-
-_LEFT_OUT: dict[str, object] = {"features": []}  # what a table without a section has; else nothing
 
 
 def resumed_config(run: Path, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
@@ -35,11 +34,19 @@ def check_same_model(run: Path, config: RunConfig) -> None:
     """ConfigError where ``run`` cannot go on with ``config``, since it has another model or other data."""
     before, now = fixed_values(load_config(run / CONFIG_FILE)), fixed_values(config)
     for dotted in before | now:
-        left_out = _LEFT_OUT.get(dotted.rpartition(".")[2])
+        left_out = _left_out(dotted)
         then, wanted = before.get(dotted, left_out), now.get(dotted, left_out)
         if then != wanted:
             rule = f"the run to resume has {then!r}; keep that, or start a new run"
             raise ConfigError(dotted, rule, wanted)
+
+
+def _left_out(dotted: str) -> object:
+    """What a key of [tables.NAME] or [columns.NAME] comes to without such a section; else nothing."""
+    kind, _, rest = dotted.partition(".")
+    key = NAMED_KEYS.get(kind, {}).get(rest.rpartition(".")[2])
+    default = None if key is None else key.default
+    return list(default) if isinstance(default, tuple) else default
 
 
 def as_decided(run: Path, config: RunConfig) -> RunConfig:

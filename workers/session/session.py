@@ -85,7 +85,7 @@ class Session:
         self._data_folder = data_folder
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
-        tables, self.placement = place_tables(config, input_spec, ids_per_sample)
+        tables, self.placement = place_tables(config, input_spec, ids_per_sample, data_folder)
         self.blueprint = Blueprint(config, input_spec, tables)
         check_memory(self.placement, table_holders(topology, self.placement))
         self.decisions: list[str] = []

@@ -117,7 +117,12 @@ class AskedTables:
                 of_dim[self._tables[each.table].dim].append(place)
             else:
                 sparse = SparseFeatures(each.ids_L, each.offsets, each.weights_L, 1)
-                route = BagRoute((0,), [self._locations[each.table]], each.pooling)
+                route = BagRoute(
+                    (0,),
+                    [self._locations[each.table]],
+                    each.pooling,
+                    is_weighted=each.weights_L is not None,
+                )
                 form.bags.append((place, route.start(BatchIds(sparse), items)))
         for dim, places in sorted(of_dim.items()):
             sizes = [len(asked[place].ids_L) for place in places]

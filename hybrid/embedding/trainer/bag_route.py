@@ -23,13 +23,20 @@ class BagRoute:
         features: their numbers.
         locations: where the shards of each feature's table lie: for all of them in the same groups.
         pooling: how bags become vectors.
+        is_weighted: whether their ids have weights, as those of a batch may.
     """
 
     def __init__(
-        self, features: tuple[int, ...], locations: Sequence[Sequence[Location]], pooling: Pooling
+        self,
+        features: tuple[int, ...],
+        locations: Sequence[Sequence[Location]],
+        pooling: Pooling,
+        *,
+        is_weighted: bool,
     ) -> None:
         self.features = features
         self._pooling = pooling
+        self._is_weighted = is_weighted
         self._dim = locations[0][0].group.dim
         self._groups = []
         for in_group in zip(*locations, strict=True):
@@ -40,12 +47,14 @@ class BagRoute:
             self._groups.append((in_group[0], np.array(shards_F4)))
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
-        pooling, weights_L = self._pooling, ids.weights_L
-        if pooling is Pooling.MEAN and len(self._groups) > 1:
-            # Partial means do not add up; partial sums of 1/n shares do.
+        pooling, weights_L = self._pooling, ids.weights_L if self._is_weighted else None
+        if pooling is Pooling.MEAN and (weights_L is not None or len(self._groups) > 1):
+            # Partial means do not add up, and torch takes none of weighted rows; sums of 1/n shares do both.
             lengths = ids.offsets.diff()
             share = 1.0 / lengths.clamp(min=1).double()  # rounded by the worker, to the type of its rows
-            weights_L, pooling = torch.repeat_interleave(share, lengths), Pooling.SUM
+            share_L = torch.repeat_interleave(share, lengths)
+            weights_L = share_L if weights_L is None else share_L * weights_L
+            pooling = Pooling.SUM
         slots, offsets = [], []
         for at, shards_F4 in self._groups:
             bags = _gather(ids, shards_F4, ids_dtype(at.group.num_rows), weights_L)

@@ -1,6 +1,7 @@
 """The ids of a batch, checked once, feature by feature."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class BatchIds:
     def offsets(self) -> Tensor:
         """Where each bag starts, feature after feature, (K * B + 1)."""
         return torch.arange(len(self.ids_L) + 1) if self._offsets is None else self._offsets
+
+    @cached_property
+    def weighted(self) -> frozenset[int]:
+        """The features that have an id of another weight than 1."""
+        if self.weights_L is None:
+            return frozenset()
+        positions = (self.weights_L != 1).nonzero().view(-1)
+        return frozenset(torch.bucketize(positions, self.ends_K, right=True).unique().tolist())
 
     def count(self, features: Sequence[int]) -> int:
         """How many ids some features have together."""

@@ -7,7 +7,7 @@ however many ids went there. ``hybrid/embedding/trainer/route.py`` says how a ro
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -53,7 +53,7 @@ class Embeddings:
         self._sources = sources
         self._outbox = Outbox()
         self._clock = clock or StepClock()
-        self._routes: dict[frozenset[int], list[tuple[Route, Tensor | None]]] = {}
+        self._routes: dict[tuple[frozenset[int], frozenset[int]], list[tuple[Route, Tensor | None]]] = {}
 
     @property
     def widths(self) -> list[int]:
@@ -72,13 +72,13 @@ class Embeddings:
 
         Raises:
             DataError: an id is not a row of its table, a feature that is not multi-hot has other than
-                one id in a sample, or weights meet a pooling other than sum.
+                one id in a sample, or weights meet max pooling.
         """
         items: Items = {worker: [] for worker in self._sources}
         with self._clock.span("ids"):
             ids = BatchIds(sparse)
             self._check(sparse, ids)
-            routes = self._routes_for(sparse)
+            routes = self._routes_for(sparse, ids)
             parts = [Columns(route.start(ids, items), columns_F) for route, columns_F in routes]
         return self._started(self._lookup(ticket, items, parts, self._sources), after)
 
@@ -104,17 +104,17 @@ class Embeddings:
         """Return once all gradients that were sent by messages of their own have arrived."""
         self._outbox.settle()
 
-    def _routes_for(self, sparse: SparseFeatures) -> list[tuple[Route, Tensor | None]]:
+    def _routes_for(self, sparse: SparseFeatures, ids: BatchIds) -> list[tuple[Route, Tensor | None]]:
         every = range(len(self._features))
-        weighted = sparse.weights_L is not None
+        weighted = ids.weighted
         bags = frozenset(
-            k for k in every if weighted or (sparse.offsets is not None and self._features[k].multi_hot)
+            k for k in every if k in weighted or (sparse.offsets is not None and self._features[k].multi_hot)
         )
-        if bags not in self._routes:
+        if (bags, weighted) not in self._routes:
             rows = [k for k in every if k not in bags]
-            routes = make_routes(rows, sorted(bags), self._tables, self._placement)
-            self._routes[bags] = [(route, self._columns(route)) for route in routes]
-        return self._routes[bags]
+            routes = make_routes(rows, sorted(bags), self._tables, self._placement, weighted)
+            self._routes[bags, weighted] = [(route, self._columns(route)) for route in routes]
+        return self._routes[bags, weighted]
 
     def _columns(self, route: Route) -> Tensor | None:
         if route.features == tuple(range(len(self._features))):
@@ -134,8 +134,10 @@ class Embeddings:
             if wrong_KB.any():
                 k, sample = wrong_KB.nonzero()[0].tolist()
                 raise DataError(f"feature {self._features[k].name}: sample {sample} must hold exactly one id")
-        if sparse.weights_L is not None and any(t.pooling is not Pooling.SUM for t in self._tables):
-            raise DataError("per-sample weights need sum pooling of every table")
+        for k in ids.weighted:
+            if self._tables[k].pooling is Pooling.MAX:
+                name = self._features[k].name
+                raise DataError(f"feature {name}: its ids have weights, of which there is no max pooling")
 
     def _refuse_id(self, position: int, sparse: SparseFeatures, ids: BatchIds) -> NoReturn:
         """DataError for an id that is no row of its table, naming where it stands."""
@@ -152,28 +154,31 @@ def make_routes(
     bag_features: Sequence[int],
     tables: Sequence[TableSpec],
     placement: Placement,
+    weighted: Collection[int] = (),
 ) -> list[Route]:
     """The routes of a batch in which ``row_features`` hold one id a sample, and ``bag_features`` any number.
 
     Args:
         tables: the table of each feature, in feature order.
+        weighted: those of ``bag_features`` whose ids have weights.
     """
     found = placement.locations()
     locations = [found[table.name] for table in tables]
     of_dim: dict[int, list[int]] = defaultdict(list)
     for k in row_features:
         of_dim[tables[k].dim].append(k)
-    # Of one pooling, in the same groups.
-    alike: dict[tuple[Pooling, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
+    # Of one pooling, with weights or without, in the same groups.
+    alike: dict[tuple[Pooling, bool, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
     for k in bag_features:
-        alike[tables[k].pooling, tuple((at.worker, at.number) for at in locations[k])].append(k)
+        groups = tuple((at.worker, at.number) for at in locations[k])
+        alike[tables[k].pooling, k in weighted, groups].append(k)
     return [
         *(
             RowRoute(tuple(features), [locations[k] for k in features])
             for _, features in sorted(of_dim.items())
         ),
         *(
-            BagRoute(tuple(features), [locations[k] for k in features], pooling)
-            for (pooling, _), features in alike.items()
+            BagRoute(tuple(features), [locations[k] for k in features], pooling, is_weighted=is_weighted)
+            for (pooling, is_weighted, _), features in alike.items()
         ),
     ]

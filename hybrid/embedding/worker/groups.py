@@ -37,10 +37,16 @@ class TableGroup:
         """Fill the rows with their initial values."""
         for shard in self.group.shards:
             table, rows_RD = shard.table, self.shard_tensors(shard)["weight"]
-            if table.initial:
+            if table.initial and not table.keys:
                 read_rows(table.initial, rows_RD, shard.index, shard.count)
-            else:
-                initialise_rows(rows_RD, seed, table.name, table.init_scale, shard.index, shard.count)
+                continue
+            scale = table.init_scale
+            initialise_rows(rows_RD, seed, table.name, scale, shard.index, shard.count, table.init)
+            if table.initial:
+                # Who reads no Parquet needs none of what does.
+                from hybrid.embedding.valued_rows import read_rows_by_value
+
+                read_rows_by_value(table, rows_RD, shard.index, shard.count)
 
     @property
     def is_frozen(self) -> bool:

@@ -13,6 +13,7 @@ from hybrid.config import (
     CheckpointSection,
     ClusterSection,
     DataSection,
+    DenseGroupSection,
     DenseSection,
     ProfileSection,
     RunConfig,
@@ -23,7 +24,7 @@ from hybrid.config import (
 )
 from hybrid.config.file import decisive_values, load_config, to_toml, validate
 from hybrid.config.page import describe
-from hybrid.config.sections import NAMED_SECTION_KEYS, SECTION_KEYS
+from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
 
 
@@ -44,7 +45,7 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
         [data]
         format = "criteo"
         path = ["day_0.gz", "day_1.gz"]
-        standardise = false
+        numeric_scaling = "none"
         [train]
         batch_size = 4096
         [cluster]
@@ -58,7 +59,7 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
     )
     user = TableSection(dim=8, workers=(1,), features=("user", "friend"))
     assert config == RunConfig(
-        data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), standardise=False),
+        data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), numeric_scaling="none"),
         train=TrainSection(batch_size=4096),
         cluster=ClusterSection(rpc_timeout_seconds=5.0),
         tables={"user": user, "item.id": TableSection()},
@@ -246,6 +247,12 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
          "tables.u.workers"),
         (RunConfig(tables={"u": TableSection(workers=(-1,))}), "tables.u.workers"),
         (RunConfig(tables={"u": TableSection(features=("a",)), "a": TableSection()}), "tables.a.features"),
+        (RunConfig(tables={"u": TableSection(frozen=True, learning_rate=0.1)}), "tables.u.learning_rate"),
+        (RunConfig(tables={"u": TableSection(initial="a.npy", init="zeros")}), "tables.u.initial"),
+        (RunConfig(tables={"u": TableSection(init="zeros", init_scale=0.1)}), "tables.u.init_scale"),
+        (RunConfig(dense_groups={"g": DenseGroupSection()}), "dense_groups.g.parameters"),
+        (RunConfig(dense_groups={"g": DenseGroupSection(parameters=("remote.*",))}),
+         "dense_groups.g.parameters"),
         (RunConfig(data=DataSection(format="criteo")), "data.path"),
         (RunConfig(data=dataclasses.replace(CSV, path=())), "data.path"),
         (RunConfig(data=dataclasses.replace(CSV, label="")), "data.label"),
@@ -326,11 +333,10 @@ def test_the_reference_page_is_up_to_date() -> None:
 
 def test_the_reference_names_every_key() -> None:
     page = describe()
-    for section in dataclasses.fields(RunConfig):
-        if section.name not in NAMED_SECTION_KEYS:
-            assert f"## [{section.name}]" in page
-            for field in dataclasses.fields(getattr(RunConfig(), section.name)):
-                assert f"| `{field.name}` |" in page
+    named = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
+    for section, keys in (SECTION_KEYS | named).items():
+        part = page.partition(f"## [{section}]\n")[2].partition("\n## ")[0]
+        assert [line.split("`")[1] for line in part.splitlines() if line.startswith("| `")] == list(keys)
 
 
 @pytest.mark.parametrize(
@@ -363,3 +369,11 @@ def test_every_key_is_read_somewhere() -> None:
     keys = [key for keys in SECTION_KEYS.values() for key in keys]
     assert len(keys) > 50
     assert [key for key in keys if not re.search(rf"\.{key}\b", code)] == []
+
+
+TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", re.findall(r"^```toml\n(.*?)^```$", TRAINING, re.MULTILINE | re.DOTALL))
+def test_configurations_of_the_page_on_training_are_right(tmp_path: Path, text: str) -> None:
+    assert _load(tmp_path, text) != RunConfig()

@@ -1,6 +1,7 @@
 """Values to numbers: vocabularies, hashing, scaling, and the file that keeps them."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from support.commands import ROOT
 from hybrid.config import DataSection
 from hybrid.data.canonical import stable_hash
 from hybrid.data.columns import values
-from hybrid.data.encode import FORMAT_VERSION, Bags, FeatureEncoder, SparseEncoding
+from hybrid.data.encode import FORMAT_VERSION, FeatureEncoder
 from hybrid.data.sources import RawBlock
+from hybrid.data.sparse_encoding import Bags, SparseEncoding
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec
 
@@ -71,15 +73,15 @@ def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> N
     x[::7] = np.nan
     blocks = [raw(part.tolist(), ["a"] * len(part)) for part in np.array_split(x, 9)]
     encoder = FeatureEncoder.fit(blocks, DATA)
-    assert encoder.dense[0].mean == pytest.approx(np.nanmean(x), abs=1e-9)
-    assert encoder.dense[0].deviation == pytest.approx(np.nanstd(x), rel=1e-9)
+    assert encoder.dense[0].shift == pytest.approx(np.nanmean(x), abs=1e-9)
+    assert encoder.dense[0].scale == pytest.approx(np.nanstd(x), rel=1e-9)
     encoded = encoder.encode(raw([np.nan, float(np.nanmean(x))], ["a", "a"]))
     np.testing.assert_allclose(encoded.dense_BF, [[0], [0]], atol=1e-9)
     assert encoded.dense_BF.dtype == np.float32
 
 
 def test_log_transform_and_no_scaling() -> None:
-    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", standardise=False)
+    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", numeric_scaling="none")
     encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
     encoded = encoder.encode(raw([np.e - 1, 1 - np.e, np.nan], ["a"] * 3))
     np.testing.assert_allclose(encoded.dense_BF[:, 0], [1, -1, 0], rtol=1e-6)
@@ -120,20 +122,25 @@ def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-SOUND = {"format": FORMAT_VERSION, "numeric_transform": "none", "dense": [], "sparse": []}
+SOUND = {"format": FORMAT_VERSION, "dense": [], "sparse": []}
+BUCKETS = {"name": "c", "vocabulary": "buckets", "num_rows": 4, "values": [], "bounds": [1.0, 2.0]}
 WRONG: list[dict[str, Any]] = [
     {"dense": 3},
-    {"dense": [{"name": "x", "mean": "0", "deviation": 1.0}]},
-    {"dense": [{"name": "x", "mean": 0.0, "deviation": 0.0}]},
+    {"dense": [{"name": "x", "shift": "0", "scale": 1.0}]},
+    {"dense": [{"name": "x", "shift": 0.0, "scale": 0.0}]},
     {"dense": [{"name": "x", "other": 1}]},
     {"sparse": [{"name": "c"}]},
     {"sparse": [{"name": "c", "vocabulary": "hash", "num_rows": 1}]},
-    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 1, "values": ["a"]}]},
-    {"sparse": [{"name": "c", "vocabulary": "other", "num_rows": 5, "values": []}]},
-    {"sparse": [{"name": "c", "vocabulary": ["build"], "num_rows": 5, "values": []}]},
-    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 2, "values": [7]}]},
-    {"sparse": [{"name": "c", "vocabulary": "identity", "num_rows": 2**40, "values": []}]},
-    {"numeric_transform": "exp"},
+    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 1, "values": ["a"], "bounds": []}]},
+    {"sparse": [{"name": "c", "vocabulary": "other", "num_rows": 5, "values": [], "bounds": []}]},
+    {"sparse": [{"name": "c", "vocabulary": ["build"], "num_rows": 5, "values": [], "bounds": []}]},
+    {"sparse": [{"name": "c", "vocabulary": "build", "num_rows": 2, "values": [7], "bounds": []}]},
+    {"sparse": [{"name": "c", "vocabulary": "identity", "num_rows": 2**40, "values": [], "bounds": []}]},
+    {"dense": [{"name": "x", "transform": "exp"}]},
+    {"sparse": [BUCKETS | {"bounds": [2.0, 1.0]}]},
+    {"sparse": [BUCKETS | {"bounds": [1.0, math.nan]}]},
+    {"sparse": [BUCKETS | {"num_rows": 3}]},
+    {"sparse": [BUCKETS | {"weighted": True}]},
 ]
 
 
@@ -142,9 +149,9 @@ WRONG: list[dict[str, Any]] = [
     [
         (None, "cannot be read"),
         (100_000 * "[", "cannot be read"),
-        ("[]", "format None, this version reads 2"),
-        ("{}", "format None, this version reads 2"),
-        ('{"format": 99}', "format 99, this version reads 2"),
+        ("[]", "format None, this version reads 3"),
+        ("{}", "format None, this version reads 3"),
+        ('{"format": 99}', "format 99, this version reads 3"),
         *((json.dumps({**SOUND, **change}), "does not say how columns become numbers") for change in WRONG),
     ],
     ids=lambda value: str(value)[-60:],

@@ -25,7 +25,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> PreparedDataset:
     folder = tmp_path_factory.mktemp("loader")
     rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(NUM_ROWS))
     path = write(folder / "train.csv", f"label,x,c\n{rows}")
-    config = csv_config(path, dense=("x",), sparse=("c",), standardise=False, test_fraction=0.0)
+    config = csv_config(path, dense=("x",), sparse=("c",), numeric_scaling="none", test_fraction=0.0)
     return prepared(config, folder)[0]
 
 

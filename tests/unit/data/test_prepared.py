@@ -16,11 +16,12 @@ import torch
 from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch
-from hybrid.config import DataSection, RunConfig, RunSection
-from hybrid.data import columns, manifest
-from hybrid.data.encode import Bags, EncodedBlock, FeatureEncoder
+from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection
+from hybrid.data import features, manifest
+from hybrid.data.encode import EncodedBlock, FeatureEncoder
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import cache_folder, encode_files, prepare
+from hybrid.data.sparse_encoding import Bags
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -42,7 +43,7 @@ def whole(dataset: PreparedDataset) -> Batch:
 
 def test_prepared_rows_are_those_of_the_file(tmp_path: Path, table: Path) -> None:
     other = write(tmp_path / "test.csv", f"{table.read_text()}\n")
-    config = config_of(table, standardise=False, test_path=(str(other),))
+    config = config_of(table, numeric_scaling="none", test_path=(str(other),))
     for dataset in prepared(config, tmp_path / "cache"):
         assert dataset.num_samples == NUM_ROWS
         assert dataset.source_rows.tolist() == list(range(NUM_ROWS))
@@ -97,7 +98,7 @@ def test_blocks_of_bags_are_joined(tmp_path: Path) -> None:
 
 
 def test_hold_out_splits_every_row_once_and_by_seed(tmp_path: Path, table: Path) -> None:
-    config = config_of(table, test_fraction=0.2, standardise=False)
+    config = config_of(table, test_fraction=0.2, numeric_scaling="none")
     splits = {}
     for seed in (1, 2):
         train, test = prepared(config.replace(run=RunSection(seed=seed)), tmp_path / "cache")
@@ -170,6 +171,30 @@ def test_bad_rows_are_reported_once(tmp_path: Path, table: Path) -> None:
     assert 7 not in train.source_rows
 
 
+def test_weights_are_stored_and_gathered_with_their_ids(tmp_path: Path) -> None:
+    def bag(i: int) -> str:
+        return "|".join(f"t{j}:{i}.5" for j in range(i % 3))
+
+    rows = "".join(f"{i % 2},c{i % 5},{bag(i)}\n" for i in range(40))
+    path = write(tmp_path / "train.csv", f"label,city,tags\n{rows}")
+    config = csv_config(path, sparse=("city", "tags"), test_fraction=0.0, multi_hot_separator="|")
+    weighted = config.replace(columns={"tags": ColumnSection(kind="weighted")})
+    dataset, _ = prepared(weighted, tmp_path / "cache")
+    sparse = dataset.gather(np.array([38, 3, 2]), 3).sparse_features
+    assert sparse.weights_L is not None
+    assert sparse.weights_L.tolist() == [1, 1, 1, 38.5, 38.5, 2.5, 2.5]
+    assert sparse.offsets is not None
+    assert sparse.offsets.tolist() == [0, 1, 2, 3, 5, 5, 7]
+    again = encode_files(weighted, [str(path)], FeatureEncoder.load(dataset.folder), tmp_path / "again")
+    stored, read_again = (whole(each).sparse_features.weights_L for each in (dataset, again))
+    assert stored is not None
+    assert read_again is not None
+    assert torch.equal(stored, read_again)
+    plain, _ = prepared(config, tmp_path / "cache")
+    assert plain.folder != dataset.folder
+    assert whole(plain).sparse_features.weights_L is None
+
+
 def test_new_files_are_encoded_as_the_training_rows_were(tmp_path: Path, table: Path) -> None:
     config = config_of(table, test_fraction=0.0)
     train, _ = prepared(config, tmp_path / "cache")
@@ -181,7 +206,7 @@ def test_new_files_are_encoded_as_the_training_rows_were(tmp_path: Path, table: 
 
 
 def test_prediction_needs_no_labels_and_knows_which_rows_were_usable(tmp_path: Path, table: Path) -> None:
-    config = config_of(table, standardise=False)
+    config = config_of(table, numeric_scaling="none")
     encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
     text = "tags,city,x\nt0,c1,1\nbroken\nt0,nowhere,3\n" + "t0,c1,9\n" * 20
     new = write(tmp_path / "new.csv", text)
@@ -284,7 +309,7 @@ def test_memory_that_arrow_does_not_get(tmp_path: Path, table: Path, monkeypatch
     def starve(*args: object) -> None:
         raise pa.ArrowMemoryError("malloc of size 9 failed")
 
-    monkeypatch.setattr(columns, "values", starve)
+    monkeypatch.setattr(features, "values", starve)
     encoder = FeatureEncoder.of_rows(InputSpec(("x",), (FeatureSpec("city", 9),)))
     with pytest.raises(DataError, match=NO_MEMORY):
         encode_files(config_of(table), [str(table)], encoder, tmp_path / "new")

@@ -97,6 +97,9 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(
         "unusable_label": 0,
         "unusable_weight": 0,
         "no_group": 0,
+        "not_a_date": 0,
+        "wrong_weight": 0,
+        "too_many_ids": 0,
     }
     assert located(report, path) == [
         "2: 3 columns, expected 4",

@@ -1,7 +1,9 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hybrid
 from hybrid.errors import ConfigError
@@ -81,3 +83,35 @@ def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_pa
 def test_a_batch_of_one_label_without_weights_has_no_more(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     assert set(next(train.shares(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}
+
+
+class Tagged(nn.Module):
+    """Vectors of bags with their weights, and without."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.tags = hybrid.EmbeddingBag(num_rows, 4, mode="sum")
+
+    def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return self.tags(batch["tags"], per_sample_weights=batch["tags.weights"]), self.tags(batch["tags"])
+
+
+def test_weights_of_ids_come_with_them(tmp_path: Path) -> None:
+    rows = [f"{i % 2},{i},u{i % 5},{'|'.join(f'{t}:{i}' for t in 'ab'[: i % 3])}\n" for i in range(60)]
+    file = config_of(tmp_path, table="label,price,user,tags\n" + "".join(rows))
+    with file.open("a") as more:
+        more.write('[columns.tags]\nkind = "weighted"\n[columns.price]\nnumeric_scaling = "none"\n')
+    cluster = hybrid.connect(file)
+    train, _ = cluster.prepare()
+    (share,) = train.shares(0, 1, 100, [])
+    whole = share.values
+    assert set(whole) == {"label", "dense", "user", "tags", "tags.weights"}
+    tags, weights = whole["tags"], whole["tags.weights"]
+    assert torch.equal(tags.offsets, weights.offsets)
+    assert torch.equal(tags.lengths, whole["dense"].view(-1).long() % 3)
+    assert torch.equal(weights.values, whole["dense"].view(-1).repeat_interleave(tags.lengths))
+    model = cluster.distribute(Tagged(train.num_rows["tags"]))
+    with torch.no_grad():
+        vectors, once = model(whole)
+    row = int(whole["dense"].view(-1).argmax())
+    torch.testing.assert_close(vectors[row], once[row] * whole["dense"][row])

@@ -94,7 +94,7 @@ def test_a_run_goes_on_with_the_same_model_only() -> None:
 OF_THE_MODEL = """
     run.seed=2 data.format="csv" data.test_fraction=0.2 data.label="clicked" data.positive_labels="yes"
     data.negative_labels="no" data.dense=["price"] data.sparse=["user"] data.multi_hot_separator="|"
-    data.missing="n/a" data.numeric_transform="log" data.standardise=false data.shuffle=false
+    data.missing="n/a" data.numeric_transform="log" data.numeric_scaling=none data.shuffle=false
     data.vocabulary="hash" data.vocabulary_min_count=2 data.hash_rows=99 data.synthetic_rows=99
     data.synthetic_test_rows=99 embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
     tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
@@ -153,3 +153,13 @@ def test_a_run_measures_where_it_has_not_or_what_it_has_cannot_be(tmp_path: Path
     (run / "config.toml").write_text(to_toml(load_config(None, ["dense.matmul=onednn"])))
     split = load_config(None, ['dense.parallel="tensor"'])
     assert as_decided(run, split) == split
+
+
+def test_a_column_stays_as_it_was_made() -> None:
+    """A section of defaults says nothing that was not so before."""
+    run = make_run("run-20260101-000000")
+    csv = ["data.format=csv", "data.path=x", "data.sparse=age"]
+    (run / "config.toml").write_text(to_toml(load_config(None, csv)))
+    check_same_model(run, load_config(None, [*csv, "columns.age.kind=value"]))
+    with pytest.raises(ConfigError, match=r"^columns.age.kind = 'hour': the run to resume has 'value'; keep"):
+        check_same_model(run, load_config(None, [*csv, "columns.age.kind=hour"]))

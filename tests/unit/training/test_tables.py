@@ -1,10 +1,20 @@
 """From configuration to table specs, and the plan that the command line prints."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TableSection
-from hybrid.embedding.spec import OptimizerSpec, Pooling
-from hybrid.errors import ConfigError
+from hybrid.config import (
+    ClusterSection,
+    ColumnSection,
+    DenseSection,
+    EmbeddingSection,
+    RunConfig,
+    TableSection,
+)
+from hybrid.embedding.spec import OptimizerSpec, Pooling, tables_of
+from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.training.tables import place_tables, table_specs
 
@@ -85,3 +95,57 @@ def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> 
     tables, placement = place_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
     assert [t.dim for t in tables] == [dim] * 3
     assert placement.num_workers == 3
+
+
+def test_first_rows_and_frozen_ones() -> None:
+    sections = {
+        "user": TableSection(init="normal", init_scale=0.01),
+        "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
+    }
+    (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, Path("prepared"))
+    assert (user.init, user.init_scale, user.initial, user.keys) == ("normal", 0.01, "", "")
+    assert (item.optimizer.name, item.init, item.keys) == ("frozen", "zeros", "prepared")
+    assert item.initial == str(Path("rows.parquet").absolute())
+    assert (friend.init, friend.init_scale, friend.optimizer.name) == ("uniform", 1 / 20, "adagrad")
+
+
+def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "rows.npy"
+    np.save(file, np.zeros((25, 16), np.float32))
+    tables, _ = place_tables(config(item=TableSection(initial=str(file))), COLUMNS, {})
+    assert (tables[1].initial, tables[1].keys) == (str(file), "")
+    for section, message in (
+        (TableSection(initial=str(file), dim=8), "must have 25 rows of 8, as the table has, not 25 of 16"),
+        (TableSection(initial=str(file), features=("item", "user")), "must have 100 rows of 16, as the "),
+        (
+            TableSection(initial="a.parquet", features=("item", "user")),
+            "must not be Parquet, whose rows go by",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '.*': {message}"):
+            place_tables(config(item=section), COLUMNS, {})
+    with pytest.raises(DataError, match=r"nowhere\.npy: cannot be read as rows of a table"):
+        place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
+
+
+def test_weighted_ids_have_no_max_pooling() -> None:
+    columns = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
+    with pytest.raises(
+        ConfigError, match=r"^tables\.tags\.pooling = 'max': must be sum or mean, since the ids of"
+    ):
+        table_specs(config(tags=TableSection(pooling="max")), columns)
+    with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
+        table_specs(RunConfig(embedding=EmbeddingSection(pooling="max")), columns)
+
+
+def test_a_column_may_pool_otherwise_than_its_table() -> None:
+    columns = {"user": ColumnSection(pooling="mean")}
+    tables = {"people": TableSection(features=("user", "friend"), pooling="max")}
+    people, item = table_specs(RunConfig(tables=tables, columns=columns), COLUMNS)
+    assert (people.pooling, people.poolings) == (Pooling.MAX, (Pooling.MEAN, Pooling.MAX))
+    assert [table.pooling for table in tables_of(COLUMNS, [people, item])] == ["mean", "sum", "max"]
+    assert item.poolings == ()
+    weighted = InputSpec((), (FeatureSpec("user", 9, multi_hot=True, weighted=True),))
+    max_of_user = RunConfig(columns={"user": ColumnSection(pooling="max")})
+    with pytest.raises(ConfigError, match=r"^columns\.user\.pooling = 'max': must be sum or mean"):
+        table_specs(max_of_user, weighted)

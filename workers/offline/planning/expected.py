@@ -39,9 +39,13 @@ def expected_data(config: RunConfig, cache: Path, ids_per_sample: float | None =
     if ids_per_sample is not None and (data.vocabulary != "hash" or data.format == "synthetic"):
         rule = 'is read where data.vocabulary is "hash" only: other tables have the rows of their data'
         raise ConfigError("--ids", rule, ids_per_sample)
+    if ids_per_sample is not None and config.columns:
+        rule = "is read where there are no sections [columns.NAME] only: they make columns of other numbers"
+        raise ConfigError("--ids", rule, ids_per_sample)
     if data.format == "synthetic":
         return Expected(ClickLog(config.run.seed).encoder.input_spec, {})
-    if data.vocabulary == "hash" and (ids_per_sample is not None or _holds_one_id(data)):
+    is_plain = not config.columns  # what sections say of columns, the data tell
+    if data.vocabulary == "hash" and is_plain and (ids_per_sample is not None or _holds_one_id(data)):
         return _hashed(data, ids_per_sample)
     with passing_status() as say:
         folder = prepare(config, cache, say)

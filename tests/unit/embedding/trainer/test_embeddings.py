@@ -68,9 +68,9 @@ def test_the_sample_of_a_wrong_id_among_bags_is_named(
         two_tables(stack, "a", "b").embeddings.lookup(SparseFeatures.from_bags(bags), TICKET)
 
 
-def test_weights_with_mean_pooling_are_refused(stack: ExitStack) -> None:
-    each = cluster(stack, [table("a", Pooling.MEAN)], 1, multi_hot=["a"])
-    with pytest.raises(DataError, match="weights need sum pooling"):
+def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
+    each = cluster(stack, [table("a", Pooling.MAX)], 1, multi_hot=["a"])
+    with pytest.raises(DataError, match="feature a: its ids have weights, of which there is no max pooling"):
         each.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
 
 

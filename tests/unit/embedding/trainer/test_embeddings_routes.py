@@ -67,13 +67,20 @@ def plain_vectors(each: Cluster, sparse: SparseFeatures, rows: dict[str, Tensor]
     for k, table in enumerate(each.table_of_feature):
         bounds = offsets[k * size : (k + 1) * size + 1]
         of_feature = slice(int(bounds[0]), int(bounds[-1]))
+        weights_L = None if sparse.weights_L is None else sparse.weights_L[of_feature]
+        if weights_L is not None and table.pooling is not Pooling.SUM:
+            if table.pooling is Pooling.MEAN:  # which torch has of plain rows only
+                weights_L = weights_L / bounds.diff().repeat_interleave(bounds.diff())
+            else:
+                assert bool((weights_L == 1).all())
+                weights_L = None
         columns.append(
             torch.nn.functional.embedding_bag(
                 sparse.ids_L[of_feature].long(),
                 rows[f"{table.name}.weight"],
                 bounds - bounds[0],
-                mode=table.pooling.value,
-                per_sample_weights=None if sparse.weights_L is None else sparse.weights_L[of_feature],
+                mode=table.pooling.value if weights_L is None else "sum",
+                per_sample_weights=weights_L,
                 include_last_offset=True,
             )
         )
@@ -127,6 +134,39 @@ def test_weights_count(stack: ExitStack, placement: str, workers: int, has_bags:
     sparse = SparseFeatures.from_bags(random_bags(each))
     weights_L = torch.linspace(-1, 2, len(sparse.ids_L), dtype=DTYPE)
     check_step(each, sparse._replace(weights_L=weights_L, offsets=sparse.offsets if has_bags else None))
+
+
+@PLACED
+def test_features_of_one_table_may_pool_differently(stack: ExitStack, placement: str, workers: int) -> None:
+    poolings = (Pooling.MEAN, Pooling.MAX)
+    shared = dataclasses.replace(table("s", 2, None), placement=placement, poolings=poolings)
+    each = cluster(stack, [shared, A], workers, dtype=DTYPE, multi_hot=("s0", "s1"))
+    assert [of.pooling for of in each.table_of_feature] == [*poolings, Pooling.SUM]
+    for step in range(2):
+        check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
+
+
+@TRAINING
+@pytest.mark.parametrize("placement", ["table", "row"])
+def test_weights_of_some_features_leave_others_as_they_are(
+    stack: ExitStack, placement: str, purpose: Purpose
+) -> None:
+    """Bags of one pooling or another beside weighted ones, and features of one id, whose rows travel once."""
+    poolings = {"a": Pooling.SUM, "b": Pooling.MEAN, "c": Pooling.MAX, "d": Pooling.MEAN, "e": Pooling.SUM}
+    tables = [
+        dataclasses.replace(table(name, 3, None, pooling), placement=placement)
+        for name, pooling in poolings.items()
+    ]
+    each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=("a", "b", "c", "d"))
+    sparse = SparseFeatures.from_bags(random_bags(each, 7))
+    assert sparse.offsets is not None
+    ends = sparse.offsets[[7, 14, 21, 28]].tolist()  # a and d have weights
+    weights_L = torch.ones(len(sparse.ids_L), dtype=DTYPE)
+    weights_L[: ends[0]] = torch.linspace(0, 2, ends[0], dtype=DTYPE)
+    weights_L[ends[2] : ends[3]] = torch.linspace(0.5, 3, ends[3] - ends[2], dtype=DTYPE)
+    weighted = sparse._replace(weights_L=weights_L)
+    assert BatchIds(weighted).weighted == {0, 3}
+    check_step(each, weighted, purpose)
 
 
 def test_an_empty_batch_takes_part_in_the_step(stack: ExitStack) -> None:
@@ -215,3 +255,17 @@ def test_a_worker_is_asked_only_for_groups_that_hold_a_table_of_the_features() -
     """An empty item would make it merge the group as if it were read in two ways."""
     items = asked([A, C], [[[1], [2]], [[3, 4], [5]]], [False, True])
     assert [len(of_worker) for of_worker in items] == [1, 1]
+
+
+def test_one_id_features_travel_as_rows_beside_weighted_bags() -> None:
+    """Weights of 1 are none: what is asked for is what a batch without weights would ask for."""
+    bags = [[[1, 2], [3]], [[4], [4]]]
+    ids = BatchIds(SparseFeatures.from_bags(bags, [[[0.5, 2.0], [1.0]], [[1.0], [1.0]]]))
+    assert ids.weighted == {0}
+    items: dict[int, list[Item]] = {0: [], 1: []}
+    for route in make_routes([1], [0], [A, C], place([A, C], 2), ids.weighted):
+        route.start(ids, items)
+    ((_, weighted),), ((_, rows),) = items[0], items[1]
+    assert weighted.weights_L is not None
+    assert weighted.weights_L.tolist() == [0.5, 2.0, 1.0]
+    assert (rows.ids_L.tolist(), rows.offsets, rows.weights_L) == ([4], None, None)

@@ -66,3 +66,23 @@ def test_initial_rows_stay_as_they_are_between_versions() -> None:
         [[0.44376230239868164, -0.6476776599884033], [0.20472872257232666, 0.7959177494049072]]
     )
     torch.testing.assert_close(rows(2, 2, seed=42, table="C1"), golden, rtol=0, atol=0)
+
+
+def test_normal_rows_are_normal_and_shards_have_them() -> None:
+    whole = torch.empty(20_000, 4)
+    initialise_rows(whole, 1, "t", 0.5, init="normal")
+    values_N = whole.flatten().double().sort().values
+    size = len(values_N)
+    ranks_N = (torch.arange(size, dtype=torch.float64) + 0.5) / size
+    assert (torch.special.ndtr(values_N / 0.5) - ranks_N).abs().max() < 2.5 / size**0.5
+    assert whole.isfinite().all()
+    for index in range(3):
+        shard = torch.empty(len(whole[index::3]), 4)
+        initialise_rows(shard, 1, "t", 0.5, index, 3, "normal")
+        assert torch.equal(shard, whole[index::3])
+
+
+def test_zeros() -> None:
+    out_RD = torch.ones(3, 2)
+    initialise_rows(out_RD, 1, "t", 0.5, init="zeros")
+    assert not out_RD.any()

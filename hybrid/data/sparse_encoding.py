@@ -1,0 +1,107 @@
+"""How the values of a categorical column become rows of its table.
+
+Row 0 of every table is for missing values and for those unknown at training time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.data.buckets import bucket_of
+from hybrid.data.canonical import stable_hash
+from hybrid.data.columns import is_list
+
+
+class Bags(NamedTuple):
+    """The ids of one multi-hot feature for B samples: int32 (L,), and int64 (B,) ids of each sample; and
+    float32 (L,), their weights, where they have any."""
+
+    ids_L: npt.NDArray[np.int32]
+    lengths_B: npt.NDArray[np.int64]
+    weights_L: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class SparseEncoding:
+    """How the values of one categorical column become rows of its table.
+
+    Attributes:
+        name: column name.
+        vocabulary: "build" (row 1 + place in ``values``), "hash", "identity" (values are rows already), or
+            "buckets" (row 1 + the bucket of a number).
+        num_rows: rows of the table, row 0 included.
+        multi_hot: whether a sample may hold any number of values; otherwise several count as unknown.
+        values: known values by falling frequency (vocabulary "build"), in canonical texts.
+        expected_unknown: share of unknown values in rows like the training rows; see hybrid/data/unknown.py.
+        bounds: where each bucket but the lowest begins.
+        weighted: whether its ids have weights; it is multi-hot then.
+    """
+
+    name: str
+    vocabulary: str
+    num_rows: int
+    multi_hot: bool = False
+    values: tuple[str, ...] = ()
+    expected_unknown: float = 0.0
+    bounds: tuple[float, ...] = ()
+    weighted: bool = False
+
+    def is_right(self) -> bool:
+        """Whether it can be one, which comes out of a file."""
+        if type(self.num_rows) is not int or not all(isinstance(value, str) for value in self.values):
+            return False
+        if not all(type(bound) is float and math.isfinite(bound) for bound in self.bounds):
+            return False
+        of_kind = {"build": 1 + len(self.values), "hash": 2, "identity": 1, "buckets": 2 + len(self.bounds)}
+        fewest = of_kind.get(self.vocabulary, 1 << 31)
+        return (
+            isinstance(self.name, str)
+            and all(low < high for low, high in pairwise(self.bounds))
+            and type(self.multi_hot) is bool
+            and type(self.weighted) is bool
+            and (self.multi_hot or not self.weighted)
+            and type(self.expected_unknown) in (int, float)
+            and fewest <= self.num_rows <= np.iinfo(np.int32).max
+        )
+
+    def rows(self, values: Sequence[str | None]) -> list[int]:
+        """The row of each of ``values``; 0 where it is unknown, or None."""
+        if self.vocabulary == "build":
+            known = self._rows
+            return [known.get(value, 0) for value in values]
+        if self.vocabulary == "hash":
+            return [0 if v is None else 1 + stable_hash(v) % (self.num_rows - 1) for v in values]
+        return [int(v) if v and v.isdecimal() and int(v) < self.num_rows else 0 for v in values]
+
+    @cached_property
+    def _rows(self) -> dict[str | None, int]:
+        return {value: row for row, value in enumerate(self.values, start=1)}
+
+    def encode(self, column: Any) -> npt.NDArray[np.int32] | Bags:
+        """Rows of a column as in ``RawBlock``."""
+        if self.vocabulary == "buckets":
+            return bucket_of(column.to_numpy(zero_copy_only=False), self.bounds)
+        if not is_list(column):
+            if not self.multi_hot:
+                return self._encode_flat(column)
+            given_B = np.asarray(column.is_valid())
+            return Bags(self._encode_flat(column)[given_B], given_B.astype(np.int64))
+        ids_L = self._encode_flat(column.flatten())
+        lengths_B = np.diff(np.asarray(column.offsets)).astype(np.int64)
+        if self.multi_hot:
+            return Bags(ids_L, lengths_B)
+        ids_B = np.zeros(len(lengths_B), np.int32)
+        ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
+        return ids_B
+
+    def _encode_flat(self, coded: Any) -> npt.NDArray[np.int32]:
+        rows = np.array([*self.rows(coded.dictionary.to_pylist()), 0], np.int32)
+        return rows.take(np.asarray(coded.indices.fill_null(len(rows) - 1)))

@@ -1,0 +1,171 @@
+"""Sections [columns.NAME]: what they come to, and what is refused in which words."""
+
+import re
+
+import pytest
+
+from hybrid.config import ColumnSection, DataSection
+from hybrid.config.columns import columns_of
+from hybrid.config.file import load_config, to_toml
+from hybrid.errors import ConfigError
+
+DATA = DataSection(
+    format="csv",
+    path=("x.csv",),
+    dense=("price",),
+    sparse=("user", "age"),
+    multi_hot_separator="|",
+    numeric_transform="log",
+    vocabulary_min_count=3,
+    hash_rows=50,
+)
+
+
+def refusal(name: str, section: ColumnSection, data: DataSection = DATA) -> str:
+    with pytest.raises(ConfigError) as caught:
+        columns_of(data, {name: section})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_a_section_leaves_out_is_as_in_data() -> None:
+    (price,), (user, age) = columns_of(
+        DATA,
+        {
+            "price": ColumnSection(numeric_transform="none", source=("cents",)),
+            "age": ColumnSection(vocabulary="hash", hash_rows=9, multi_hot_separator=""),
+        },
+    )
+    assert (price.name, price.source, price.transform, price.scaling) == (
+        "price",
+        "cents",
+        "none",
+        "standardise",
+    )
+    assert (user.source, user.kind, user.separator, user.vocabulary, user.min_count, user.hash_rows) == (
+        *("user", "value", "|", "build"),
+        *(3, 50),
+    )
+    assert (age.separator, age.vocabulary, age.hash_rows) == ("", "hash", 9)
+
+
+def test_sections_are_read_and_written_back_equal() -> None:
+    csv = ['data.format="csv"', 'data.path="x"', 'data.sparse=["age", "who.what"]']
+    config = load_config(
+        None,
+        [
+            *csv,
+            "columns.age.kind=buckets",
+            "columns.age.bounds=[18, 25.5]",
+            "columns.who.what.kind=cross",
+            'columns.who.what.source=["a", "b"]',
+        ],
+    )
+    assert config.columns["age"].bounds == (18.0, 25.5)
+    assert [type(bound) for bound in config.columns["age"].bounds] == [float, float]
+    assert config.columns["who.what"].source == ("a", "b")
+    text = to_toml(config)
+    assert '[columns."who.what"]\n' in text
+    lines = [line for line in text.splitlines() if line.startswith("bounds")]
+    assert lines == ["bounds = [18.0, 25.5]", "bounds = []"]
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "message"),
+    [
+        ("city", ColumnSection(), "columns.city: is in neither data.dense nor data.sparse"),
+        (
+            "age",
+            ColumnSection(source=("label",)),
+            "columns.age.source = 'label': must not hold the label column",
+        ),
+        (
+            "price",
+            ColumnSection(kind="buckets", quantiles=4),
+            "columns.price.kind = 'buckets': must be value for a column of data.dense; name it in "
+            "data.sparse instead",
+        ),
+        (
+            "price",
+            ColumnSection(vocabulary="hash"),
+            "columns.price.vocabulary = 'hash': is not read of a column of data.dense",
+        ),
+        (
+            "age",
+            ColumnSection(numeric_scaling="min_max"),
+            "columns.age.numeric_scaling = 'min_max': is not read of a column of data.sparse whose kind "
+            "is value",
+        ),
+        (
+            "age",
+            ColumnSection(kind="hour", bounds=(1.0,)),
+            "columns.age.bounds = (1.0,): is not read of a column of data.sparse whose kind is hour",
+        ),
+        (
+            "age",
+            ColumnSection(kind="buckets"),
+            "columns.age.bounds = (): must be given, or columns.age.quantiles, and not both",
+        ),
+        (
+            "age",
+            ColumnSection(kind="buckets", bounds=(1.0,), quantiles=2),
+            "columns.age.bounds = (1.0,): must be given, or columns.age.quantiles, and not both",
+        ),
+        (
+            "age",
+            ColumnSection(kind="buckets", bounds=(1.0, 5.0, 2.5)),
+            "columns.age.bounds = (1.0, 5.0, 2.5): must rise from each to the next, and 2.5 comes after 5",
+        ),
+        (
+            "age",
+            ColumnSection(kind="buckets", bounds=(1.0, 1.0)),
+            "columns.age.bounds = (1.0, 1.0): must rise from each to the next, and 1 comes after 1",
+        ),
+        (
+            "age",
+            ColumnSection(kind="buckets", quantiles=1),
+            "columns.age.quantiles = 1: must be 2 buckets or more",
+        ),
+        (
+            "age",
+            ColumnSection(kind="cross", source=("user",)),
+            "columns.age.source = ('user',): must name two columns or more (cross)",
+        ),
+        (
+            "age",
+            ColumnSection(kind="cross", source=("user", "user")),
+            "columns.age.source = ('user', 'user'): must name each column once",
+        ),
+        (
+            "age",
+            ColumnSection(kind="weekday", source=("day", "time")),
+            "columns.age.source = ('day', 'time'): must be one column, for a column of data.sparse whose "
+            "kind is weekday",
+        ),
+        (
+            "age",
+            ColumnSection(kind="weighted", weight_separator="|"),
+            "columns.age.weight_separator = '|': must not be empty, nor be what separates ids",
+        ),
+    ],
+)
+def test_a_section_that_is_refused(name: str, section: ColumnSection, message: str) -> None:
+    assert refusal(name, section) == message
+
+
+def test_a_column_of_both_lists_has_no_section() -> None:
+    data = DataSection(dense=("age",), sparse=("age",))
+    assert "is in data.dense and in data.sparse" in refusal("age", ColumnSection(), data)
+
+
+def test_a_configuration_is_checked_when_it_is_read() -> None:
+    csv = ['data.format="csv"', 'data.path="x"', 'data.sparse=["age"]']
+    for overrides, message in (
+        ([*csv, "columns.age.bounds=[1, nan]"], "columns.age.bounds = (1.0, nan): must be a list of finite"),
+        ([*csv, "columns.agee.kind=hour"], "columns.agee: is in neither data.dense nor data.sparse"),
+        (["columns.C1.kind=hour"], "columns.C1: is not read where data.format is synthetic"),
+        ([*csv, "columns.age.bins=3"], "columns.age.bins: no such key; did you mean columns.age.bounds?"),
+        ([*csv, "columns.age.kind=bucket"], "columns.age.kind = 'bucket': must be one of value, buckets"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+            load_config(None, overrides)

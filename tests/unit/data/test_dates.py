@@ -1,0 +1,74 @@
+"""Hours and weekdays of every form of a date."""
+
+from datetime import UTC, date, datetime
+from zoneinfo import ZoneInfo
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hybrid.data.dates import parts_of_dates
+
+# The 31st of January 2024 was a Wednesday.
+SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
+
+
+@pytest.mark.parametrize(
+    ("text", "hour", "weekday"),
+    [
+        ("2024-01-31", 0, 2),
+        (" 2024-01-31 09:30 ", 9, 2),
+        ("2024-01-31T23:59:59", 23, 2),
+        ("2024-01-31 09:30:00.123456789", 9, 2),
+        ("2024-01-31T09:30:00Z", 9, 2),
+        ("2024-01-31T09:30:00.5+02:00", 9, 2),
+        ("2024-01-31T09:30:00-0800", 9, 2),
+        ("2024-02-29 00:00:00", 0, 3),
+        (str(SECONDS), 9, 2),
+        (f"{SECONDS}.75", 9, 2),
+        ("0", 0, 3),
+        ("-1", 23, 2),
+    ],
+)
+def test_texts(text: str, hour: int, weekday: int) -> None:
+    column = pa.array([text, "?", text])
+    for kind, expected in (("hour", hour), ("weekday", weekday)):
+        for each in (column, column.dictionary_encode()):
+            found_B, wrong_B = parts_of_dates(each, ("?",), kind)
+            np.testing.assert_array_equal(found_B, [expected, np.nan, expected])
+            assert not wrong_B.any()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("2024-02-30", "2023-02-29 10:00", "2024-01-31 24:00", "2024-01-31 9:30", "2024-01-31 09:60"),
+        *("31.01.2024", "yesterday", "2024-01-31 09:30 PM", "1706693400000", "nan", "1e12"),
+    ],
+)
+def test_what_is_no_date(text: str) -> None:
+    for kind in ("hour", "weekday"):
+        found_B, wrong_B = parts_of_dates(pa.array(["2024-01-31", text]), ("",), kind)
+        assert wrong_B.tolist() == [False, True]
+        assert np.isnan(found_B).tolist() == [False, True]
+
+
+def test_types_of_parquet() -> None:
+    moment = datetime(2024, 1, 31, 9, 30)
+    berlin = moment.replace(tzinfo=UTC).astimezone(ZoneInfo("Europe/Berlin"))
+    columns = [
+        pa.array([moment, None], pa.timestamp("us")),
+        pa.array([moment, None], pa.timestamp("s", "UTC")),
+        pa.array([SECONDS, None], pa.int64()),
+        pa.array([float(SECONDS), None], pa.float64()),
+    ]
+    for column in columns:
+        found_B, wrong_B = parts_of_dates(column, (), "hour")
+        np.testing.assert_array_equal(found_B, [9, np.nan])
+        assert not wrong_B.any()
+    for kind in (pa.date32(), pa.date64()):
+        column = pa.array([date(2024, 1, 31), None], kind)
+        np.testing.assert_array_equal(parts_of_dates(column, (), "weekday")[0], [2, np.nan])
+        np.testing.assert_array_equal(parts_of_dates(column, (), "hour")[0], [0, np.nan])
+    local = pa.array([berlin], pa.timestamp("s", "Europe/Berlin"))
+    assert parts_of_dates(local, (), "hour")[0].tolist() == [berlin.hour] == [10]

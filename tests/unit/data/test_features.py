@@ -1,0 +1,203 @@
+"""Columns of data.sparse by their kind, from text and from Parquet; and their bad rows."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.samples import located, read, write
+
+from hybrid.config import ColumnSection, DataSection
+from hybrid.data.canonical import stable_hash
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.sparse_encoding import Bags
+from hybrid.errors import ConfigError, DataError
+
+
+def data_of(sparse: str, **keys: Any) -> DataSection:
+    return DataSection(format="csv", sparse=tuple(sparse.split()), max_bad_fraction=1.0, **keys)
+
+
+def encoded(
+    path: Path, data: DataSection, columns: Mapping[str, ColumnSection]
+) -> tuple[FeatureEncoder, list[list[int]], list[Bags]]:
+    """What the rows of a file come to, with an encoder that is fitted on them."""
+    block, report = read(data, path, columns=columns)
+    assert report.total == 0
+    encoder = FeatureEncoder.fit([block], data, columns)
+    result = encoder.encode(block)
+    return encoder, result.ids_BK.T.tolist(), list(result.bags)
+
+
+def test_numbers_in_buckets(tmp_path: Path) -> None:
+    rows = [f"{i % 2},{x}\n" for i, x in enumerate(["17", "18", "64.5", "-3", "?", "1e3"])]
+    path = write(tmp_path / "a.csv", "label,age\n" + "".join(rows))
+    columns = {
+        "age": ColumnSection(kind="buckets", bounds=(18.0, 65.0)),
+        "half": ColumnSection(kind="buckets", source=("age",), quantiles=2),
+    }
+    encoder, (age, half), _ = encoded(path, data_of("age half"), columns)
+    assert age == [1, 2, 2, 1, 0, 3]
+    assert encoder.sparse[1].bounds == (18.0,)
+    assert half == [1, 2, 2, 1, 0, 2]
+    assert [feature.num_rows for feature in encoder.input_spec.sparse_features] == [4, 3]
+
+
+def test_dates_to_hours_and_weekdays(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", "label,time\n1,2024-01-31 09:30\n0,2024-02-04 23:00:01\n0,?\n")
+    columns = {
+        "hour": ColumnSection(kind="hour", source=("time",)),
+        "day": ColumnSection(kind="weekday", source=("time",)),
+    }
+    encoder, (hour, day), _ = encoded(path, data_of("hour day"), columns)
+    assert (hour, day) == ([10, 24, 0], [3, 7, 0])  # one more than the hour, and than the day from Monday
+    assert [feature.num_rows for feature in encoder.input_spec.sparse_features] == [25, 8]
+
+
+def test_a_cross_is_a_value_of_its_own(tmp_path: Path) -> None:
+    rows = ["a,1.0,x", "a,2,x", "b,1,x", "b,?,x", "a,1,x", ",2,x", "ab,,x"]
+    path = write(tmp_path / "a.csv", "label,city,user,c\n" + "".join(f"1,{row}\n" for row in rows))
+    columns = {"both": ColumnSection(kind="cross", source=("city", "user", "c"), hash_rows=1000)}
+    encoder, (both,), _ = encoded(path, data_of("both"), columns)
+    assert encoder.input_spec.sparse_features[0].num_rows == 1000
+    assert both[0] == both[4] == 1 + stable_hash("a\x1f1\x1fx") % 999
+    assert both[3] == both[5] == both[6] == 0
+    assert len({*both}) == 4
+    block, _ = read(data_of("both"), path, columns=columns, block_bytes=20)
+    assert encoder.encode(block).ids_BK[:, 0].tolist() == both
+
+
+def test_ids_with_weights(tmp_path: Path) -> None:
+    rows = ["a:0.5|b:2", "", "?", "b:0", " c:1:1e-1 | |a:3", "a:1"]
+    path = write(tmp_path / "a.csv", "label,tags\n" + "".join(f"1,{row}\n" for row in rows))
+    columns = {"tags": ColumnSection(kind="weighted", multi_hot_separator="|")}
+    encoder, _, (tags,) = encoded(path, data_of("tags"), columns)
+    (feature,) = encoder.input_spec.sparse_features
+    assert (feature.num_rows, feature.multi_hot, feature.weighted) == (4, True, True)
+    assert encoder.sparse[0].values == ("a", "b", "c:1")
+    assert tags.lengths_B.tolist() == [2, 0, 0, 1, 2, 1]
+    assert tags.ids_L.tolist() == [1, 2, 2, 3, 1, 1]
+    assert tags.weights_L is not None
+    assert tags.weights_L.dtype == np.float32
+    np.testing.assert_allclose(tags.weights_L, [0.5, 2, 0, 0.1, 3, 1])
+
+
+@pytest.mark.parametrize("is_map", [True, False])
+def test_maps_and_lists_of_pairs(tmp_path: Path, is_map: bool) -> None:
+    pairs: list[Any] = [[("a", 0.5), ("b", 2.0)], [], None, [("b", 1.0)], [("c", 0.25), ("a", 3.0)]] * 20
+    kind: Any = pa.map_(pa.string(), pa.float64())
+    if not is_map:
+        kind = pa.list_(pa.struct([("tag", pa.string()), ("weight", pa.float32())]))
+        pairs = [each and [{"tag": tag, "weight": w} for tag, w in each] for each in pairs]
+    path = tmp_path / "a.parquet"
+    table = pa.table({"label": np.arange(len(pairs)) % 2, "tags": pa.array(pairs, kind)})
+    pq.write_table(table, path, row_group_size=33)
+    data = DataSection(format="parquet", sparse=("tags",))
+    encoder, _, (tags,) = encoded(path, data, {"tags": ColumnSection(kind="weighted")})
+    assert encoder.sparse[0].values == ("a", "b", "c")
+    assert tags.lengths_B.tolist() == [2, 0, 0, 1, 2] * 20
+    assert tags.ids_L.tolist() == [1, 2, 2, 3, 1] * 20
+    assert tags.weights_L is not None
+    assert tags.weights_L.tolist() == [0.5, 2.0, 1.0, 0.25, 3.0] * 20
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("too_many", "kept"), [("keep_first", "abc"), ("keep_last", "cde")])
+def test_a_history_may_be_cut(tmp_path: Path, too_many: str, kept: str, weighted: bool) -> None:
+    weight = {letter: i + 1 for i, letter in enumerate("abcde")}
+    rows = [*("abcde", "ab", "", "cab")]
+    write_row = [":{0}".format, "".format][not weighted]
+    texts = ["|".join(letter + write_row(weight[letter]) for letter in row) for row in rows]
+    path = write(tmp_path / "a.csv", "label,seen\n" + "".join(f"1,{text}\n" for text in texts))
+    column = ColumnSection(
+        kind="weighted" if weighted else "value", multi_hot_separator="|", max_ids=3, too_many_ids=too_many
+    )
+    encoder, _, (seen,) = encoded(path, data_of("seen"), {"seen": column})
+    letters = "".join(encoder.sparse[0].values[i - 1] for i in seen.ids_L)
+    assert (letters, seen.lengths_B.tolist()) == (f"{kept}abcab", [3, 2, 0, 3])
+    if weighted:
+        assert seen.weights_L is not None
+        assert seen.weights_L.tolist() == [weight[letter] for letter in letters]
+
+
+def test_scales_by_column(tmp_path: Path) -> None:
+    rows = "1,0,3,5,a\n0,10,?,7,a\n1,?,1,9,a\n"
+    path = write(tmp_path / "a.csv", f"label,x,y,z,city\n{rows}")
+    data = data_of("city", dense=("x", "y", "z", "again"))
+    columns = {
+        "x": ColumnSection(numeric_scaling="min_max"),
+        "y": ColumnSection(numeric_scaling="none", numeric_transform="log"),
+        "again": ColumnSection(source=("x",)),
+    }
+    block, _ = read(data, path, columns=columns)
+    encoder = FeatureEncoder.fit([block], data, columns)
+    dense_BF = encoder.encode(block).dense_BF
+    np.testing.assert_allclose(dense_BF[:, 0], [0, 1, 0.5])  # what is missing is the mean
+    np.testing.assert_allclose(dense_BF[:, 1], [np.log(4), 0, np.log(2)], rtol=1e-6)
+    np.testing.assert_allclose(dense_BF[:, 2], np.array([-1, 0, 1]) * 1.5**0.5, rtol=1e-6)
+    np.testing.assert_allclose(dense_BF[:, 3], [-1, 1, 0])
+    assert encoder.input_spec.dense_features == ("x", "y", "z", "again")
+
+
+BAD = {
+    "age": (
+        ColumnSection(kind="buckets", bounds=(1.0,)),
+        ["x", "inf"],
+        ["2: age is 'x', expected a finite number", "3: age is 'inf', expected a finite number"],
+    ),
+    "time": (
+        ColumnSection(kind="hour"),
+        ["noon"],
+        ["2: time is 'noon', expected a date such as 2024-01-31 09:30:00, or seconds since 1970"],
+    ),
+    "tags": (
+        ColumnSection(kind="weighted", multi_hot_separator="|"),
+        ["a", "b:-0.5", "c:nan", "d:", "a:1|e:inf", "f:1e39"],
+        [
+            f"{2 + i}: tags is {text!r}, expected a weight for each id, finite and at least 0"
+            for i, text in enumerate(["a", "b:-0.5", "c:nan", "d:", "a:1|e:inf", "f:1e39"])
+        ],
+    ),
+    "seen": (
+        ColumnSection(multi_hot_separator="|", max_ids=2),
+        ["a|b|c"],
+        ["2: seen is 'a|b|c', expected at most 2 ids"],
+    ),
+    "both": (
+        ColumnSection(kind="cross", source=("both", "label2")),
+        ["1e+17"],
+        ["2: both is '1e+17', expected an id that a float holds exactly"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_told_by_key_and_place(tmp_path: Path, name: str) -> None:
+    section, texts, expected = BAD[name]
+    rows = "".join(f"1,{text},k\n" for text in texts)
+    path = write(tmp_path / "a.csv", f"label,{name},label2\n{rows}0,?,k\n")
+    block, report = read(data_of(name), path, columns={name: section})
+    assert located(report, path) == expected
+    assert block.source_rows_B.tolist() == [len(texts)]
+
+
+def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    lists = pa.array([["a"], ["b"]])
+    pq.write_table(pa.table({"label": [0, 1], "tags": lists, "n": [1, 2]}), path)
+    data = DataSection(format="parquet", sparse=("x",))
+    for section, message in (
+        (
+            ColumnSection(kind="cross", source=("tags", "n")),
+            "column tags holds list<.*of which there is no cross",
+        ),
+        (ColumnSection(kind="weighted", source=("n",)), "no ids with weights, but int64"),
+        (ColumnSection(kind="buckets", source=("tags",), bounds=(1.0,)), "cast"),
+    ):
+        with pytest.raises(DataError, match=f"^{path}: .*{message}"):
+            read(data, path, columns={"x": section})
+    with pytest.raises(ConfigError, match=r"^columns\.x\.source = 'tag': .*has no such column; did you mean"):
+        read(data, path, columns={"x": ColumnSection(source=("tag",))})

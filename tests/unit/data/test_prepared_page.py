@@ -1,0 +1,47 @@
+"""docs/data.md is right: its configuration makes of its file what its table says."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.commands import ROOT
+
+from hybrid.config.file import load_config
+from hybrid.data.prepared import prepare
+from hybrid.data.storage import PreparedDataset
+
+PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def test_rows_become_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("clicks.csv").write_text(block("csv"))
+    Path("clicks.toml").write_text(block("toml"))
+    dataset = PreparedDataset.open(prepare(load_config(Path("clicks.toml")), tmp_path / "cache"), "train")
+    heading, _, *rows = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.split("\n") if line[:1] == "|"
+    )
+    batch = dataset.gather(np.arange(4), 4)
+    sparse, features = batch.sparse_features, dataset.input_spec.sparse_features
+    assert sparse.offsets is not None
+    assert sparse.weights_L is not None
+    shown = {"row": list("1234"), "price": [f"{x:g}" for x in batch.dense_features[:, 0].tolist()]}
+    for k, feature in enumerate(features):
+        bounds = sparse.offsets[4 * k : 4 * k + 5].tolist()
+        words = [
+            f"{row} x {weight:g}" if feature.weighted else str(row)
+            for row, weight in zip(sparse.ids_L.tolist(), sparse.weights_L.tolist(), strict=True)
+        ]
+        shown[feature.name] = [", ".join(words[a:b]) for a, b in pairwise(bounds)]
+    cross = [int(row) for row in shown.pop("user_item")]
+    assert len({*cross}) == 4
+    assert all(0 < row < 1000 for row in cross)
+    assert heading == list(shown)
+    assert rows == [list(row) for row in zip(*shown.values(), strict=True)]

@@ -1,0 +1,83 @@
+"""First rows by value, out of Parquet: each in the row that the prepared data give its value."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch import Tensor
+
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.sparse_encoding import SparseEncoding
+from hybrid.embedding import valued_rows
+from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.valued_rows import read_rows_by_value
+from hybrid.errors import DataError
+
+VALUES = ("7", "b", "c", "d")
+VECTORS: dict[Any, list[float]] = {"d": [1.0, 2.0], "new": [9.0, 9.0], "7.0": [3.0, 4.0], "b": [5.0, 6.0]}
+
+
+def table_of(folder: Path, keys: pa.Array, vectors: pa.Array) -> TableSpec:
+    FeatureEncoder((), (SparseEncoding("item", "build", 5, values=VALUES),)).save(folder)
+    path = folder / "rows.parquet"
+    pq.write_table(pa.table({"key": keys, "vector": vectors}), path)
+    sgd = OptimizerSpec("sgd", 0.1)
+    return TableSpec("items", 5, 2, Pooling.SUM, ("item",), sgd, 1.0, initial=str(path), keys=str(folder))
+
+
+def rows(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
+    out_RD = torch.full((len(range(index, table.num_rows, count)), table.dim), -1.0)
+    read_rows_by_value(table, out_RD, index, count)
+    return out_RD
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32()), pa.list_(pa.float64(), 2)])
+def test_each_value_has_its_vector_and_others_keep_theirs(
+    tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(valued_rows, "_BLOCK_ROWS", 3)
+    table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values(), kind))
+    whole = torch.tensor([[-1.0, -1], [3, 4], [5, 6], [-1, -1], [1, 2]])
+    assert torch.equal(rows(table), whole)
+    for count in (2, 3, 5):
+        for index in range(count):
+            assert torch.equal(rows(table, index, count), whole[index::count])
+
+
+def test_keys_may_be_numbers_and_the_last_of_two_counts(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array([7, 8, 7, None]), pa.array([[1.0, 1], [2, 2], [3, 3], [4, 4]]))
+    assert rows(table).tolist() == [[-1, -1], [3, 3], [-1, -1], [-1, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "vectors", "message"),
+    [
+        (["b", "c"], [[1.0, 2], [1]], "the vector of row 2 has 1 numbers, and those of table items 2"),
+        (["b", "c"], [[1.0, 2], None], "the vector of row 2 has 0 numbers"),
+        (["b"], [[1.0, float("nan")]], "the vector of row 1 is not finite"),
+        (["b"], [[1.0, None]], "the vector of row 1 is not finite"),
+        (["x", "y"], [[1.0, 2], [3, 4]], "none of its 2 values is one that column item has in training"),
+        (["b"], ["text"], "its second column holds string, and no lists of numbers"),
+        (["b"], [["1", "x"]], "its second column holds list<.*string>, and no lists of numbers"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, keys: list[str], vectors: list[Any], message: str) -> None:
+    table = table_of(tmp_path, pa.array(keys), pa.array(vectors))
+    with pytest.raises(DataError, match=f"^{table.initial}: {message}"):
+        rows(table)
+
+
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    table = table_of(tmp_path, pa.array(["b"]), pa.array([[1.0, 2.0]]))
+    pq.write_table(pa.table({"a": [1]}), table.initial)
+    with pytest.raises(DataError, match="has 1 columns, not one of values and one of vectors"):
+        rows(table)
+    Path(table.initial).write_text("none")
+    with pytest.raises(DataError, match="cannot be read as rows of a table"):
+        rows(table)
+    with pytest.raises(DataError, match="cannot be read as rows of a table"):
+        rows(dataclasses.replace(table, initial=str(tmp_path / "nowhere.parquet")))
