@@ -13,7 +13,7 @@ from support.seeded import random
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hybrid.config import DenseSection, RunConfig, RunSection
+from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.sections import NETS
 from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
@@ -25,6 +25,7 @@ from hybrid.dense.nets import (
     FactorizationMachine,
     WideAndDeepInputs,
 )
+from hybrid.dense.own_net import check_own_net
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -411,3 +412,33 @@ def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> No
     with pytest.raises(ConfigError, match=reason) as caught:
         build_dense_net(*_own(name))
     assert caught.value.key == "dense.net"
+
+
+TASKS = {"click": TaskSection(), "stars": TaskSection(kind="classes", classes=3)}
+
+
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("batch_size", [0, 5])
+def test_every_net_gives_the_outputs_of_all_tasks(net_name: str, batch_size: int) -> None:
+    config, widths = _config(net_name).replace(tasks=TASKS), _widths(net_name)
+    net = build_dense_net(config, _input_spec(2), widths).double()
+    dense_BF, pooled_BE = _inputs(batch_size, 2, sum(widths))
+    outputs_BO = net(dense_BF, pooled_BE)
+    assert outputs_BO.shape == (batch_size, 4)
+    hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
+    if extra_columns(net_name):  # the wide part is a part of each
+        deep_BO = net.head.deep(hidden_BH[:, 1:])  # type: ignore[operator]
+        torch.testing.assert_close(outputs_BO, hidden_BH[:, :1] + deep_BO)
+    local = build_dense_net(
+        config.replace(dense=dataclasses.replace(config.dense, remote_mlp=(7,))), _input_spec(2), widths
+    )
+    assert local.head(torch.zeros(batch_size, 7)).shape == (batch_size, 4)
+
+
+def test_a_net_of_the_users_own_must_give_the_outputs_of_all_tasks() -> None:
+    net = DenseNet(nn.Identity(), CrossInteraction(4, 1), nn.Linear(4, 1))
+    check_own_net(net, "m:net", [2, 2], torch.float32, num_outputs=1)
+    with pytest.raises(
+        ConfigError, match=r"the head gives \[2, 1\] for 2 samples, not \[2, 4\]: 4 outputs a"
+    ):
+        check_own_net(net, "m:net", [2, 2], torch.float32, num_outputs=4)
