@@ -51,7 +51,8 @@ def test_more_numbers_than_are_kept_are_within_the_bound_that_is_stated(
     numbers.sort()
     ranks = np.searchsorted(numbers, found.bounds(20)) / len(numbers)
     allowed = len(numbers) / (4 * (kept / 2) ** 2) + 1 / kept
-    assert np.abs(ranks - np.arange(1, 20) / 20).max() <= allowed
+    # What one replacement moves up another mostly moves down: half a step to one side would come near it.
+    assert np.abs(ranks - np.arange(1, 20) / 20).max() <= allowed / 4
     few = Quantiles()
     few.add(numbers[:kept])
     assert few.bounds(4) == tuple(numbers[[1024, 2048, 3072]])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 from support.commands import ROOT
 from support.samples import located, read, write
 
-from hybrid.config import DataSection
+from hybrid.config import ColumnSection, DataSection
 from hybrid.data import parquet as module
 from hybrid.data.sources import Source
 from hybrid.errors import DataError
@@ -95,6 +96,29 @@ def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
     monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 5)
     with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column city"):
         read(data, path)
+
+
+@pytest.mark.parametrize("is_map", [True, False])
+def test_texts_of_pairs_are_unfolded_no_further_than_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 100)
+    pairs: list[Any] = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
+    kind: Any = pa.map_(pa.string(), pa.float64())
+    if not is_map:
+        kind = pa.list_(pa.struct([("id", pa.string()), ("weight", pa.float64())]))
+        pairs = [[{"id": each, "weight": weight} for each, weight in row] for row in pairs]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": labels(80), "tags": pa.array(pairs, kind)}), path, row_group_size=33)
+    data, columns = DataSection(format="parquet", sparse=("tags",)), {"tags": ColumnSection(kind="weighted")}
+    assert len(list(Source((path,), data, columns=columns).blocks())) > 3  # as many row groups there are
+    block, _ = read(data, path, columns=columns)
+    expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
+    assert block.sparse[0].to_pylist() == [[each for each, _ in row] for row in expected]
+    assert block.weights[0].to_pylist() == [[weight for _, weight in row] for row in expected]
+    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 5)
+    with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column tags"):
+        read(data, path, columns=columns)
 
 
 def test_pages_packed_beyond_belief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
