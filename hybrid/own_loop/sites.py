@@ -75,13 +75,22 @@ class View(NamedTuple):
 
 
 def _agree(tensor: Tensor, wanted: Tensor) -> bool:
-    """Whether both have as many samples, equally far apart."""
+    """Whether both have as many samples, equally far apart, and each sample of ``wanted`` is within that of
+    ``tensor``: two columns may lie in one memory, one after the other."""
+    start = wanted.storage_offset() - tensor.storage_offset()
     return (
         wanted.dim() > 0
         and tensor.dtype == wanted.dtype
         and len(tensor) == len(wanted)
         and tensor.stride(0) == wanted.stride(0)
+        and 0 <= start <= _reach(tensor) - _reach(wanted)
     )
+
+
+def _reach(tensor: Tensor) -> int:
+    """How far the last element of a sample is from its first, in memory."""
+    shape, strides = _layout(tensor)
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def _layout(tensor: Tensor) -> Layout:

@@ -58,6 +58,16 @@ def test_what_is_no_view_of_the_same_of_every_sample_is_not_found(taken: object)
     assert View.find(taken(first), list(tensors_of(first))) is None
 
 
+def test_columns_that_lie_in_one_memory_are_told_apart() -> None:
+    """As those of prepared data do: a column is itself, not the first one and so many samples further."""
+    first, second = (list(torch.arange(3 * size).split(size)) for size in (4, 2))
+    view = View.find(first[2], first)
+    assert view is not None
+    found = view.taken(second)
+    assert found is not None
+    assert torch.equal(found, second[2])
+
+
 def test_all_of_a_tensor_may_change_its_width_and_a_part_may_not() -> None:
     narrow, wide = batch(3), batch(3, width=6)
     whole = View.find(narrow["ids"], list(tensors_of(narrow)))  # type: ignore[arg-type]
