@@ -10,6 +10,7 @@ from hypothesis import given, strategies as st
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.errors import DataError
+from hybrid.input_spec import TaskSpec
 
 NUM_DENSE = 2
 
@@ -27,7 +28,13 @@ def batches(draw: st.DrawFn) -> Batch:
     if has_one_id and sparse.weights_L is None:
         sparse = sparse._replace(offsets=None)
     dense_BF = torch.arange(float(NUM_DENSE * size)).view(size, NUM_DENSE)
-    return Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99, draw(st.booleans()))
+    batch = Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99, draw(st.booleans()))
+    if draw(st.booleans()):
+        totals = torch.ones(1, dtype=torch.float64)
+        batch = batch._replace(
+            weights=torch.arange(float(size)), total_weights=totals, groups=torch.arange(size)
+        )
+    return batch
 
 
 Bag = list[tuple[int, float]]
@@ -52,12 +59,19 @@ def test_the_parts_of_a_batch_are_the_whole(batch: Batch, num_parts: int) -> Non
     assert max(sizes) - min(sizes) <= 1
     assert torch.equal(torch.cat([p.dense_features for p in parts]), batch.dense_features)
     assert torch.equal(torch.cat([p.labels for p in parts]), batch.labels)
+    for name in ("weights", "groups"):
+        of_parts, of_whole = [getattr(part, name) for part in parts], getattr(batch, name)
+        if of_whole is None:
+            assert of_parts == [None] * num_parts
+        else:
+            assert torch.equal(torch.cat(of_parts), of_whole)
     whole = bags_of(batch.sparse_features)
     for k in range(batch.sparse_features.num_features):
         assert list(chain.from_iterable(bags_of(p.sparse_features)[k] for p in parts)) == whole[k]
     for part in parts:
         part.check(NUM_DENSE, batch.sparse_features.num_features)
         assert (part.global_size, part.ended) == (batch.global_size, batch.ended)
+        assert part.total_weights is batch.total_weights
         assert (part.sparse_features.offsets is None) == (batch.sparse_features.offsets is None)
         assert (part.sparse_features.weights_L is None) == (batch.sparse_features.weights_L is None)
 
@@ -166,3 +180,57 @@ class TestBatch:
         assert SparseFeatures.from_bags([[], []]).batch_size == 0
         assert SparseFeatures.from_bags([]).batch_size == 0
         assert SparseFeatures(torch.empty(0, dtype=torch.int64), None, None, 0).batch_size == 0
+
+
+TASKS = (TaskSpec("click"), TaskSpec("stars", "classes", 3), TaskSpec("spent", "regression"))
+
+
+def of_tasks(rows: list[list[float]], weights: list[list[float]] | None = None) -> Batch:
+    sparse = SparseFeatures(torch.zeros(len(rows), dtype=torch.int64), None, None, 1)
+    weighted = None if weights is None else torch.tensor(weights)
+    labels = torch.tensor(rows, dtype=torch.float32)
+    return Batch(torch.zeros(len(rows), 0), sparse, labels, len(rows), weights=weighted)
+
+
+def test_labels_of_several_tasks_are_checked_each_by_its_kind() -> None:
+    of_tasks([[0.25, 2, -1e30], [1, 0, 7]], [[0, 1, 2.5], [1, 1, 1]]).check(0, 1, TASKS)
+    Batch.empty(0, 1).check(0, 1, TASKS)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            of_tasks([[0, 0, 0], [2, 0, 0]]),
+            "sample 1 has the label 2.0 for task click; labels are 0, 1, or a p",
+        ),
+        (of_tasks([[0, 3, 0]]), "sample 0 has the label 3.0 for task stars; labels are classes from 0 to 2"),
+        (of_tasks([[0, -1, 0]]), "sample 0 has the label -1.0 for task stars; labels are classes"),
+        (of_tasks([[0, 0.5, 0]]), "sample 0 has the label 0.5 for task stars; labels are classes"),
+        (
+            of_tasks([[0, 0, math.inf]]),
+            "sample 0 has the label inf for task spent; labels are finite numbers",
+        ),
+        (
+            of_tasks([[0, 0, math.nan]]),
+            "sample 0 has the label nan for task spent; labels are finite numbers",
+        ),
+        (of_tasks([[0, 0]]), r"a batch has labels of shape \[1, 2\], not \[samples, 3\]"),
+        (
+            of_tasks([[0, 0, 0]], [[1, -0.5, 1]]),
+            "sample 0 has the weight -0.5; weights are finite and not neg",
+        ),
+        (
+            of_tasks([[0, 0, 0]], [[1, math.nan, 1]]),
+            "sample 0 has the weight nan; weights are finite and not",
+        ),
+        (
+            of_tasks([[0, 0, 0]], [[1]]),
+            r"a batch has weights of shape \[1, 1\], and labels of shape \[1, 3\]",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, Batch) else value[:40],
+)
+def test_a_label_or_weight_that_is_none_of_its_task_is_refused(batch: Batch, message: str) -> None:
+    with pytest.raises(DataError, match=f"^{message}"):
+        batch.check(0, 1, TASKS)

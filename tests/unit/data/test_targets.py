@@ -173,11 +173,11 @@ def test_data_without_weights_have_none(tmp_path: Path) -> None:
 def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) -> None:
     path, cache = write(tmp_path / "a.csv", TABLE), tmp_path / "cache"
     folders = [
-        prepared(config_of(path, {"click": task}, **keys), cache)[0].folder
+        prepared(config_of(path, {"click": task}, max_bad_fraction=1.0, **keys), cache)[0].folder
         for task, keys in (
             (TaskSection(), {}),
             (TaskSection(loss="focal", weight=3.0, metrics=("m:f",)), {}),
-            (TaskSection(mask="bought"), {"missing": ("?",), "bad_rows": "skip", "max_bad_fraction": 1.0}),
+            (TaskSection(mask="bought"), {}),
             (TaskSection(), {"weight": "w"}),
             (TaskSection(), {"group": "user"}),
         )

@@ -69,3 +69,42 @@ def test_batches_are_evened_to_the_end_of_all_trainers(
     made = list(evened(own_batches, Batch.empty(1, 1), cast(dist.ProcessGroup, each), torch.device("cpu")))
     assert [(len(b.labels), b.global_size, b.ended) for b in made] == expected
     assert each.num_calls == (2 if is_list and are_lists else len(expected) + 2)
+
+
+class Sums:
+    """A process group whose other trainer has one batch: as many samples and weights in each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, sums: list[float]) -> None:
+        self._sums = torch.tensor(sums, dtype=torch.float64)
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, group: Sums) -> None:
+        if operation == dist.ReduceOp.SUM:
+            tensor += self._sums
+
+
+@pytest.mark.parametrize(
+    ("weights", "others", "expected", "totals"),
+    [
+        (None, [1, 3, 3, 3], None, [5, 5]),
+        ([[0.5, 0], [2, 1]], [1, 3, 3, 3], [[0.5, 0], [2, 1]], [5.5, 4]),
+        (None, [1, 3, 0, 7.5], [[1, 1], [1, 1]], [2, 9.5]),  # the other has weights
+        ([[0, 0], [0, 0]], [1, 1, 0, 0], [[0, 0], [0, 0]], [0, 0]),
+    ],
+)
+def test_weights_add_up_over_trainers(
+    monkeypatch: pytest.MonkeyPatch,
+    weights: list[list[float]] | None,
+    others: list[float],
+    expected: list[list[float]] | None,
+    totals: list[float],
+) -> None:
+    group = cast(dist.ProcessGroup, Sums(monkeypatch, others))
+    own = Batch.empty(1, 1)._replace(
+        labels=torch.zeros(2, 2), weights=None if weights is None else torch.tensor(weights)
+    )
+    (batch,) = evened([own], Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=2)
+    assert (None if batch.weights is None else batch.weights.tolist()) == expected
+    assert batch.total_weights is not None
+    assert batch.total_weights.tolist() == totals
+    assert batch.global_size == 2 + others[1]
