@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -18,6 +17,8 @@ from hybrid.dense.nets import (
     FactorizationMachine,
     WideAndDeepInputs,
     WideHead,
+    mlp,
+    output_mlp,
 )
 from hybrid.dense.own_net import check_own_net
 from hybrid.errors import ConfigError
@@ -59,7 +60,7 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
     net = build_dense_net(config, input_spec, widths)
     width = _hidden_width(net.bottom, net.interaction, input_spec, widths)
     with _seeded(config.run.seed, "remote dense net"):
-        remote_net = _mlp((width, *config.dense.remote_mlp))
+        remote_net = mlp((width, *config.dense.remote_mlp))
     if config.dense.matmul == "onednn":
         use_onednn(remote_net)
     return remote_net
@@ -68,10 +69,10 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
 def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
     bottom, interaction = _bottom_and_interaction(config, input_spec, widths)
     if config.dense.remote_mlp:
-        return DenseNet(bottom, interaction, _outputs((config.dense.remote_mlp[-1],), config.num_outputs))
+        return DenseNet(bottom, interaction, output_mlp((config.dense.remote_mlp[-1],), config.num_outputs))
     width = _hidden_width(bottom, interaction, input_spec, widths)
     has_wide_part = bool(extra_columns(config.dense.net))
-    head = _outputs((width - has_wide_part, *config.dense.top_mlp), config.num_outputs)
+    head = output_mlp((width - has_wide_part, *config.dense.top_mlp), config.num_outputs)
     return DenseNet(bottom, interaction, WideHead(head) if has_wide_part else head)
 
 
@@ -86,20 +87,6 @@ def _hidden_width(
         return int(interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1))
 
 
-def _mlp(widths: Sequence[int]) -> nn.Sequential:
-    """A linear layer and ReLU from each width to the next."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers)
-
-
-def _outputs(widths: Sequence[int], num_outputs: int) -> nn.Sequential:
-    """An MLP over ``widths``, then a plain layer to the outputs of a sample; to ``outputs_B`` of one."""
-    layers = _mlp(widths).append(nn.Linear(widths[-1], num_outputs))
-    return layers.append(nn.Flatten(0)) if num_outputs == 1 else layers
-
-
 def _bottom_and_interaction(
     config: RunConfig, input_spec: InputSpec, widths: Sequence[int]
 ) -> tuple[nn.Module, nn.Module]:
@@ -107,7 +94,7 @@ def _bottom_and_interaction(
     match config.dense.net:
         case "dlrm":
             dim = _common_width(config, widths)
-            bottom = _mlp((num_dense, *config.dense.bottom_mlp, dim)) if num_dense else nn.Identity()
+            bottom = mlp((num_dense, *config.dense.bottom_mlp, dim)) if num_dense else nn.Identity()
             num_vectors = len(widths) + bool(num_dense)
             if num_vectors < 2:
                 rule = "must name a column, since dlrm interacts two vectors or more"

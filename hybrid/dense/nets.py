@@ -14,10 +14,25 @@ one output for each task, or for each of its classes; where that is one in all, 
 # No postponed annotations here: TorchScript checks those of buffers, as types.
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def mlp(widths: Sequence[int]) -> nn.Sequential:
+    """A linear layer and ReLU from each width to the next."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def output_mlp(widths: Sequence[int], num_outputs: int = 1) -> nn.Sequential:
+    """An MLP over ``widths``, then a plain layer to the outputs of a sample; to ``outputs_B`` of one."""
+    layers = mlp(widths).append(nn.Linear(widths[-1], num_outputs))
+    return layers.append(nn.Flatten(0)) if num_outputs == 1 else layers
 
 
 class DenseNet(nn.Module):

@@ -117,8 +117,12 @@ class Cluster:
         return total / count if count else math.nan
 
     def gather(self, values: Tensor) -> Tensor:
-        """All trainers' values, (samples, ...), in the order of the whole batch; on the CPU."""
-        return self._started().trainers.gathered(values.detach())
+        """All trainers' values, (samples, ...), in the order of the whole batch; on the CPU.
+
+        What requires gradients stays where it is and gets those of all trainers, for a loss that compares a
+        sample with all others of the batch; every trainer then has it in its loss.
+        """
+        return self._started().trainers.gathered(values)
 
     def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of all tables, the module and its optimizer.

@@ -95,7 +95,7 @@ class Loop:
         for name, module in modules.items():
             module.bind(name, self)
         self.model = self._wrapped(net)
-        self.trainers = Trainers(host.group, host.trainer, self._reducing_device)
+        self.trainers = Trainers(host.group, self._reducing_device)
         self._guard = Guard(deployed.rules, deployed.hosted, host.group, self.trainers.device)
         self._feed = Feed[Share](self._tables, [], host.trainer, self._mode, 1, self._clock)
         self._passes = Passes(self._tables, self.device, host.trainer)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybrid.errors import DataError
 from hybrid.own_loop.batches import checksum
+from hybrid.own_loop.gathering import gather
 
 
 class Trainers:
@@ -16,13 +17,11 @@ class Trainers:
 
     Args:
         group: of all of them.
-        index: of this one.
         device: where their tensors meet.
     """
 
-    def __init__(self, group: dist.ProcessGroup, index: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._index = index
         self._number = group.size()
         self.device = device
 
@@ -34,15 +33,8 @@ class Trainers:
         return summed
 
     def gathered(self, values: Tensor) -> Tensor:
-        """All trainers' tensors, (N, ...), one after another, on the CPU; N may differ."""
-        if self._number == 1:
-            return values.cpu()
-        own_size = torch.eye(self._number, dtype=torch.int64)[self._index] * len(values)
-        sizes = self.sum(own_size).tolist()
-        padded = torch.zeros(max(sizes), *values.shape[1:], dtype=values.dtype, device=self.device)
-        padded[: len(values)] = values
-        parts = self._all(padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).cpu()
+        """All trainers' tensors, (N, ...), one after another; see :func:`gather`."""
+        return gather(values, self._group, self.device)
 
     def checked(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The same batches, the first of which all trainers must have alike.
@@ -53,15 +45,9 @@ class Trainers:
         for number, batch in enumerate(batches):
             if number == 0 and self._number > 1:
                 own = torch.tensor([checksum(batch)], dtype=torch.int64, device=self.device)
-                if any(each.item() != own.item() for each in self._all(own)):
+                if bool((self.gathered(own) != own.cpu()).any()):
                     raise DataError(
                         "trainers read different batches: every trainer is to see the same ones, of which it "
                         "gets its share; seed what shuffles or draws them (torch's samplers are seeded)"
                     )
             yield batch
-
-    def _all(self, own: Tensor) -> list[Tensor]:
-        """All trainers' tensors, of one shape."""
-        parts = [torch.empty_like(own) for _ in range(self._number)]
-        dist.all_gather(parts, own, group=self._group)
-        return parts

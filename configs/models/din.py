@@ -1,0 +1,49 @@
+"""DIN on histories of which what is of the candidate's category counts: python configs/models/din.py"""
+
+import torch
+from loop_and_score import arguments, auc, scores, train
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import hybrid
+from hybrid.data import planted
+from hybrid.models.din import DIN
+
+DIM = 8
+
+
+class Net(nn.Module):
+    """One table for candidates and histories, and one for the categories of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        items = 1 + planted.CATEGORIES * planted.ITEMS_OF_CATEGORY
+        self.item = hybrid.Embedding(items, DIM, padding_idx=0, init_scale=0.3)
+        self.category = hybrid.Embedding(1 + planted.CATEGORIES, DIM, padding_idx=0, init_scale=0.3)
+        self.din = DIN(2 * DIM)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        candidate, history = (
+            torch.cat([self.item(batch[name]), self.category(batch[f"{name}_category"])], dim=-1)
+            for name in ("candidate", "history")
+        )
+        return self.din(candidate, history, (batch["history"] > 0).to(history.device))
+
+
+def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return binary_cross_entropy_with_logits(logits, batch["label"].to(logits), reduction="none")
+
+
+def main() -> None:
+    options = arguments()
+    cluster = hybrid.connect()
+    model = cluster.distribute(Net())
+    train(cluster, model, loss, planted.interests("train", options.samples), options.epochs)
+    test = planted.interests("test", options.test_samples)
+    (logits,) = scores(cluster, lambda batch: (model(batch),), test)
+    best = auc(test["logit"], test["label"])
+    cluster.print(f"test AUC {auc(logits, test['label']):.4f} (best possible {best:.4f})")
+
+
+if __name__ == "__main__":
+    main()

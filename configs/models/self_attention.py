@@ -1,0 +1,50 @@
+"""Self-attention on sequences in which order counts: python configs/models/self_attention.py"""
+
+import torch
+from loop_and_score import arguments, auc, scores, train
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.data import planted
+from hybrid.models.self_attention import SelfAttention, last_of, next_item_loss
+
+DIM = 32
+
+
+class Net(nn.Module):
+    """One table for what was seen and for what comes next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = hybrid.Embedding(
+            1 + planted.NUM_ITEMS, DIM, padding_idx=0, init_scale=0.3, optimizer=hybrid.Adagrad(lr=0.1)
+        )
+        self.attention = SelfAttention(DIM, planted.LONGEST_HISTORY)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What ``next_item_loss`` takes."""
+        history, following, other = (self.item(batch[name]) for name in ("history", "next", "other"))
+        is_item = (batch["history"] > 0).to(history.device)
+        return self.attention(history, is_item), following, other, is_item
+
+    def scores(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
+        """Of the candidates for what comes after the last item."""
+        wanted, _, _, is_item = self(batch)
+        return ((self.item(batch["candidates"]) @ last_of(wanted, is_item).unsqueeze(2)).squeeze(2),)
+
+
+def main() -> None:
+    options = arguments(samples=50_000, epochs=4)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Net())
+    data = planted.sequences("train", options.samples)
+    train(cluster, model, lambda outputs, batch: next_item_loss(*outputs), data, options.epochs)
+    test = planted.sequences("test", options.test_samples)
+    (logits,) = scores(cluster, model.scores, test)
+    labels = torch.tensor([1.0, 0.0]).expand_as(logits)
+    best = auc(test["logits"], labels)
+    cluster.print(f"next item against another: test AUC {auc(logits, labels):.4f} (best possible {best:.4f})")
+
+
+if __name__ == "__main__":
+    main()

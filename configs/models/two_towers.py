@@ -1,0 +1,65 @@
+"""Two towers on the choices of users among all items: python configs/models/two_towers.py
+
+``--uncorrected`` leaves the correction for popularity out, to see what it is for.
+"""
+
+from argparse import ArgumentParser
+
+import torch
+from loop_and_score import arguments, scores, train
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.data import planted
+from hybrid.models.two_towers import TwoTowers, in_batch_softmax, log_popularity
+
+DIM, CUT = 16, 10
+
+
+class Net(nn.Module):
+    """A table for each side, and a tower over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = hybrid.Embedding(planted.NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
+        self.item = hybrid.Embedding(planted.NUM_ITEMS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
+        self.towers = TwoTowers(DIM, DIM)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.towers(self.user(batch["user"]), self.item(batch["item"]))
+
+
+def recall(scores_BI: Tensor, item_B: Tensor) -> Tensor:
+    """1 for each sample whose item is among the best ones."""
+    return (scores_BI.topk(CUT, dim=1).indices == item_B.unsqueeze(1)).any(dim=1).float()
+
+
+def main() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--uncorrected", action="store_true", help="leave the correction for popularity out")
+    options = arguments(parser)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Net())
+    data = planted.choices("train", options.samples)
+    log_q_I = log_popularity(data["item"], planted.NUM_ITEMS)
+    log_q_B = torch.zeros(options.samples) if options.uncorrected else log_q_I[data["item"]]
+
+    def loss(vectors: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
+        return in_batch_softmax(*vectors, batch["item"], batch["log_q"], gather=cluster.gather)
+
+    train(cluster, model, loss, data | {"log_q": log_q_B}, options.epochs)
+    test = planted.choices("test", options.test_samples)
+    with torch.no_grad():
+        items_ID = model.towers.item(model.item(torch.arange(planted.NUM_ITEMS)))
+
+    def score(batch: dict[str, Tensor]) -> tuple[Tensor]:
+        users_BD, _ = model(batch)
+        return (recall((users_BD @ items_ID.mT).cpu(), batch["item"]),)
+
+    (found_N,) = scores(cluster, score, test)
+    best_N = recall(planted.choice_logits()[test["user"]], test["item"])
+    cluster.print(f"test recall@{CUT} {found_N.mean():.4f} (best possible {best_N.mean():.4f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The examples of models: each trains, and docs/models.md has its command, its lines and its scores."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import ROOT, code_block, output_of
+
+import hybrid
+
+EXAMPLES = ROOT / "configs/models"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+ON_A_CLICK_LOG = {name for name in NAMES if "click_log" in (EXAMPLES / f"{name}.py").read_text()}
+CENSUS = [ROOT.parent / "shared/data/adult" / name for name in ("adult.data.gz", "adult.test.gz")]
+ROWS = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for line in (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith("|")
+]
+needs_census = pytest.mark.skipif(
+    not all(path.exists() for path in CENSUS),
+    reason=f"real data not here: {', '.join(map(str, CENSUS))}",
+)
+
+
+def scores_of(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[float]:
+    """What an example prints at its end, in this process: each score, and the best possible one behind it."""
+    script = str(EXAMPLES / f"{name}.py")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    runpy.run_path(script, run_name="__main__")
+    return [float(number) for number in re.findall(r"\b[01]\.\d{4}\b", capsys.readouterr().out)]
+
+
+def row_of(name: str) -> list[str]:
+    (row,) = [row for row in ROWS if row[-1] == f"`{name}.py`"]
+    return row
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_example_trains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name in ON_A_CLICK_LOG:
+        small = "[data]\nsynthetic_rows = 2000\nsynthetic_test_rows = 1000\n[train]\nbatch_size = 200\n"
+        Path("small.toml").write_text(small)
+        arguments = ["--config", "small.toml"]
+    else:
+        arguments = ["--samples", "2000", "--test-samples", "2000", "--epochs", "1"]
+    found = scores_of(name, arguments, monkeypatch, capsys)
+    assert len(found) == len(re.findall(r"\b[01]\.\d{4}\b", " ".join(row_of(name))))
+    assert all(score < best for score, best in zip(found[::2], found[1::2], strict=True))
+
+
+@needs_census
+def test_mmoe_learns_two_labels_of_a_census(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    income, never_married = scores_of(
+        "mmoe", ["--epochs", "1", "--census", *map(str, CENSUS)], monkeypatch, capsys
+    )
+    assert min(income, never_married) > 0.8  # of a label or a column that is not what it seems, about 0.5
+
+
+def test_the_page_has_every_model() -> None:
+    models = {path.stem for path in (ROOT / "hybrid/models").glob("*.py")} - {"__init__", "histories"}
+    assert set(NAMES) == models
+    for name in models:
+        lines = (ROOT / f"hybrid/models/{name}.py").read_text(encoding="utf-8").count("\n")
+        assert str(lines) in row_of(name), (name, lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_each_example_reaches_the_score_of_the_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = [float(number) for number in re.findall(r"\b[01]\.\d{4}\b", " ".join(row_of(name)))]
+    assert scores_of(name, [], monkeypatch, capsys) == pytest.approx(told, abs=0.003)
+
+
+@pytest.mark.long
+def test_an_example_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
+    """The two towers, whose loss is of the items of all trainers."""
+    script = EXAMPLES / "two_towers.py"
+    said = output_of(["compare", script, "--steps", "5", "--", "--samples", "5000"], tmp_path)
+    assert "OK" in said
+
+
+def test_the_module_of_the_page_takes_a_step() -> None:
+    found: dict[str, Any] = {"__name__": "page"}
+    exec(code_block("docs/models.md", "python"), found)
+    cluster = hybrid.connect()
+    model = cluster.distribute(found["Net"]())
+    batch = {
+        "user": torch.tensor([3, 9_999]),
+        "item": torch.tensor([1, 2]),
+        "history": torch.tensor([[4, 0, 0], [4_999, 1, 2]]),
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    means = []
+    for share in cluster.batches([batch, batch]):
+        loss = torch.nn.functional.softplus(model(share))
+        cluster.backward(loss)
+        optimizer.step()
+        means.append(cluster.mean(loss))
+    assert means[1] < means[0]
