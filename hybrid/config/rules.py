@@ -76,6 +76,7 @@ def _check_data(config: RunConfig) -> None:
         if not data.sparse:
             raise ConfigError("data.sparse", "must name at least one categorical column")
         check_columns(data, config.tasks)
+    _check_split(data)
     check_fields(data)
 
 
@@ -86,6 +87,20 @@ def _check_columns(config: RunConfig) -> None:
             raise ConfigError(f"columns.{name}", rule)
     elif config.data.format != "criteo":  # which may leave the names of its columns to the format
         columns_of(config.data, config.columns)
+
+
+def _check_split(data: DataSection) -> None:
+    if data.split == "random":
+        if data.split_column:
+            raise ConfigError(
+                "data.split_column", "is read where data.split is column or time", data.split_column
+            )
+        return
+    if data.format == "synthetic" or data.test_path:
+        rule = "must be random where the test rows are given: by data.test_path, or in the built-in click log"
+        raise ConfigError("data.split", rule, data.split)
+    if not data.split_column:
+        raise ConfigError("data.split_column", f"must name the column that data.split = {data.split} goes by")
 
 
 def check_columns(data: DataSection, tasks: Mapping[str, TaskSection]) -> None:

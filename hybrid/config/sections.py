@@ -113,6 +113,13 @@ class DataSection:
         minimum=0.0,
         maximum=0.9,
     )
+    split: str = fixed(
+        "random",
+        "which rows are held out where test_path is empty: random ones; column: all rows of some values of "
+        "split_column, such as users; time: the latest by split_column",
+        choices=("random", "column", "time"),
+    )
+    split_column: str = fixed("", "column by which rows are held out (split = column, time)")
     columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
     delimiter: str = option(",", "separator of CSV columns")
     label: str = fixed(

@@ -29,6 +29,7 @@ class Reason(StrEnum):
     DATE = "not_a_date"
     ID_WEIGHT = "wrong_weight"
     MANY = "too_many_ids"
+    SPLIT = "no_split_value"
 
 
 _ADVICE = {
@@ -44,6 +45,7 @@ _ADVICE = {
     Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
     Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
     Reason.MANY: "set max_ids higher, or too_many_ids of the column",
+    Reason.SPLIT: "check data.split and data.split_column",
 }
 
 

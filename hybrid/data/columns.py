@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.data.canonical import canonical, canonical_text
+from hybrid.data.canonical import canonical, canonical_text, stable_hash
 
 MAX_NUMBER = float(np.finfo(np.float32).max)
 MAX_VALUE_BYTES = 4096  # of a categorical value; vocabularies hold each of them in memory
@@ -130,6 +130,14 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
     if absent := [float(word) for word in missing if re.match(_NUMBER, word)]:
         numbers_B[np.isin(numbers_B, absent)] = np.nan
     return numbers_B, not_numbers
+
+
+def hashes(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """A hash of each value of a flat column, int64, and which rows have none."""
+    coded, inexact_B, too_long_B = values(column, missing)
+    hashes_D = np.array([*map(stable_hash, map(str, coded.dictionary.to_pylist())), 0], np.uint64)
+    hashes_B = hashes_D.view(np.int64)[np.asarray(coded.indices.fill_null(len(hashes_D) - 1))]
+    return hashes_B, np.asarray(coded.is_null()) | inexact_B | too_long_B
 
 
 def labels(

@@ -1,4 +1,4 @@
-"""Hours and weekdays of dates, as these are written: no time zone is turned into another.
+"""Dates and times as seconds since 1970, and the hours and weekdays of these.
 
 ======================================= =========================================================
 given                                   meaning
@@ -9,6 +9,8 @@ seconds, or a fraction of these too
 numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         of a timestamp with a zone, the time in that zone
 ======================================= =========================================================
+
+Hours and weekdays are those that are written: no time zone is turned into another.
 """
 
 from datetime import date
@@ -28,8 +30,10 @@ _TIME = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
     r"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){1,2}([.][0-9]+)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
 )
-_MAX_SECONDS = 1e11  # the year 5138; what is more counts something else, such as milliseconds
+_ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
+_MAX_SECONDS = 253_402_300_800  # the year 10000; what is more counts something else, such as milliseconds
 _DAY = 86_400
+_FIRST_DAY = date(1970, 1, 1).toordinal()  # a Thursday
 
 Numbers = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -37,45 +41,51 @@ Mask = npt.NDArray[np.bool_]
 
 def parts_of_dates(column: Any, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
     """The hour (0 to 23) or weekday (0 is Monday) of each row, NaN where missing; and which are no dates."""
+    seconds_B, wrong_B = seconds(column, missing)
+    wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
+    seconds_B[wrong_B] = np.nan
+    return (seconds_B % _DAY // 3600 if kind == "hour" else (seconds_B // _DAY + 3) % 7), wrong_B
+
+
+def seconds(column: Any, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
+    """The seconds since 1970 of each row, NaN where missing; and which are neither times nor numbers."""
     column = decoded(column)
-    if pa.types.is_date(column.type):
-        column = column.cast(pa.timestamp("ms"))
-    if pa.types.is_timestamp(column.type):
-        found = (pc.hour if kind == "hour" else pc.day_of_week)(column).cast(pa.float64())
-        return found.to_numpy(zero_copy_only=False).copy(), np.zeros(len(column), np.bool_)
+    if pa.types.is_temporal(column.type):
+        if getattr(column.type, "tz", None):
+            column = pc.local_timestamp(column)
+        microseconds = (
+            column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
+        )
+        return microseconds.to_numpy(zero_copy_only=False) / 1e6, np.zeros(len(column), np.bool_)
     if not is_text(column):
-        return _of_seconds(column, missing, kind)
+        return numbers(column, missing)
     texts = pc.utf8_trim_whitespace(column)
     is_time_B = np.asarray(pc.fill_null(pc.match_substring_regex(texts, _TIME), False))
     times = pa.array(is_time_B)
-    numbers_B, wrong_B = _of_seconds(pc.if_else(times, None, texts), missing, kind)
-    numbers_B[is_time_B], wrong_B[is_time_B] = _of_times(texts.filter(times), kind)
-    return numbers_B, wrong_B
+    seconds_B, wrong_B = numbers(pc.if_else(times, None, texts), missing)
+    seconds_B[is_time_B] = _seconds_of_texts(texts.filter(times))
+    return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
 
 
-def _of_seconds(column: Any, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
-    seconds_B, wrong_B = numbers(column, missing)
-    wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
-    seconds_B[wrong_B] = np.nan
-    hour_B, weekday_B = seconds_B % _DAY // 3600, (seconds_B // _DAY + 3) % 7  # 1970 began on a Thursday
-    return (hour_B if kind == "hour" else weekday_B), wrong_B
-
-
-def _of_times(texts: Any, kind: str) -> tuple[Numbers, Mask]:
-    """The same of texts that look like dates, none of which is null."""
+def _seconds_of_texts(texts: Any) -> Numbers:
+    """The same of texts that look like dates, none of which is null; NaN of days that there are not."""
     days = pc.utf8_slice_codeunits(texts, 0, 10).dictionary_encode()
-    weekday_D = np.array([_weekday(day) for day in days.dictionary.to_pylist()], np.float64)
-    weekday_B = weekday_D[np.asarray(days.indices)]
-    wrong_B = np.isnan(weekday_B)
-    if kind == "weekday":
-        return weekday_B, wrong_B
-    hours = pc.utf8_slice_codeunits(texts, 11, 13)
-    hours = pc.if_else(pc.equal(hours, ""), "0", hours).cast(pa.float64())
-    return np.where(wrong_B, np.nan, hours.to_numpy(zero_copy_only=False)), wrong_B
+    day_D = np.array([_day(day) for day in days.dictionary.to_pylist()], np.float64)
+    past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(texts, 16), _ZONE, "")
+    parts = (
+        (3600, pc.utf8_slice_codeunits(texts, 11, 13)),
+        (60, pc.utf8_slice_codeunits(texts, 14, 16)),
+        (1, pc.utf8_slice_codeunits(past_minute, 1)),
+    )
+    seconds_B: Numbers = day_D[np.asarray(days.indices)] * _DAY
+    for unit, digits in parts:
+        numbers_B = pc.if_else(pc.equal(digits, ""), "0", digits).cast(pa.float64())
+        seconds_B = seconds_B + unit * numbers_B.to_numpy(zero_copy_only=False)
+    return seconds_B
 
 
-def _weekday(day: str) -> float:
+def _day(text: str) -> float:
     try:
-        return float(date.fromisoformat(day).weekday())
+        return float(date.fromisoformat(text).toordinal() - _FIRST_DAY)
     except ValueError:  # such as the 30th of February
         return float("nan")

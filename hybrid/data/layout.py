@@ -112,4 +112,5 @@ class Layout:
         """Every wanted column after the key that names it."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
+        named += [("data.split_column", self.data.split_column)] if self.data.split_column else []
         return named + self.targets.columns() if self.with_labels else named

@@ -8,11 +8,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hybrid.config import DataSection, RunConfig
@@ -26,12 +24,12 @@ from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_fil
 from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.sources import RawBlock, Source
+from hybrid.data.split import IsTest, split_of
 from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
 from hybrid.metrics import BinaryMetrics, binary_metrics
-from hybrid.splitmix64 import next_of
 
 TRAIN, TEST = "train", "test"
 
@@ -114,6 +112,8 @@ def encode_files(
         format=_format_of(config.data, files),
         dense=spec.dense_features,
         sparse=tuple(f.name for f in spec.sparse_features),
+        split="random",
+        split_column="",
     )
     if data.format == "csv":
         for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):
@@ -254,9 +254,9 @@ def _write_files(
         )
         for files in (train_files, test_files)
     )
-    is_test = partial(_held_out, config.run.seed, 0.0 if test_files else config.data.test_fraction)
+    is_test = split_of(config, source)
     log = source.new_log()
-    training = (block.select(~is_test(block.source_rows_B)) for block in source.blocks(log))
+    training = (block.select(~is_test(block)) for block in source.blocks(log))
     encoder = FeatureEncoder.fit(training, config.data, config.columns)
     log.finish()
     if test_files:
@@ -307,7 +307,7 @@ def _write_held_out(
     source: Source,
     encoder: FeatureEncoder,
     folder: Path,
-    is_test: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.bool_]],
+    is_test: IsTest,
 ) -> dict[str, DatasetReport]:
     log = source.new_log()
     with (
@@ -315,7 +315,7 @@ def _write_held_out(
         closing(_EncodingWriter(folder / TEST, encoder, source.targets)) as test,
     ):
         for block in source.blocks(log):
-            mask_B = is_test(block.source_rows_B)
+            mask_B = is_test(block)
             train.append(block.select(~mask_B))
             test.append(block.select(mask_B))
     return {TRAIN: train.report(log.finish()), TEST: test.report()}
@@ -339,9 +339,3 @@ class _EncodingWriter:
 
     def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
         return self._writer.report(bad_rows, self._unknown.report())
-
-
-def _held_out(seed: int, fraction: float, rows_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which rows, numbered from 0 over all files, are for testing: about ``fraction``, by a hash of each."""
-    key = next_of(np.array([seed % 2**64], np.uint64))
-    return next_of(rows_B.astype(np.uint64) ^ key) < np.uint64(fraction * 2**64)

@@ -14,14 +14,15 @@ import pyarrow as pa
 from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data import columns
 from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
+from hybrid.data.dates import seconds
 from hybrid.data.features import feature
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.parquet import read_parquet
-from hybrid.data.targets import Targets, TargetSpec
+from hybrid.data.targets import Reject, Targets, TargetSpec
 from hybrid.data.text import TableBlock, read_text
-from hybrid.errors import DataError
+from hybrid.errors import ConfigError, DataError
 
 
 class RawBlock(NamedTuple):
@@ -34,6 +35,8 @@ class RawBlock(NamedTuple):
         targets: labels, weights and groups, or None where they were not asked for.
         source_rows_B: int64, 0-based row over all files in turn; bad rows count, blank lines do not.
         weights: an array of B lists of float32 for each sparse feature whose ids have weights.
+        split_B: what tells training rows from test rows, where ``data.split_column`` does: int64, the same
+            for equal values, or float64, times in seconds; else None.
     """
 
     dense_BF: npt.NDArray[np.float64]
@@ -41,6 +44,7 @@ class RawBlock(NamedTuple):
     targets: Targets | None
     source_rows_B: npt.NDArray[np.int64]
     weights: tuple[Any, ...] = ()
+    split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
         """The rows where ``mask_B`` holds."""
@@ -51,6 +55,7 @@ class RawBlock(NamedTuple):
             None if self.targets is None else self.targets.select(mask_B),
             self.source_rows_B[mask_B],
             tuple(lists.filter(keep) for lists in self.weights),
+            None if self.split_B is None else self.split_B[mask_B],
         )
 
 
@@ -139,5 +144,23 @@ def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock,
     features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
     sparse = tuple(each.values for each in features)
     weights = tuple(each.weights for each in features if each.weights is not None)
-    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights)
+    split_B = _split_values(table.columns[data.split_column], data, reject) if data.split_column else None
+    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights, split_B)
     return (block if good.all() else block.select(good)), bad
+
+
+def _split_values(
+    column: Any, data: DataSection, reject: Reject
+) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
+    name = data.split_column
+    if columns.is_list(column):
+        raise ConfigError("data.split_column", "must be a column of one value a row, and holds lists", name)
+    if data.split == "time":
+        times_B, wrong_B = seconds(column, data.missing)
+        reject(
+            wrong_B | np.isnan(times_B), Reason.SPLIT, name, "a number, or a date such as 2024-01-31 09:30:00"
+        )
+        return times_B
+    hashes_B, wrong_B = columns.hashes(column, data.missing)
+    reject(wrong_B, Reason.SPLIT, name, "a value to split rows by")
+    return hashes_B

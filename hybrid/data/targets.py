@@ -13,7 +13,6 @@ from hybrid.config import DataSection, TaskSection
 from hybrid.config.sections import tasks_of
 from hybrid.data import columns
 from hybrid.data.bad_rows import Reason
-from hybrid.data.canonical import stable_hash
 from hybrid.errors import ConfigError
 
 # Rows that cannot be used, why, the column that is wrong, and what was expected there.
@@ -140,13 +139,8 @@ class TargetSpec:
         name = self.data.group
         if columns.is_list(table[name]):
             raise ConfigError("data.group", "must be a column of one value a row, and holds lists", name)
-        coded, inexact_B, too_long_B = columns.values(table[name], self.data.missing)
-        absent_B = np.asarray(coded.is_null()) | inexact_B | too_long_B
+        groups_B, absent_B = columns.hashes(table[name], self.data.missing)
         reject(absent_B, Reason.GROUP, name, "the group of the sample")
-        hashes_D = np.array([*map(stable_hash, map(str, coded.dictionary.to_pylist())), 0], np.uint64)
-        groups_B: npt.NDArray[np.int64] = hashes_D.view(np.int64)[
-            np.asarray(coded.indices.fill_null(len(hashes_D) - 1))
-        ]
         return groups_B
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hybrid.data.dates import parts_of_dates
+from hybrid.data.dates import parts_of_dates, seconds
 
 # The 31st of January 2024 was a Wednesday.
 SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())
@@ -72,3 +72,15 @@ def test_types_of_parquet() -> None:
         np.testing.assert_array_equal(parts_of_dates(column, (), "hour")[0], [0, np.nan])
     local = pa.array([berlin], pa.timestamp("s", "Europe/Berlin"))
     assert parts_of_dates(local, (), "hour")[0].tolist() == [berlin.hour] == [10]
+
+
+def test_seconds_of_text_numbers_and_parquet_are_the_same() -> None:
+    text = pa.array(["2024-01-31", " 2024-01-31T09:30:00.5Z", "1706693400", "soon", "2024-13-01", None, "?"])
+    of_text, wrong = seconds(text, ("", "?"))
+    assert wrong.tolist() == [False, False, False, True, True, False, False]
+    assert of_text[:3].tolist() == [1706659200, 1706693400.5, 1706693400]
+    assert np.isnan(of_text[3:]).all()
+    of_stamps, wrong = seconds(pa.array([np.datetime64("2024-01-31T09:30:00.5", "ms"), None]), ())
+    assert (of_stamps[0], wrong.tolist()) == (1706693400.5, [False, False])
+    (of_day,) = seconds(pa.array([date(2024, 1, 31)]), ())[0]
+    assert of_day == 1706659200

@@ -100,6 +100,7 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(
         "not_a_date": 0,
         "wrong_weight": 0,
         "too_many_ids": 0,
+        "no_split_value": 0,
     }
     assert located(report, path) == [
         "2: 3 columns, expected 4",

@@ -1,0 +1,97 @@
+"""What is held out for testing: whole users, or the latest rows."""
+
+import dataclasses
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.samples import csv_config, prepared, write
+
+from hybrid.config.file import validate
+from hybrid.data import split
+from hybrid.errors import ConfigError, DataError
+
+NUM_ROWS = 600
+
+
+def rows_of(path: Path, **keys: Any) -> tuple[list[int], list[int]]:
+    """The rows of the file that are for training and for testing."""
+    config = csv_config(path, sparse=("item",), **keys)
+    validate(config)
+    train, test = prepared(config, path.parent / "cache")
+    return train.source_rows.tolist(), test.source_rows.tolist()
+
+
+def log(path: Path, when: list[str], seed: int = 0) -> Path:
+    draw = random.Random(seed)
+    rows = [f"{i % 2},i{i % 7},u{draw.randrange(60)},{at}\n" for i, at in enumerate(when)]
+    return write(path, "label,item,user,when\n" + "".join(rows))
+
+
+def test_no_user_is_on_both_sides(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.csv", ["0"] * NUM_ROWS)
+    train, test = rows_of(path, split="column", split_column="user", test_fraction=0.3)
+    users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
+    assert sorted(train + test) == list(range(NUM_ROWS))
+    assert not {users[i] for i in train} & {users[i] for i in test}
+    assert 0.1 < len(test) / NUM_ROWS < 0.5
+
+
+@pytest.mark.parametrize("kind", ["numbers", "dates", "times"])
+def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = np.random.default_rng(1).permutation(NUM_ROWS)
+    when = {
+        "numbers": [f"{1.5e9 + number}" for number in order],
+        "dates": [str(np.datetime64("2023-12-01") + number) for number in order],
+        "times": [str(np.datetime64("2023-12-31T23:00:00") + 60 * number) for number in order],
+    }[kind]
+    path = log(tmp_path / "a.csv", when)
+    train, test = rows_of(path, split="time", split_column="when", test_fraction=0.2)
+    assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
+    assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
+    monkeypatch.setattr(split, "MAX_SAMPLED", 100)  # of very many rows, a part is looked at for the border
+    _, sampled = rows_of(path, split="time", split_column="when", test_fraction=0.2, numeric_scaling="none")
+    assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
+    assert 0.1 < len(sampled) / NUM_ROWS < 0.3
+
+
+def test_a_row_without_a_time_is_bad(tmp_path: Path) -> None:
+    path = log(tmp_path / "a.csv", ["2024-01-01"] * 10 + ["soon"])
+    with pytest.raises(DataError, match="12: when is 'soon', expected a number, a date, or a time such as"):
+        rows_of(path, split="time", split_column="when", bad_rows="fail")
+
+
+def test_lists_split_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"label": [0, 1], "item": ["a", "b"], "user": [["a"], ["b"]]}), path)
+    config = csv_config(path, sparse=("item",), split="column", split_column="user")
+    config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
+    with pytest.raises(ConfigError, match=r"^data\.split_column = 'user': must be a column of one value"):
+        prepared(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"split": "time"}, r"data\.split_column.*: must name the column that data\.split = time goes by"),
+        (
+            {"split_column": "user"},
+            r"data\.split_column = 'user': is read where data\.split is column or time",
+        ),
+        (
+            {"split": "time", "split_column": "w", "test_path": ("b.csv",)},
+            r"data\.split = 'time': must be random",
+        ),
+        (
+            {"split": "column", "split_column": "usr"},
+            r"data\.split_column = 'usr': .*; did you mean 'user'\?",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        rows_of(log(tmp_path / "a.csv", ["0"] * 20), **keys)
