@@ -1,9 +1,13 @@
 """Input files as nobody would write them, and what a reader must make of them: rows, or one clear error."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-from hybrid.config import DataSection
+import numpy as np
+
+from hybrid.config import ColumnSection, DataSection
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.sources import Source
 from hybrid.errors import HybridError
@@ -38,7 +42,11 @@ def check_line(error: HybridError) -> None:
 
 
 def read_hostile(
-    path: Path, data: DataSection, with_labels: bool, block_bytes: int
+    path: Path,
+    data: DataSection,
+    with_labels: bool,
+    block_bytes: int,
+    columns: Mapping[str, ColumnSection] = MappingProxyType({}),
 ) -> tuple[BadRowReport, list[int]] | None:
     """The report of a file's bad rows and the numbers of its good ones; None where it is refused.
 
@@ -46,13 +54,17 @@ def read_hostile(
         AssertionError: the refusal is no clear error, or blocks do not hold together.
         Exception: whatever a reader should not raise.
     """
-    source = Source((path,), data, with_labels, block_bytes)
+    source = Source((path,), data, with_labels, block_bytes, columns=columns)
     log = source.new_log()
     rows: list[int] = []
     try:
         for block in source.blocks(log):
             size = len(block.source_rows_B)
-            assert {len(block.dense_BF), *map(len, block.sparse)} == {size}
+            assert {len(block.dense_BF), *map(len, block.sparse), *map(len, block.weights)} == {size}
+            for weights in block.weights:
+                weights_L = np.asarray(weights.flatten())
+                assert np.isfinite(weights_L).all()
+                assert (weights_L >= 0).all()
             assert block.targets is None or set(block.targets.labels_BT[:, 0].tolist()) <= {0, 1}
             rows += block.source_rows_B.tolist()
         report = log.finish()

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from support.hostile import LAYOUTS, TOKENS, read_hostile
 
-from hybrid.config import DataSection
+from hybrid.config import ColumnSection, DataSection
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.sources import Source
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
 MANY = settings(
@@ -55,3 +57,64 @@ def test_a_mark_of_byte_order_within_a_file_is_part_of_its_line(data: DataSectio
     assert read is not None
     report, rows = read
     assert (rows, report.total) == ([0, 2], 1)  # the label of the second is none
+
+
+PARTS = (
+    *(
+        "a",
+        "b",
+        ":",
+        "|",
+        "0.5",
+        "-1",
+        "1e999",
+        "nan",
+        "inf",
+        "?",
+        " ",
+        "1e+17",
+        "é",
+        "\x1f",
+        "0x1p3",
+        "9" * 40,
+    ),
+    *(
+        "2024-01-31",
+        "2024-02-30",
+        "T09:30",
+        " 24:00",
+        "Z",
+        "+02:00",
+        ".5",
+        "1706693400",
+        "0000-00-00",
+        "9999-12-31",
+    ),
+)
+FIELDS = st.lists(st.sampled_from(PARTS), max_size=5).map("".join)
+COLUMNS = {
+    "bucket": ColumnSection(kind="buckets", source=("a",), quantiles=3),
+    "hour": ColumnSection(kind="hour", source=("a",)),
+    "day": ColumnSection(kind="weekday", source=("b",)),
+    "both": ColumnSection(kind="cross", source=("a", "b")),
+    "bags": ColumnSection(kind="weighted", source=("b",), multi_hot_separator="|", max_ids=2),
+    "one": ColumnSection(kind="weighted", source=("a",), max_ids=1, too_many_ids="keep_last"),
+}
+
+
+@settings(MANY, max_examples=50)
+@given(
+    rows=st.lists(st.tuples(FIELDS, FIELDS), max_size=8),
+    kinds=st.sets(st.sampled_from([*COLUMNS]), min_size=1),
+)
+def test_columns_of_every_kind_take_hostile_fields(
+    rows: list[tuple[str, str]], kinds: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("label,a,b\n" + "".join(f"1,{a},{b}\n" for a, b in rows))
+    data = DataSection(format="csv", sparse=tuple(sorted(kinds)), max_bad_fraction=1.0)
+    columns = {name: COLUMNS[name] for name in kinds}
+    whole = read_hostile(path, data, True, 1 << 20, columns)
+    assert whole == read_hostile(path, data, True, 7, columns)
+    if whole is not None and whole[1]:
+        FeatureEncoder.fit(Source((path,), data, columns=columns).blocks(), data, columns)

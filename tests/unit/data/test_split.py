@@ -61,7 +61,7 @@ def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: py
 
 def test_a_row_without_a_time_is_bad(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["2024-01-01"] * 10 + ["soon"])
-    with pytest.raises(DataError, match="12: when is 'soon', expected a number, a date, or a time such as"):
+    with pytest.raises(DataError, match="12: when is 'soon', expected a number, or a date such as"):
         rows_of(path, split="time", split_column="when", bad_rows="fail")
 
 

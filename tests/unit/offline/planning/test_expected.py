@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from hybrid.config import RunConfig
+from hybrid.config import ColumnSection, RunConfig
 from hybrid.data.synthetic import TABLE_ROWS
 from hybrid.errors import ConfigError, DataError
 from workers.offline.planning.expected import expected_data
@@ -59,3 +59,14 @@ def test_ids_are_said_of_hashed_columns_alone(
 ) -> None:
     with pytest.raises(ConfigError, match=r"^--ids = 2.0: is read where data.vocabulary is \"hash\" only"):
         expected_data(configured(data=data), tmp_path, 2.0)
+
+
+def test_what_sections_make_of_columns_the_files_tell(configured: Configured, tmp_path: Path) -> None:
+    csv = configured(data=HASHED | {"format": "csv", "sparse": ("a", "b")})
+    config = csv.replace(columns={"a": ColumnSection(kind="hour")})
+    with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
+        expected_data(config, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^--ids = 2.0: is read where there are no sections \[columns.NAME\]"
+    ):
+        expected_data(config, tmp_path, 2.0)
