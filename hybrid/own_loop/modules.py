@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from hybrid.config.sections import INITIALISERS
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.stored_rows import shape_of
 from hybrid.embedding.trainer.asked import Asked
@@ -55,6 +56,7 @@ class TableModule(nn.Module):
         optimizer: of its rows, such as ``hybrid.Adagrad(lr=0.05)``, the default.
         padding_idx: an id that stands for none: its vector is zeros, and it takes no part in a bag.
         init_scale: rows start uniform in [-init_scale, init_scale]; by default 1 / sqrt(rows).
+        init: "uniform", "normal" with a deviation of ``init_scale``, or "zeros".
         initial: a file with the first rows, read by the workers; see :meth:`from_pretrained`.
 
     Attributes:
@@ -69,16 +71,20 @@ class TableModule(nn.Module):
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
+        init: str = "uniform",
         initial: str = "",
     ) -> None:
         super().__init__()
         if min(num_embeddings, embedding_dim) < 1:
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
+        if init not in INITIALISERS:
+            raise ValueError(f"init is one of {', '.join(INITIALISERS)}, not {init!r}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.optimizer = optimizer or _DEFAULT_OPTIMIZER
         self.padding_idx = padding_idx
         self.init_scale = num_embeddings**-0.5 if init_scale is None else init_scale
+        self.init = init
         self.initial = initial
         self.name = ""
         self._asker: Asker | None = None
@@ -122,6 +128,7 @@ class TableModule(nn.Module):
             features=(name,),
             optimizer=self.optimizer,
             init_scale=self.init_scale,
+            init=self.init,
             bytes_per_value=bytes_per_value,
             initial=self.initial,
         )
@@ -191,6 +198,7 @@ class EmbeddingBag(TableModule):
         optimizer: OptimizerSpec | None = None,
         padding_idx: int | None = None,
         init_scale: float | None = None,
+        init: str = "uniform",
         initial: str = "",
         include_last_offset: bool = False,
     ) -> None:
@@ -200,6 +208,7 @@ class EmbeddingBag(TableModule):
             optimizer=optimizer,
             padding_idx=padding_idx,
             init_scale=init_scale,
+            init=init,
             initial=initial,
         )
         self.pooling = Pooling(mode)

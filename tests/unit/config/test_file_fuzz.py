@@ -32,14 +32,31 @@ VALUES = st.one_of(
 OVERRIDES = st.lists(
     st.one_of(
         st.builds(
-            "{}={}".format, st.sampled_from([*KEYS, "tables.C1.dim", "tables..dim", "run", ""]), VALUES
+            "{}={}".format,
+            st.sampled_from(
+                [
+                    *KEYS,
+                    "tables.C1.dim",
+                    "tables..dim",
+                    "columns.C1.bounds",
+                    "dense_groups.g.parameters",
+                    "run",
+                    "",
+                ]
+            ),
+            VALUES,
         ),
         st.text(max_size=20),
     ),
     max_size=4,
 )
 LINES = st.one_of(
-    st.sampled_from([f"[{section}]" for section in [*SECTION_KEYS, "tables.C1", "nothing", "tables"]]),
+    st.sampled_from(
+        [
+            f"[{section}]"
+            for section in [*SECTION_KEYS, "tables.C1", "columns.C1", "dense_groups.g", "nothing", "tables"]
+        ]
+    ),
     st.builds("{} = {}".format, st.sampled_from([key.partition(".")[2] for key in KEYS]), VALUES),
     st.text(max_size=20),
 )

@@ -145,3 +145,14 @@ def test_rows_out_of_a_file_stay_where_they_are_frozen(freeze: bool, tmp_path: P
 def test_frozen_rows_have_no_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give freeze=False"):
         hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", optimizer=hybrid.SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
+def test_first_rows_are_drawn_as_is_said(kind: Any) -> None:
+    _, normal_RD = rows(hybrid.connect(), kind(9, 400, init="normal", init_scale=0.1))
+    assert normal_RD.std() == pytest.approx(0.1, rel=0.1)
+    assert normal_RD.abs().max() > 0.2
+    _, zeros_RD = rows(hybrid.connect(), kind(9, 400, init="zeros"))
+    assert not zeros_RD.any()
+    with pytest.raises(ValueError, match="init is one of uniform, normal, zeros, not 'ones'"):
+        kind(9, 4, init="ones")
