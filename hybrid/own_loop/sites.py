@@ -56,7 +56,7 @@ class View(NamedTuple):
             return None
         memory = wanted.untyped_storage().data_ptr()
         for number, tensor in enumerate(tensors):
-            if tensor.dim() and tensor.untyped_storage().data_ptr() == memory and _agree(tensor, wanted):
+            if tensor.numel() and tensor.untyped_storage().data_ptr() == memory and _agree(tensor, wanted):
                 offset = int(wanted.storage_offset() - tensor.storage_offset())
                 of, layout = _layout(tensor), _layout(wanted)
                 return cls(number, None if (of, 0) == (layout, offset) else of, offset, layout)
@@ -79,7 +79,8 @@ def _agree(tensor: Tensor, wanted: Tensor) -> bool:
     ``tensor``: two columns may lie in one memory, one after the other."""
     start = wanted.storage_offset() - tensor.storage_offset()
     return (
-        wanted.dim() > 0
+        tensor.dim() > 0
+        and wanted.dim() > 0
         and tensor.dtype == wanted.dtype
         and len(tensor) == len(wanted)
         and tensor.stride(0) == wanted.stride(0)

@@ -99,3 +99,19 @@ def test_a_call_after_a_write_is_another() -> None:
     before = key_of(Call(TABLE, ids))
     ids[0] = 3
     assert key_of(Call(TABLE, ids)) != before
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_tensors_that_share_memory_are_told_apart(name: str) -> None:
+    """The columns of prepared data lie one after another in one memory; the last batch is smaller."""
+
+    def prepared(size: int) -> dict[str, Tensor]:
+        ids_L = torch.arange(2 * size)
+        return {"a": ids_L[:size], "b": ids_L[size:]}
+
+    first, last = prepared(5), prepared(2)
+    view = View.find(first[name].unsqueeze(1), list(tensors_of(first)))
+    assert view is not None
+    found = view.taken(list(tensors_of(last)))
+    assert found is not None
+    assert torch.equal(found.view(-1), last[name])
