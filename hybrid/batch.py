@@ -66,8 +66,11 @@ class SparseFeatures(NamedTuple):
         """The samples from ``start`` to ``stop``."""
         size = self.batch_size
         if self.offsets is None:
-            ids_KB = self.ids_L.view(self.num_features, size)
-            return self._replace(ids_L=ids_KB[:, start:stop].flatten())
+            shape_KB, part = (self.num_features, size), slice(start, stop)
+            weights_L = self.weights_L
+            if weights_L is not None:
+                weights_L = weights_L.view(shape_KB)[:, part].flatten()
+            return self._replace(ids_L=self.ids_L.view(shape_KB)[:, part].flatten(), weights_L=weights_L)
         firsts = [k * size + start for k in range(self.num_features)]
         bounds = [(int(self.offsets[f]), int(self.offsets[f + stop - start])) for f in firsts]
         lengths = torch.cat([self.offsets[f : f + stop - start + 1].diff() for f in firsts])

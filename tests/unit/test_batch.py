@@ -25,7 +25,7 @@ def batches(draw: st.DrawFn) -> Batch:
     weights = [[[draw(st.floats(-1, 1, width=32)) for _ in bag] for bag in feature] for feature in bags]
     sparse = SparseFeatures.from_bags(bags, weights if draw(st.booleans()) else None)
     sparse = sparse._replace(ids_L=torch.arange(len(sparse.ids_L)))
-    if has_one_id and sparse.weights_L is None:
+    if has_one_id:
         sparse = sparse._replace(offsets=None)
     dense_BF = torch.arange(float(NUM_DENSE * size)).view(size, NUM_DENSE)
     batch = Batch(dense_BF, sparse, torch.arange(float(size)) / 8, 99, draw(st.booleans()))
