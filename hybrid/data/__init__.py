@@ -10,5 +10,7 @@ Preparing first, rather than streaming text into training, is what buys exactnes
 known, every epoch is an exact shuffle, a position is just (epoch, step), and step ``s`` holds the same
 samples however many trainers share them. Text is parsed once, not once an epoch by each trainer.
 
+``targets`` reads what is to be predicted, and ``split`` says which rows are held out for testing.
+
 Begin with ``prepared``, which the master calls, and ``loader``, which every trainer reads.
 """
