@@ -37,9 +37,10 @@ def recall(scores_BI: Tensor, item_B: Tensor) -> Tensor:
 def main() -> None:
     parser = ArgumentParser()
     parser.add_argument("--uncorrected", action="store_true", help="leave the correction for popularity out")
+    parser.add_argument("--double", action="store_true", help="compute in float64")
     options = arguments(parser)
     cluster = hybrid.connect()
-    model = cluster.distribute(Net())
+    model = cluster.distribute(Net().double() if options.double else Net())
     data = planted.choices("train", options.samples)
     log_q_I = log_popularity(data["item"], planted.NUM_ITEMS)
     log_q_B = torch.zeros(options.samples) if options.uncorrected else log_q_I[data["item"]]

@@ -1,4 +1,4 @@
-"""The models on a cluster and in one process: the same losses, parameters and rows, whatever the shares."""
+"""The models on a cluster and in one process: the same numbers for any shares; and exported programs."""
 
 from pathlib import Path
 
@@ -6,7 +6,20 @@ import pytest
 import torch
 from comparison.cases import model_script
 from support.cluster import Clusters, small_config
+from support.seeded import random
+from torch import Tensor, nn
 
+from hybrid.models.dcn_v2 import DCNv2
+from hybrid.models.deepfm import DeepFM
+from hybrid.models.din import DIN
+from hybrid.models.dlrm import DLRM
+from hybrid.models.esmm import ESMM
+from hybrid.models.final_mlp import FinalMLP
+from hybrid.models.mmoe import MMoE
+from hybrid.models.ple import PLE
+from hybrid.models.self_attention import SelfAttention
+from hybrid.models.two_towers import TwoTowers
+from hybrid.models.wide_deep import WideAndDeep
 from workers.jobs.script import ScriptJob
 from workers.joining.bootstrap import Cluster
 from workers.screen.terminal import TerminalView
@@ -30,3 +43,37 @@ def test_a_cluster_trains_them_as_one_process_does(update: str, clusters: Cluste
     assert len(expected["losses"]) == sum(model_script.SIZES)
     for name in ("losses", "net", "tables"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+def some(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(random(*shape, seed=seed) for seed, shape in enumerate(shapes))
+
+
+IS_ITEM = torch.tensor([[True, True, False]] * 4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (DIN(3, 2), (*some((4, 3), (4, 3, 3)), IS_ITEM, *some((4, 2)))),
+        (SelfAttention(4, 5), (*some((4, 3, 4)), IS_ITEM)),
+        (TwoTowers(3, 4), some((4, 3), (4, 4))),
+        (MMoE(6, 2), some((4, 6))),
+        (PLE(6, 2), some((4, 6))),
+        (ESMM(6), some((4, 6))),
+        (FinalMLP(6, (2, 3)), some((4, 6), (4, 2), (4, 3))),
+        (DLRM(2, 3, 4), some((4, 2), (4, 12))),
+        (DCNv2(6), some((4, 2), (4, 4))),
+        (DeepFM(2, 3, 4), some((4, 2), (4, 15))),
+        (WideAndDeep(2, (3, 4)), some((4, 2), (4, 9))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_exported_program_gives_the_same_for_any_number_of_samples(
+    module: nn.Module, inputs: tuple[Tensor, ...]
+) -> None:
+    samples = torch.export.Dim("samples")
+    exported = torch.export.export(module.eval(), inputs, dynamic_shapes=tuple({0: samples} for _ in inputs))
+    more = tuple(torch.cat([each, each[:2]]) for each in inputs)
+    torch.testing.assert_close(exported.module()(*more), module(*more))

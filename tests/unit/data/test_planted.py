@@ -36,7 +36,17 @@ def test_a_candidate_is_liked_as_often_as_the_history_has_its_category() -> None
 
 
 def test_what_comes_next_follows_from_the_last_and_the_third_last() -> None:
-    """Where both are the same, so is the difference between two items' logits."""
+    draw = planted._generator(0, "sequences")
+    a, b, c = (torch.randn(planted.NUM_ITEMS, planted.FACTORS, generator=draw) for _ in range(3))
+    data = planted.sequences("train", 500)
+    for k in range(500):
+        items = [item - 1 for item in data["history"][k].tolist() if item]
+        wanted = a[items[-1]] + (b[items[-3]] if len(items) > 2 else 0)
+        expected = [torch.dot(wanted, c[item - 1]) for item in data["candidates"][k].tolist()]
+        torch.testing.assert_close(data["logits"][k], torch.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_agree_on_what_comes_next() -> None:
     data = planted.sequences("train", 20_000)
     lengths = (data["history"] > 0).sum(dim=1)
     assert lengths.unique().tolist() == list(range(1, planted.LONGEST_HISTORY + 1))

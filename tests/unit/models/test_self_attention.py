@@ -103,3 +103,10 @@ def test_the_weighted_mean_of_the_losses_is_that_over_all_positions() -> None:
         *given,
         run=lambda wanted, following, other: next_item_loss(wanted, following, other, IS_ITEM[: len(wanted)]),
     )
+
+
+def test_a_history_without_items_has_numbers_all_the_same() -> None:
+    """Padding looks at itself; a softmax over nothing would have no value."""
+    model, history = SelfAttention(DIM, LONGEST).double(), vectors(2, 1, DIM, seed=1)
+    found, expected = (model(history, torch.full((2, 1), is_item)) for is_item in (False, True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
