@@ -15,6 +15,7 @@ _PUBLIC = {
     "EmbeddingBag": "hybrid.own_loop.modules",
     "Jagged": "hybrid.own_loop.jagged",
     "connect": "hybrid.own_loop.cluster",
+    "load": "hybrid.serving.module",
     **dict.fromkeys(
         ("SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "Adam", "AdamW", "Ftrl"),
         "hybrid.own_loop.optimizers",

@@ -14,6 +14,8 @@ _RUN_USAGE = (
     "hybrid run [-h] [--trainers N] [--workers N] [--config FILE] [--set SECTION.KEY=VALUE] SCRIPT [-- ...]"
 )
 COMPARED_DTYPE = DTYPES[-1]
+EXPORTS = ("program", "onnx", "tables")
+ROW_TYPES = ("float32", "bfloat16", "int8")  # of exported tables
 AUTO = "auto"  # for --resume
 _PLAN = (
     "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
@@ -102,13 +104,20 @@ def _parser() -> argparse.ArgumentParser:
     _add_input(evaluate, "labelled files")
     predict = commands.add_parser(
         "predict",
-        help="probabilities for new rows, in one process",
-        usage="hybrid predict [-h] [--trust-code] --output FILE [--input FILE [FILE ...]] RUN",
+        help="predictions for new rows, in one process",
+        usage="hybrid predict [-h] [--trust-code] --output FILE [--keep NAMES] [--input FILE [FILE ...]] RUN",
     )
     _add_run(predict)
     _add_input(predict, "files, with labels or without")
-    predict.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="CSV to write; must not exist"
+    help_text = "CSV to write, or Parquet where it ends in .parquet; must not exist"
+    predict.add_argument("--output", type=Path, required=True, metavar="FILE", help=help_text)
+    help_text = "columns of the input to write beside the predictions, with commas between; may be repeated"
+    predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
+    _add_export(
+        commands.add_parser("export", help="a trained model as files for others: PyTorch, ONNX, tables")
+    )
+    _add_import(
+        commands.add_parser("import", help="tables of another program, in a copy of a run to train on from")
     )
     config = commands.add_parser("config", help="print the effective configuration, or every key there is")
     _add_config(config)
@@ -121,6 +130,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
     return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    help_text = "run folder, of whose checkpoints the best is taken; or one of these"
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help=help_text)
+    _add_output(parser)
+    parser.add_argument(
+        "--format",
+        action="append",
+        choices=EXPORTS,
+        help="program: of torch.export; onnx; tables: safetensors (default: program); may be repeated",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=ROW_TYPES,
+        default=ROW_TYPES[0],
+        help=f"of the rows of tables; what is lost by it is measured (default: {ROW_TYPES[0]})",
+    )
+    _add_map(parser, "what tables are called in the file of tables")
+    _add_trust(parser)
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    help_text = "state dict that torch.save has written, or safetensors"
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=help_text)
+    help_text = "run folder, of whose checkpoints the newest is taken; or one of these; it stays as it is"
+    parser.add_argument("--into", type=Path, required=True, metavar="RUN", help=help_text)
+    _add_output(parser)
+    _add_map(parser, "which tensor is which table", required=True)
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER", help="to write; must not exist"
+    )
+
+
+def _add_map(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+    parser.add_argument(
+        "--map",
+        action="append",
+        default=[],
+        required=required,
+        metavar="NAME=TABLE",
+        help=f"{text}; * stands for the same on both sides: 'embedding_bags.*.weight=*'; may be repeated",
+    )
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ from hybrid.config.page import describe
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import VARIABLE, Secret
-from workers.arguments import AUTO, COMPARED_DTYPE, parse
+from workers.arguments import AUTO, COMPARED_DTYPE, EXPORTS, parse
 from workers.joining.alarm import FAILED, INTERRUPTED
 from workers.launching.imports import lasting_imports
 from workers.launching.open_files import allow_open_files
@@ -268,7 +268,28 @@ def _predict(options: argparse.Namespace, started_at: float) -> None:
     with _imports():
         from workers.offline.predictions import predict
 
-    predict(options.run_folder, options.input, options.output, options.trust_code)
+    keep = [name for names in options.keep for name in names.split(",")]
+    predict(options.run_folder, options.input, options.output, keep, options.trust_code)
+
+
+def _export(options: argparse.Namespace, started_at: float) -> None:
+    with _imports():
+        from hybrid.serving.name_map import NameMap
+        from workers.offline.exporting import export_run
+
+    formats = options.format or EXPORTS[:1]
+    if options.map and "tables" not in formats:
+        raise ConfigError("--map", "names tables in their file; ask for it by --format tables")
+    names = NameMap.parse(options.map)
+    export_run(options.run_folder, options.output, formats, options.dtype, names, options.trust_code)
+
+
+def _import(options: argparse.Namespace, started_at: float) -> None:
+    with _imports():
+        from hybrid.serving.name_map import NameMap
+        from workers.offline.importing import import_tables
+
+    import_tables(options.source, options.into, options.output, NameMap.parse(options.map))
 
 
 def _secret(options: argparse.Namespace, started_at: float) -> None:
@@ -296,6 +317,8 @@ _COMMANDS = {
     "plan": _plan,
     "evaluate": _evaluate,
     "predict": _predict,
+    "export": _export,
+    "import": _import,
     "config": _config,
     "secret": _secret,
 }

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from hybrid.checkpoint.files import MANIFEST_FILE, damaged, is_earlier_file, misfit, shard_file
@@ -131,6 +133,18 @@ class Checkpoint:
         if [w.shape for w in weights] != [(rows, dim) for rows in rows_of_each]:
             raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
         return weights
+
+    def whole_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
+        """All rows of a table, of a given shape, in memory; read shard by shard.
+
+        Raises:
+            CheckpointError: see :meth:`mapped_rows`.
+        """
+        shards = self.mapped_rows(table, *shape)
+        rows_RD = np.empty(shape, shards[0].dtype)
+        for index, shard in enumerate(shards):
+            rows_RD[index :: len(shards)] = shard
+        return torch.from_numpy(rows_RD)
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
         """Fill the tensors of one shard, split in whatever way, from the shards on disk.

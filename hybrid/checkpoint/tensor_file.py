@@ -89,10 +89,13 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Fil
     return {name: (size, digest.hexdigest())}
 
 
-def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """The named tensors of a file, mapped into memory and read when they are touched; they are not writable.
+def map_arrays(path: Path, *, is_writable: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """The named tensors of a file, mapped into memory and read when they are touched.
 
     The library would map the file such that the system must have memory for all of it.
+
+    Args:
+        is_writable: whether what is written to them goes into the file; else they cannot be written to.
 
     Raises:
         CheckpointError: it cannot be read, or a tensor is of another type than rows are.
@@ -105,7 +108,8 @@ def map_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
             file.seek(_LENGTH_BYTES)
             header: dict[str, dict[str, Any]] = json.loads(file.read(length))
         # A plain array of the map: each operation on a numpy.memmap makes another of those.
-        content = np.asarray(np.memmap(path, np.uint8, "r"))[_LENGTH_BYTES + length :]
+        whole = np.asarray(np.memmap(path, np.uint8, "r+" if is_writable else "r"))
+        content = whole[_LENGTH_BYTES + length :]
     header.pop("__metadata__", None)  # of whatever tool has written the file; ours has none
     arrays = {}
     for name, entry in header.items():

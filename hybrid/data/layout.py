@@ -35,6 +35,7 @@ class Layout:
         targets: labels, weights and groups.
         with_labels: whether the columns of targets are read (they may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
+        others: the columns that are read in place of those, each after what names it; None for none.
     """
 
     data: DataSection
@@ -43,6 +44,7 @@ class Layout:
     targets: TargetSpec
     with_labels: bool
     quotes: bool
+    others: tuple[tuple[str, str], ...] | None = None
 
     @classmethod
     def of(
@@ -83,6 +85,10 @@ class Layout:
         """Names of the columns of the files that are read."""
         return tuple(dict.fromkeys(name for _, name in self._named))
 
+    def reading(self, names: Sequence[str], key: str) -> Layout:
+        """The same files, of which the columns ``names`` are read, as ``key`` says."""
+        return dataclasses.replace(self, others=tuple((key, name) for name in names))
+
     @property
     def columns_without_targets(self) -> tuple[str, ...]:
         """What is left of ``data.columns`` in a file that has no labels."""
@@ -110,6 +116,8 @@ class Layout:
     @property
     def _named(self) -> list[tuple[str, str]]:
         """Every wanted column after the key that names it."""
+        if self.others is not None:
+            return list(self.others)
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [("data.split_column", self.data.split_column)] if self.data.split_column else []

@@ -29,6 +29,7 @@ from hybrid.data.storage import PreparedDataset, SplitWriter
 from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import InputSpec
 from hybrid.metrics import BinaryMetrics, binary_metrics
 
 TRAIN, TEST = "train", "test"
@@ -106,7 +107,24 @@ def encode_files(
     Raises:
         ConfigError, DataError: as in ``prepare``.
     """
-    spec, files = encoder.input_spec, list_files(paths, "the paths given")
+    files = list_files(paths, "the paths given")
+    data = section_for(config, files, encoder.input_spec)
+    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks, columns=config.columns)
+    with _memory_at_hand():
+        report = _write_split(source, encoder, folder / TEST)
+    if not report.num_rows:
+        raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
+    encoder.save(folder)
+    DataManifest.write(folder, encoder.input_spec, {TEST: report})
+    return PreparedDataset.open(folder, TEST)
+
+
+def section_for(config: RunConfig, files: Sequence[Path], spec: InputSpec) -> DataSection:
+    """How new files are read for a model: as those that it was trained on, with its columns.
+
+    Raises:
+        ConfigError: nothing says how several values stand in a field.
+    """
     data = dataclasses.replace(
         config.data,
         format=_format_of(config.data, files),
@@ -120,14 +138,7 @@ def encode_files(
             if feature.multi_hot and column.kind == "value" and not column.separator:
                 rule = f"must be set where the model is trained, since {feature.name} holds several ids"
                 raise ConfigError("data.multi_hot_separator", rule)
-    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks, columns=config.columns)
-    with _memory_at_hand():
-        report = _write_split(source, encoder, folder / TEST)
-    if not report.num_rows:
-        raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
-    encoder.save(folder)
-    DataManifest.write(folder, spec, {TEST: report})
-    return PreparedDataset.open(folder, TEST)
+    return data
 
 
 def _verify(folder: Path) -> None:

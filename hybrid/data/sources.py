@@ -100,7 +100,7 @@ class Source:
             for table in tables:
                 self.check()
                 try:
-                    block, bad = _parse(table, layout, first_row)
+                    block, bad = parse(table, layout, first_row)
                 except MemoryError:
                     raise
                 except pa.ArrowException as error:
@@ -123,8 +123,12 @@ class Source:
         return BadRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
 
 
-def _parse(table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:
-    """The good rows of ``table``, and all its bad ones; a row is bad for the first reason found."""
+def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[BadRow]]:
+    """The good rows of ``table``, and all its bad ones; a row is bad for the first reason found.
+
+    Args:
+        first_row: of the table, among all rows.
+    """
     good = np.ones(len(table.lines), bool)
     bad = list(table.bad)
 

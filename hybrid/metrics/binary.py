@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -40,9 +41,9 @@ class BinaryMetrics:
 
 def probabilities(logits_N: Tensor) -> Tensor:
     """What N logits say, in float64: what is ranked for the AUC, and what ``hybrid predict`` writes."""
-    # Of each logit once: torch's sigmoid has other last bits for the last elements of a vector.
-    distinct_U, places_N = torch.unique(logits_N.detach().double(), return_inverse=True)
-    return torch.sigmoid(distinct_U)[places_N]
+    # NumPy's, since torch's sigmoid has other last bits for the last elements of a vector.
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(1 / (1 + np.exp(-logits_N.detach().cpu().double().numpy())))
 
 
 def binary_metrics(logits_N: Tensor, labels_N: Tensor) -> BinaryMetrics:

@@ -10,7 +10,7 @@ from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
-from hybrid.input_spec import FeatureSpec
+from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.own_loop.batches import Share
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.sites import Site
@@ -82,16 +82,22 @@ class PreparedData:
                 yield Share(self._values(batch), len(batch.labels), batch.global_size, sites)
 
     def _values(self, batch: Batch) -> dict[str, Any]:
-        values: dict[str, Any] = {DENSE: batch.dense_features}
+        values = features_of(batch, self.dataset.input_spec)
         for t, task in enumerate(self.tasks):
             values[task] = by_task(batch.labels, len(self.tasks))[:, t]
             if batch.weights is not None:
                 values[f"{task}.weights"] = by_task(batch.weights, len(self.tasks))[:, t]
         if batch.groups is not None:
             values[GROUP] = batch.groups
-        for k, feature in enumerate(self.dataset.input_spec.sparse_features):
-            values |= _feature(feature, k, batch.sparse_features)
         return values
+
+
+def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
+    """What is known of the samples of a batch, as a dict; see :class:`PreparedData`."""
+    values: dict[str, Any] = {DENSE: batch.dense_features}
+    for k, feature in enumerate(input_spec.sparse_features):
+        values |= _feature(feature, k, batch.sparse_features)
+    return values
 
 
 def _feature(feature: FeatureSpec, k: int, sparse: SparseFeatures) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from workers.cli import main
 
 COMMANDS = [
     *("launch", "compare", "run", "master", "trainer", "worker"),
-    *("plan", "evaluate", "predict", "config", "secret"),
+    *("plan", "evaluate", "predict", "export", "import", "config", "secret"),
 ]
 # Runs a command, then says which slow modules it has imported.
 SPY = """

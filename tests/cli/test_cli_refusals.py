@@ -79,6 +79,16 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ),
         ("evaluate .", "evaluate: .: there is no checkpoint here"),
         ("predict . --output p.csv", "predict: .: there is no checkpoint here"),
+        ("export . --output served", "export: .: there is no checkpoint here"),
+        (
+            "export . --output served --map a=b",
+            "export: --map: names tables in their file; ask for it by --format tables",
+        ),
+        ("import w.pt --into . --output new --map a=b", "import: .: there is no checkpoint here"),
+        (
+            "import w.pt --into . --output new --map a*=b",
+            "import: --map = 'a*=b': must be NAME=TABLE, with as many * on the left as on the right",
+        ),
     ],
 )
 def test_what_cannot_be_done(

@@ -1,0 +1,96 @@
+"""Tables of another program in a checkpoint: a copy of one, in which they take the place of its own."""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.files import Files, is_earlier_file, shard_file, writing
+from hybrid.checkpoint.manifest import BEST
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.tensor_file import map_arrays
+from hybrid.errors import DataError
+from hybrid.private_files import make_folder
+from hybrid.serving.state_dicts import StoredTensor
+
+_BLOCK_BYTES = 16 << 20
+_WEIGHT = "weight"
+
+
+def check_fit(stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str]) -> None:
+    """See that each tensor can be the rows of its table.
+
+    Args:
+        sources: the name of the tensor of each table.
+
+    Raises:
+        DataError: one has another shape, or is of integers; names both.
+    """
+    for table, name in sources.items():
+        num_rows, dim, _ = stored.manifest.tables[table]
+        tensor = tensors[name]
+        if tensor.shape != (num_rows, dim):
+            found = " x ".join(map(str, tensor.shape)) or "one value"
+            raise DataError(f"{name!r} is {found}, and table {table!r} of {stored.folder} {num_rows} x {dim}")
+        if not (kind := tensor.rows(0, 1).dtype).is_floating_point:
+            raise DataError(f"{name!r} is of {kind}, and rows of table {table!r} are floating point")
+
+
+def write_imported(
+    stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: Path
+) -> None:
+    """Write a checkpoint like ``stored``, with the rows of some tables from elsewhere.
+
+    The state of their optimizers begins anew; every optimizer's begins with zeros. What was measured of the
+    model before is left out.
+
+    Args:
+        sources: the name of the tensor of each table; see :func:`check_fit`.
+        folder: of the checkpoint; must not exist.
+
+    Raises:
+        CheckpointError: it exists, or cannot be written; nothing is left of it.
+    """
+    partial = folders.begin(folder)
+    manifest = stored.manifest
+    try:
+        # Rows before the last update are none of the new rows.
+        kept = {name: entry for name, entry in manifest.files.items() if not is_earlier_file(name)}
+        with writing(partial):
+            for name in kept:
+                make_folder((partial / name).parent)
+                shutil.copyfile(stored.folder / name, partial / name)
+        for table, name in sources.items():
+            count = manifest.tables[table][2]
+            for index in range(count):
+                kept |= _replaced(partial, shard_file(table, index, count), tensors[name], index, count)
+        progress = {name: value for name, value in manifest.progress.items() if name != BEST}
+        folders.commit(partial, dataclasses.replace(manifest, files=kept, metrics={}, progress=progress))
+    except BaseException:
+        folders.discard(partial)
+        raise
+
+
+def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count: int) -> Files:
+    """Write every ``count``-th row of a tensor from ``index`` on into a shard, block by block."""
+    path = partial / name
+    with writing(path):
+        arrays = map_arrays(path, is_writable=True)
+        for kind, array in arrays.items():
+            if kind != _WEIGHT:
+                array[:] = 0
+        num_rows, dim = tensor.shape
+        step = (
+            max(1, _BLOCK_BYTES // (8 * dim)) * count
+        )  # a multiple: each block has the same place for its first
+        for start in range(0, num_rows, step):
+            own = tensor.rows(start, min(start + step, num_rows))[index::count].double().numpy()
+            arrays[_WEIGHT][start // count : start // count + len(own)] = own
+        del arrays
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {name: (path.stat().st_size, digest)}

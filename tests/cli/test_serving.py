@@ -1,0 +1,153 @@
+"""A trained model elsewhere, by the real commands, and by the lines of docs/serving.md."""
+
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.commands import TrainedRun, code_block, output_of, settings
+from support.trained import (
+    clicks_config,
+    predicted_columns,
+    shop_config,
+    write_clicks,
+    write_shop,
+    write_trained,
+)
+from torch import nn
+
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.reader import Checkpoint
+from workers.cli import main
+
+PAGE = "docs/serving.md"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return write_trained(folder / "run", clicks_config(folder))
+
+
+@pytest.fixture(scope="module")
+def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shop")
+    return write_trained(folder / "run", shop_config(folder))
+
+
+@pytest.mark.parametrize(
+    ("fixture", "write", "more"),
+    [
+        ("run", write_clicks, ["0,,3,nobody,7.00,a|other||b", "1,1e1,0,?, 7,"]),
+        (
+            "shop_run",
+            write_shop,
+            [
+                "?,?,?,?,?,,,0,0,0,0,1",
+                "2024-02-29T23:59:59.5+02:00,1,65,u1,i1,a:b:1|?:2| a:1e-1,i1|?|i2|zz,0,0,0,0,1",
+            ],
+        ),
+    ],
+)
+def test_the_server_of_the_page_gives_what_predict_writes(
+    request: pytest.FixtureRequest,
+    fixture: str,
+    write: Callable[..., Path],
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also of values that are missing, unknown, or written otherwise."""
+    run, new = request.getfixturevalue(fixture), write(tmp_path / "new.csv", 60, seed=8)
+    with new.open("a") as file:
+        file.writelines(f"{line}\n" for line in more)
+    expected = predicted_columns(run, new)
+    main(["export", str(run), "--output", str(tmp_path / "served"), "--format", "onnx"])
+    assert f"wrote               {tmp_path / 'served/model.onnx'}\n" in capsys.readouterr().out
+    code = code_block(PAGE, "python", "onnxruntime")
+    assert "hybrid" not in code
+    (tmp_path / "serve.py").write_text(code)
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(tmp_path / "served"), str(new)])
+    runpy.run_path(str(tmp_path / "serve.py"))
+    printed = [[float(each) for each in line.split(",")] for line in capsys.readouterr().out.splitlines()]
+    assert [row for row, *_ in printed] == list(range(62))
+    for place, values in enumerate(expected.values(), start=1):
+        assert [line[place] for line in printed] == pytest.approx(values.tolist(), abs=1e-6)
+    assert len(printed[0]) == 1 + len(expected)
+
+
+def test_the_notebook_of_the_page_gives_what_predict_writes(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "runs/NAME")
+    new = tmp_path / "new.csv"
+    new.write_text("price,age,user,item,tags\n9.5,30,u7,i3,a|b\n")
+    expected = predicted_columns(run, new)["probability"].tolist()
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, Any] = {}
+    exec(code_block(PAGE, "python", "hybrid.load"), found)
+    assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+class Bags(nn.Module):
+    """A table of a run, named as TorchRec names an EmbeddingBagCollection's."""
+
+    def __init__(self, num_rows: int, dim: int) -> None:
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict({"C1": nn.EmbeddingBag(num_rows, dim)})
+
+
+def test_a_run_goes_on_with_tables_of_another_program(
+    trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = Checkpoint.open(step_folder(trained.folder, 16))
+    num_rows, dim, _ = stored.manifest.tables["C1"]
+    bags = Bags(num_rows, dim)
+    torch.save(bags.state_dict(), tmp_path / "w.pt")
+    pair, warm = "embedding_bags.*.weight=*", tmp_path / "warm"
+    main(
+        [
+            *("import", str(tmp_path / "w.pt"), "--into", str(trained.folder)),
+            *("--output", str(warm), "--map", pair),
+        ]
+    )
+    said = capsys.readouterr().out
+    assert f"table               C1: {num_rows:,} x {dim}, embedding_bags.C1.weight of" in said
+    main(["export", str(warm), "--output", str(tmp_path / "out"), "--format", "tables", "--map", pair])
+    tables = load_file(tmp_path / "out/tables.safetensors")
+    assert torch.equal(tables["embedding_bags.C1.weight"], bags.state_dict()["embedding_bags.C1.weight"])
+    assert len(tables) == len(stored.manifest.tables)
+    said = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2})], tmp_path)
+    assert "going on from step 16" in said
+    assert step_folder(warm, 32).exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--map", "nothing.*=*"], "--map = 'nothing.*': fits none of the names in {file}: x.weight"),
+        (
+            ["--map", "x.weight=C9"],
+            "--map = 'x.weight=C9': makes 'x.weight' table 'C9', and there are item, tags, user",
+        ),
+        (["--map", "x.weight=user"], "'x.weight' is 3 x 2, and table 'user' of {run} "),
+    ],
+)
+def test_a_map_that_does_not_fit_is_one_line(
+    run: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    file = tmp_path / "w.pt"
+    torch.save({"x.weight": torch.zeros(3, 2)}, file)
+    with pytest.raises(SystemExit) as end:
+        main(["import", str(file), "--into", str(run), "--output", str(tmp_path / "new"), *arguments])
+    line = str(end.value.code)
+    expected = said.format(file=file, run=step_folder(run, 1))
+    assert line.startswith(f"hybrid import: {expected}")
+    assert "\n" not in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.pt"]

@@ -1,0 +1,199 @@
+"""Checkpoints of configured runs, written without a cluster."""
+
+import csv
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from hybrid.checkpoint import folders
+from hybrid.checkpoint.dense_state import pack_dense
+from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE, write_text
+from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.config import RunConfig
+from hybrid.config.file import CONFIG_FILE, load_config
+from hybrid.data import encode, manifest
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.prepared import prepare
+from hybrid.dense.configured import extra_columns
+from hybrid.embedding.placement import place
+from hybrid.embedding.worker.shards import TableShards
+from hybrid.own_code.signature import signed_toml
+from hybrid.steps.rules import UpdateRules
+from hybrid.training.build import Blueprint
+from hybrid.training.tables import table_specs
+from workers.offline.predictions import predict
+
+_WORKERS = 2
+COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
+
+
+def write_clicks(path: Path, num_rows: int = 120, seed: int = 1) -> Path:
+    """Rows of a click log with numbers, missing ones too, categories, and lists of them."""
+    draw = random.Random(seed)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for _ in range(num_rows):
+            price = "" if draw.random() < 0.1 else f"{draw.gauss(3, 2):.2f}"
+            tags = "|".join(draw.sample("abcd", draw.randrange(4)))
+            user, item = f"u{draw.randrange(20)}", draw.choice(["i1", "i2", "7.0", ""])
+            writer.writerow([draw.randrange(2), price, draw.randrange(90), user, item, tags])
+    return path
+
+
+SHOP_COLUMNS = ("time", "price", "age", "user", "item", "tags", "seen")
+
+
+def write_shop(path: Path, num_rows: int = 150, seed: int = 1) -> Path:
+    """Rows with dates, ids with weights, histories, and four labels; anything may be missing."""
+    draw = random.Random(seed)
+
+    def perhaps(text: str) -> str:
+        return text if draw.random() < 0.9 else draw.choice(["", "?"])
+
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*SHOP_COLUMNS, "clicked", "bought", "spent", "stars", "importance"])
+        for _ in range(num_rows):
+            day, hour = draw.randrange(1, 29), draw.randrange(24)
+            time = draw.choice(
+                [f"2024-02-{day:02} {hour:02}:30", f"2024-02-{day:02}", str(1_706_693_400 + hour)]
+            )
+            tags = "|".join(f"{tag}:{draw.random():.3f}" for tag in draw.sample("abcd", draw.randrange(4)))
+            seen = "|".join(f"i{draw.randrange(4)}" for _ in range(draw.randrange(5)))
+            row = [time, f"{draw.gauss(3, 2):.2f}", str(draw.randrange(90)), f"u{draw.randrange(20)}"]
+            row.append(f"i{draw.randrange(4)}")
+            clicked = draw.randrange(2)
+            labels = [clicked, draw.randrange(2), f"{draw.random():.2f}", draw.randrange(5), draw.random()]
+            writer.writerow([*map(perhaps, row), tags, seen, *labels])
+    return path
+
+
+def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
+    """Of a run on such a file in ``folder``: four tasks, and columns of every kind."""
+    data: dict[str, object] = {
+        "path": write_shop(folder / "shop.csv"),
+        "dense": ["price", "days"],
+        "sparse": ["age", "age_half", "hour", "weekday", "user_item", "tags", "seen", "user"],
+        "weight": "importance",
+        "group": "user",
+    }
+    given: dict[str, Mapping[str, object]] = {
+        "tasks.click": {"label": "clicked"},
+        "tasks.buy": {"label": "bought", "mask": "clicked"},
+        "tasks.spent": {"kind": "regression"},
+        "tasks.stars": {"kind": "classes", "classes": 5},
+        "columns.price": {"numeric_scaling": "min_max"},
+        "columns.days": {"source": ["age"], "numeric_transform": "log"},
+        "columns.age": {"kind": "buckets", "bounds": [18, 65]},
+        "columns.age_half": {"kind": "buckets", "source": ["age"], "quantiles": 2},
+        "columns.hour": {"kind": "hour", "source": ["time"]},
+        "columns.weekday": {"kind": "weekday", "source": ["time"]},
+        "columns.user_item": {"kind": "cross", "source": ["user", "item"], "hash_rows": 50},
+        "columns.tags": {"kind": "weighted", "pooling": "mean"},
+        "columns.seen": {"max_ids": 2, "too_many_ids": "keep_last", "pooling": "max"},
+        **sections,
+        "data": {**data, **sections.get("data", {})},
+    }
+    return clicks_config(folder, **given)
+
+
+def predicted_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]]:
+    """What ``hybrid predict`` writes for the rows of a file, by column."""
+    output = inputs.with_suffix(".predicted")
+    output.unlink(missing_ok=True)
+    predict(run, [str(inputs)], output)
+    header, *rows = csv.reader(output.read_text().splitlines())
+    assert header[0] == "row"
+    return {name: np.array([float(row[i]) for row in rows]) for i, name in enumerate(header) if i}
+
+
+def as_columns(given: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.float64]]:
+    """What a model gives as predict writes it: of classes a column for each."""
+    found: dict[str, npt.NDArray[np.float64]] = {}
+    for name, values in given.items():
+        numbers = np.asarray(values.detach(), np.float64)
+        if numbers.ndim == 1:
+            found[name] = numbers
+        else:
+            found |= {f"{name}.{place}": column for place, column in enumerate(numbers.T)}
+    return found
+
+
+def largest_difference(given: Mapping[str, Tensor], expected: Mapping[str, npt.NDArray[np.float64]]) -> float:
+    """Between what a model gives and what predict writes; the columns must be the same."""
+    found = as_columns(given)
+    assert list(found) == list(expected)
+    return max(float(np.abs(found[name] - expected[name]).max()) for name in found)
+
+
+def texts_of(inputs: Path) -> dict[str, list[str]]:
+    """The columns of a CSV, as texts."""
+    header, *rows = csv.reader(inputs.read_text().splitlines())
+    return {name: [row[i] for row in rows] for i, name in enumerate(header)}
+
+
+def clicks_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
+    """Of a run on such a file in ``folder``."""
+    data: dict[str, object] = {
+        "format": "csv",
+        "path": write_clicks(folder / "clicks.csv"),
+        "label": "clicked",
+        "dense": ["price", "age"],
+        "sparse": ["user", "item", "tags"],
+        "multi_hot_separator": "|",
+        "test_fraction": 0.4,
+        "cache_folder": folder / "prepared",
+    }
+    given: dict[str, Mapping[str, object]] = {
+        "embedding": {"dim": 4, "placement": "row"},
+        "train": {"batch_size": 32},
+        **sections,
+        "data": {**data, **sections.get("data", {})},
+    }
+    return load_config(
+        None,
+        [f"{section}.{key}={value}" for section, keys in given.items() for key, value in keys.items()],
+    )
+
+
+def write_trained(folder: Path, config: RunConfig) -> Path:
+    """A run folder with a checkpoint of a model that is not trained, nor as it starts."""
+    prepared = prepare(config, Path(config.data.cache_folder))
+    encoder = FeatureEncoder.load(prepared)
+    spec = encoder.input_spec
+    tables = table_specs(config, spec, extra_columns(config.dense.net))
+    placement = place(tables, _WORKERS)
+    blueprint = Blueprint(config, spec, tables)
+    partial = folders.begin(folders.step_folder(folder, 1))
+    files = write_text(partial, CONFIG_FILE, signed_toml(config))
+    files |= write_text(partial, encode.FILE_NAME, encoder.text)
+    files |= write_text(partial, manifest.COPY_NAME, (prepared / manifest.FILE_NAME).read_text())
+    files |= write_tensors(partial, DENSE_FILE, pack_dense(_moved(blueprint.dense_net()), {}))
+    if (remote_net := blueprint.remote_net()) is not None:
+        files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
+    for worker in range(_WORKERS):
+        shards = TableShards(placement, worker, UpdateRules(1), blueprint.dtype)
+        shards.initialise(3)
+        for group in shards.groups:
+            group.weight_RD.mul_(4.0)
+        shards.begin_save(is_copied=False)
+        files |= shards.write(partial)
+        shards.close()
+    folders.commit(partial, Manifest(1, 0, placement.shapes, files))
+    (folder / CONFIG_FILE).write_text(signed_toml(config))
+    return folder
+
+
+def _moved(net: nn.Module) -> dict[str, Tensor]:
+    """Its parameters, away from where they start."""
+    draw = torch.Generator().manual_seed(5)
+    state: dict[str, Tensor] = net.state_dict()
+    noise = {name: 0.1 * torch.randn(each.shape, generator=draw) for name, each in state.items()}
+    return {name: each + noise[name].to(each.dtype) for name, each in state.items()}

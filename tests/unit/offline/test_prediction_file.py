@@ -1,0 +1,73 @@
+"""A file of predictions is there whole or not at all."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid.errors import DataError, HybridError
+from workers.offline.prediction_file import prediction_file
+
+NAMES = ["p.csv", "p.parquet"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_left_of_one_that_is_not_finished(tmp_path: Path, name: str) -> None:
+    def write_half() -> None:
+        with prediction_file(tmp_path / name) as file:
+            file.write({"row": pa.array([1])})
+            raise DataError("gone")
+
+    with pytest.raises(DataError, match="gone"):
+        write_half()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_not_there_before_its_end(tmp_path: Path, name: str) -> None:
+    with prediction_file(tmp_path / name) as file:
+        file.write({"row": pa.array([1]), "tags": pa.array([["a", "b"]])})
+        assert not (tmp_path / name).exists()
+        file.write({"row": pa.array([2]), "tags": pa.array([None], pa.list_(pa.string()))})
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_numbers_have_all_their_digits(tmp_path: Path) -> None:
+    with prediction_file(tmp_path / "p.csv") as file:
+        file.write({"row": pa.array([7]), "x": pa.array([0.1 + 0.2])})
+    assert (tmp_path / "p.csv").read_text() == "row,x\n7,0.30000000000000004\n"
+
+
+def test_a_column_that_changes_its_type_is_one_line(tmp_path: Path) -> None:
+    """As where one input file has integers in it, and the next one texts."""
+
+    def write_both() -> None:
+        with prediction_file(tmp_path / "p.parquet") as file:
+            file.write({"user": pa.array([1])})
+            file.write({"user": pa.array(["u"])})
+
+    with pytest.raises(HybridError, match=r"p\.parquet: cannot be written: Table schema does not match"):
+        write_both()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_nothing_can_be_written(tmp_path: Path, name: str) -> None:
+    with (
+        pytest.raises(HybridError, match="cannot be written: No such file"),
+        prediction_file(tmp_path / "no" / name),
+    ):
+        pass
+    (tmp_path / f".{name}.partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(HybridError, match="is a link"), prediction_file(tmp_path / name):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_types_of_columns_are_kept_in_parquet(tmp_path: Path) -> None:
+    with prediction_file(tmp_path / "p.parquet") as file:
+        for user in (1, 2):
+            file.write({"row": pa.array([user]), "user": pa.array([user], pa.uint16())})
+    table = pq.read_table(tmp_path / "p.parquet")
+    assert (table["user"].type, table["user"].to_pylist()) == (pa.uint16(), [1, 2])

@@ -1,0 +1,182 @@
+"""The file of ``hybrid predict``: its form, and the columns beside the probabilities."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
+
+from hybrid.errors import ConfigError, DataError
+from workers.offline import predictions
+from workers.offline.kept_columns import KeptColumns
+from workers.offline.predictions import predict
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return write_trained(folder / "run", clicks_config(folder))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(path.read_text().splitlines()))
+
+
+def test_parquet_holds_what_the_csv_holds(run: Path, tmp_path: Path) -> None:
+    new = write_clicks(tmp_path / "new.csv", 50, seed=4)
+    keep = ["user", "tags"]
+    predict(run, [str(new)], tmp_path / "p.csv", keep)
+    predict(run, [str(new)], tmp_path / "p.parquet", keep)
+    table = pq.read_table(tmp_path / "p.parquet")
+    assert table.schema.names == ["row", "user", "tags", "probability"]
+    assert [str(kind) for kind in table.schema.types] == ["int64", "string", "string", "double"]
+    as_text = [{name: str(value) for name, value in row.items()} for row in table.to_pylist()]
+    assert as_text == rows_of(tmp_path / "p.csv")
+    given = rows_of(new)
+    assert [(row["user"], row["tags"]) for row in as_text] == [(row["user"], row["tags"]) for row in given]
+
+
+def test_rows_that_are_skipped_are_skipped_beside_them(run: Path, tmp_path: Path) -> None:
+    first, second = write_clicks(tmp_path / "a.csv", 9, seed=4), write_clicks(tmp_path / "b.csv", 9, seed=5)
+    lines = first.read_text().splitlines()
+    lines[3] = "0,much,1,u1,i1,a"  # row 2: no number
+    lines[5] = "broken"
+    first.write_text("\n".join([*lines, "", ""]) + "\n")
+    with pytest.raises(DataError, match="max_bad_fraction"):
+        predict(run, [str(first)], tmp_path / "none.csv")
+    more = write_clicks(tmp_path / "c.csv", 9, seed=6)
+    predict(run, [str(first), str(second), str(more)], tmp_path / "p.csv", ["clicked", "age"])
+    found = rows_of(tmp_path / "p.csv")
+    numbers = [number for number in range(27) if number not in (2, 4)]
+    assert [int(row["row"]) for row in found] == numbers
+    every = [
+        line.split(",")
+        for path in (first, second, more)
+        for line in path.read_text().splitlines()[1:]
+        if line
+    ]
+    assert [(row["clicked"], row["age"]) for row in found] == [(every[n][0], every[n][2]) for n in numbers]
+
+
+def test_test_rows_keep_their_columns_too(run: Path, tmp_path: Path) -> None:
+    predict(run, [], tmp_path / "p.csv", ["user"])
+    every = rows_of(run.parent / "clicks.csv")
+    found = rows_of(tmp_path / "p.csv")
+    assert 20 < len(found) < 100
+    assert [row["user"] for row in found] == [every[int(row["row"])]["user"] for row in found]
+
+
+def test_lists_and_types_of_parquet_stay(run: Path, tmp_path: Path) -> None:
+    columns: dict[str, Any] = {
+        "price": [1.5, None, 2.0],
+        "age": [1, 2, 3],
+        "user": pa.array(["u1", "u2", "u1"]).dictionary_encode(),
+        "item": ["i1", "i2", None],
+        "tags": [["a"], [], ["b", "c"]],
+        "at": [10, 20, 30],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "new.parquet")
+    parquet = write_trained(
+        tmp_path / "run",
+        clicks_config(tmp_path, data={"format": "parquet", "path": _as_parquet(tmp_path)}),
+    )
+    keep = ["at", "tags", "user"]
+    predict(parquet, [str(tmp_path / "new.parquet")], tmp_path / "p.parquet", keep)
+    table = pq.read_table(tmp_path / "p.parquet").to_pydict()
+    assert {name: table[name] for name in keep} == {
+        "at": [10, 20, 30],
+        "tags": [["a"], [], ["b", "c"]],
+        "user": ["u1", "u2", "u1"],
+    }
+    predict(parquet, [str(tmp_path / "new.parquet")], tmp_path / "p.csv", ["tags"])
+    assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == ["a", "", "b|c"]
+
+
+def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
+    rows = rows_of(write_clicks(tmp_path / "rows.csv"))
+    tags = [[(tag, i / 8) for i, tag in enumerate(row["tags"].split("|")) if tag] for row in rows]
+    columns = {
+        "clicked": [int(row["clicked"]) for row in rows],
+        "age": [int(row["age"]) for row in rows],
+        "tags": pa.array(tags, pa.map_(pa.string(), pa.float32())),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    sections: dict[str, dict[str, object]] = {
+        "columns.tags": {"kind": "weighted"},
+        "data": {
+            "format": "parquet",
+            "path": tmp_path / "rows.parquet",
+            "sparse": ["tags"],
+            "dense": ["age"],
+        },
+    }
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
+    for name in ("p.csv", "p.parquet"):
+        predict(run, [str(tmp_path / "rows.parquet")], tmp_path / name, ["tags"])
+    pairs = pq.read_table(tmp_path / "p.parquet")["tags"].to_pylist()
+    assert pairs == [[{"key": tag, "value": weight} for tag, weight in each] for each in tags]
+    texts = ["|".join(f"{tag}:{weight}" for tag, weight in each) for each in tags]
+    assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == texts
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_columns_of_files_without_a_header(tmp_path: Path, with_labels: bool) -> None:
+    """Whether the files have the columns of the tasks or not; a group is a column of the model, too."""
+    header, *lines = write_shop(tmp_path / "with.csv").read_text().splitlines()
+    (tmp_path / "bare.csv").write_text("\n".join(lines) + "\n")
+    data = {"columns": header.split(","), "path": tmp_path / "bare.csv"}
+    run = write_trained(tmp_path / "run", shop_config(tmp_path, data=data))
+    new = lines if with_labels else [line.rsplit(",", 5)[0] for line in lines]
+    (tmp_path / "new.csv").write_text("\n".join(new) + "\n")
+    predict(run, [str(tmp_path / "new.csv")], tmp_path / "p.csv", ["user", "item", "time"])
+    found = rows_of(tmp_path / "p.csv")
+    expected = rows_of(tmp_path / "with.csv")
+    names = ("user", "item", "time")
+    assert [[row[n] for n in names] for row in found] == [[row[n] for n in names] for row in expected]
+
+
+def _as_parquet(folder: Path) -> Path:
+    rows = rows_of(write_clicks(folder / "rows.csv"))
+    columns: dict[str, list[Any]] = {name: [row[name] or None for row in rows] for name in ("user", "item")}
+    columns |= {name: [float(row[name]) if row[name] else None for row in rows] for name in ("price", "age")}
+    columns["clicked"] = [int(row["clicked"]) for row in rows]
+    columns["tags"] = [[tag for tag in row["tags"].split("|") if tag] for row in rows]
+    pq.write_table(pa.table(columns), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (["usr"], r"--keep = 'usr': .*new\.csv has no such column; did you mean 'user'\?"),
+        (["row"], "--keep = 'row': is the name of another column of the output"),
+        (["probability"], "--keep = 'probability': is the name of another column of the output"),
+        (["user", "user"], "--keep = 'user': names a column twice"),
+    ],
+)
+def test_columns_that_cannot_be_kept(run: Path, tmp_path: Path, keep: list[str], said: str) -> None:
+    new = write_clicks(tmp_path / "new.csv", 9)
+    with pytest.raises(ConfigError, match=said):
+        predict(run, [str(new)], tmp_path / "p.csv", keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.csv"]
+
+
+def test_a_file_that_has_changed_is_found_out(tmp_path: Path) -> None:
+    """Between the pass that reads the features and the one that reads what is kept."""
+    new = write_clicks(tmp_path / "new.csv", 9)
+    config = clicks_config(tmp_path)
+    with pytest.raises(DataError, match=r"new\.csv: has changed while it was read"):
+        list(KeptColumns.of([new], config.data, config, ["user"]).blocks(np.arange(12)))
+
+
+def test_a_large_file_is_written_in_parts(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = write_clicks(tmp_path / "new.csv", 50, seed=4)
+    predict(run, [str(new)], tmp_path / "whole.parquet")
+    monkeypatch.setattr(predictions, "_ROWS_AT_ONCE", 7)
+    predict(run, [str(new)], tmp_path / "parts.parquet")
+    assert pq.read_metadata(tmp_path / "parts.parquet").num_row_groups == 8
+    assert pq.read_table(tmp_path / "parts.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))

@@ -1,0 +1,125 @@
+"""``hybrid export``: a trained model as files that need nothing of this project."""
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from hybrid.data.loader import BatchLoader
+from hybrid.data.storage import PreparedDataset
+from hybrid.errors import HybridError
+from hybrid.metrics import Predictions
+from hybrid.own_loop.prepared import features_of
+from hybrid.private_files import make_folder
+from hybrid.serving import export
+from hybrid.serving.module import TrainedModule
+from hybrid.serving.name_map import NameMap
+from hybrid.serving.tables import StoredRows
+from hybrid.serving.trained import Trained
+from workers.offline.predictions import test_rows, warn
+from workers.screen.terminal import passing_status
+from workers.screen.visible import visible
+
+
+def export_run(
+    folder: Path,
+    output: Path,
+    formats: Sequence[str],
+    kind: str,
+    names: NameMap,
+    trust_code: bool = False,
+) -> None:
+    """Write a trained model into a new folder, and print what was written.
+
+    Args:
+        folder: a run, of whose checkpoints the best is taken; or one of these.
+        formats: of "program", "onnx" and "tables".
+        kind: type of the tables' rows; where it is narrower than theirs, the loss is measured and printed.
+        names: what tables are called in the file of tables.
+
+    Raises:
+        HybridError: the output exists, or cannot be written; packages are missing; see :meth:`Trained.read`.
+    """
+    if output.exists():
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    if "onnx" in formats:
+        export.check_onnx()
+    with passing_status() as say:
+        say("reading the model")
+        trained = Trained.read(folder, warn, trust_code)
+        model = TrainedModule(trained)
+    called = names.names(model.table_names)
+    lines = [f"{'checkpoint':<20}{trained.origin}"]
+    stored, measured = _narrowed(model, kind)
+    lines += measured
+    with _new_folder(output) as partial, passing_status() as say:
+        files = export.write_preprocessing(model, partial)
+        if "tables" in formats:
+            files += export.write_tables(stored, called, partial)
+        if {"program", "onnx"} & {*formats}:
+            say("recording the program")
+            program = export.recorded_program(model)
+            files += export.write_program(program, partial) if "program" in formats else []
+            say("writing")
+            files += export.write_onnx(program, model, partial) if "onnx" in formats else []
+    lines += [f"{'wrote':<20}{output / name}" for name in files]
+    for line in lines:
+        print(visible(line))
+
+
+def _narrowed(model: TrainedModule, kind: str) -> tuple[dict[str, StoredRows], list[str]]:
+    """The tables' rows as they are to be written, and what is to be said of them."""
+    whole = [model.rows(name).detach() for name in model.table_names]
+    if not any(getattr(torch, kind).itemsize < rows.element_size() for rows in whole):
+        return export.narrow(model, kind), []
+    try:
+        dataset = test_rows(model.trained)
+    except HybridError as error:
+        dataset, why = None, str(error)
+    before = {} if dataset is None else _metrics(model, dataset)
+    stored = export.narrow(model, kind)
+    after = {} if dataset is None else _metrics(model, dataset)
+    num_bytes = sum(each.nbytes for each in whole)
+    now = sum(t.nbytes for name, rows in stored.items() for t in rows.tensors(name).values())
+    largest = max(rows.largest_change(of) for rows, of in zip(stored.values(), whole, strict=True))
+    lines = [
+        f"{'tables':<20}{kind}, {now / 2**20:,.2f} MiB of {num_bytes / 2**20:,.2f}",
+        f"{'largest change':<20}{largest:.2g} of a value of a row",
+        *(
+            f"{name.replace('_', ' ') + ' ':<20}{value:.6f} with the rows as they were, {after[name]:.6f} now"
+            for name, value in before.items()
+        ),
+    ]
+    if dataset is None:
+        lines.append(f"{'on test rows':<20}not measured: {why}")
+    return stored, lines
+
+
+def _metrics(model: TrainedModule, dataset: PreparedDataset) -> dict[str, float]:
+    """How good a model is on some rows; what only the rows decide is left out."""
+    spec, parts = dataset.input_spec, []
+    loader = BatchLoader(dataset, batch_size=model.trained.config.train.batch_size)
+    with torch.no_grad(), loader.batches(0) as batches:
+        for batch in batches:
+            parts.append(Predictions.of(batch, model.outputs(features_of(batch, spec))))
+    found = Predictions.concatenate(parts).metrics(model.trained.config.all_tasks)
+    of_rows = ("base_rate", "num_samples")
+    return {name: value for name, value in found.items() if name.rpartition(".")[2] not in of_rows}
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A folder that is there once everything is in it, and else nothing of it."""
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        yield partial
+        os.rename(partial, output)
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

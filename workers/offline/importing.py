@@ -1,0 +1,50 @@
+"""``hybrid import``: tables of another program in a copy of a run, or of a checkpoint."""
+
+import shutil
+from pathlib import Path
+
+from hybrid.checkpoint.files import MANIFEST_FILE, writing
+from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.reader import Checkpoint
+from hybrid.config.file import CONFIG_FILE
+from hybrid.errors import HybridError
+from hybrid.private_files import make_folder
+from hybrid.serving.imported import check_fit, write_imported
+from hybrid.serving.name_map import NameMap
+from hybrid.serving.state_dicts import stored_tensors
+from workers.offline.predictions import warn
+from workers.screen.visible import visible
+
+
+def import_tables(source: Path, base: Path, output: Path, names: NameMap) -> None:
+    """Write a run, or a checkpoint, like another one, with the rows of some tables from a file.
+
+    Args:
+        source: a state dict of ``torch.save``, or safetensors.
+        base: a run, of whose checkpoints the newest is taken; or one of these.
+        output: of the same kind as ``base``; must not exist.
+        names: which tensor is which table.
+
+    Raises:
+        ConfigError: a name fits nothing.
+        DataError: the file cannot be read, or a tensor does not fit its table.
+        CheckpointError: ``base`` holds no checkpoint, or the output cannot be written.
+    """
+    if output.exists():
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    stored = Checkpoint.newest_good(base, warn)
+    is_run = not (base / MANIFEST_FILE).exists()
+    with stored_tensors(source) as tensors:
+        sources = names.sources(tensors, stored.manifest.tables, str(source))
+        check_fit(stored, tensors, sources)
+        folder = step_folder(output, stored.manifest.step) if is_run else output
+        write_imported(stored, tensors, sources, folder)
+    if is_run:
+        with writing(output):
+            make_folder(output)
+            config = base / CONFIG_FILE
+            shutil.copyfile(config if config.exists() else stored.folder / CONFIG_FILE, output / CONFIG_FILE)
+    for table, name in sources.items():
+        rows, dim, _ = stored.manifest.tables[table]
+        print(visible(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}"))
+    print(visible(f"{'wrote':<20}{folder}, all else as in {stored.folder}"))

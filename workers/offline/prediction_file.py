@@ -1,0 +1,96 @@
+"""Predictions as a file, block by block: CSV, or Parquet where its name ends so."""
+
+import csv
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from hybrid.data.columns import is_list
+from hybrid.errors import HybridError
+from hybrid.private_files import open_file
+
+ROW = "row"  # the column that counts the rows of the input
+_PARQUET = ".parquet"
+_BETWEEN_VALUES, _BETWEEN_PAIR = "|", ":"  # of a list, in a field of a CSV
+
+
+class PredictionWriter(Protocol):
+    """Takes the columns of a file, some rows after the other."""
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        """Add rows.
+
+        Args:
+            columns: pyarrow arrays of one length, by name; the same names each time.
+        """
+        ...
+
+
+@contextmanager
+def prediction_file(output: Path) -> Iterator[PredictionWriter]:
+    """A file to write; it is there once all is written, and else nothing is left of it.
+
+    Raises:
+        HybridError: it cannot be written.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        if output.suffix == _PARQUET:
+            with open(partial, "wb", opener=open_file) as file, _ParquetWriter(file) as writer:
+                yield writer
+        else:
+            with open(partial, "w", newline="", opener=open_file) as text:
+                yield _CsvWriter(text)
+        partial.rename(output)
+    except (OSError, ValueError, pa.ArrowException) as error:  # of other types than before, too
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise HybridError(f"{output}: cannot be written: {reason}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+class _CsvWriter:
+    def __init__(self, file: IO[str]) -> None:
+        self._writer = csv.writer(file)
+        self._has_header = False
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        if not self._has_header:
+            self._writer.writerow(columns)
+            self._has_header = True
+        values = [_texts(column) for column in columns.values()]
+        self._writer.writerows(zip(*values, strict=True))
+
+
+def _texts(column: Any) -> list[Any]:
+    if not is_list(column):
+        return list(column.to_pylist())
+    return [None if each is None else _BETWEEN_VALUES.join(map(_text, each)) for each in column.to_pylist()]
+
+
+def _text(item: Any) -> str:
+    """An item of a list; of a pair, as of an id and its weight, both."""
+    return _BETWEEN_PAIR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
+
+
+class _ParquetWriter:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._writer: Any = None
+
+    def __enter__(self) -> "_ParquetWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, columns: Mapping[str, Any]) -> None:
+        table = pa.table(dict(columns))
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(self._file, table.schema)
+        self._writer.write_table(table)
