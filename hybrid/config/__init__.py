@@ -1,23 +1,21 @@
 """The configuration of a run: which keys there are, how it is read, and what must hold of it. No torch.
 
-Begin with ``sections``: every key with its default, rule and meaning (``key``). ``file`` reads TOML and
+Begin with ``sections``, ``data``, ``tables`` and ``tasks``: every key with its default, rule and meaning (``key``). ``file`` reads TOML and
 ``--set`` into a ``RunConfig``, which ``rules`` look over as a whole, and ``page`` describes all keys.
 The command line reads configurations; everything else is given a ``RunConfig``, or one section of it.
 """
 
+from hybrid.config.data import ColumnSection as ColumnSection, DataSection as DataSection
 from hybrid.config.sections import (
     CheckpointSection as CheckpointSection,
     ClusterSection as ClusterSection,
-    ColumnSection as ColumnSection,
-    DataSection as DataSection,
     DenseGroupSection as DenseGroupSection,
     DenseSection as DenseSection,
-    EmbeddingSection as EmbeddingSection,
     ProfileSection as ProfileSection,
     RunConfig as RunConfig,
     RunSection as RunSection,
     ScheduleSection as ScheduleSection,
-    TableSection as TableSection,
     TrainSection as TrainSection,
 )
+from hybrid.config.tables import EmbeddingSection as EmbeddingSection, TableSection as TableSection
 from hybrid.config.tasks import TaskSection as TaskSection

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.sections import ColumnSection, DataSection
+from hybrid.config.data import ColumnSection, DataSection
 from hybrid.errors import ConfigError
 
 _OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling")

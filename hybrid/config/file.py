@@ -10,14 +10,8 @@ from typing import Any
 
 from hybrid.config.key import Key
 from hybrid.config.rules import check_rules
-from hybrid.config.sections import (
-    NAMED_KEYS,
-    NAMED_TYPES,
-    SECTION_KEYS,
-    SECTION_TYPES,
-    TABLE_OPTIMIZERS,
-    RunConfig,
-)
+from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
+from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.errors import ConfigError
 
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints

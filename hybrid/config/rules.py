@@ -8,18 +8,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.config.columns import columns_of
+from hybrid.config.data import DataSection
 from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.sections import (
     NETS,
-    DataSection,
     DenseSection,
     ProfileSection,
     RunConfig,
     ScheduleSection,
-    TableSection,
     TrainSection,
     tasks_of,
 )
+from hybrid.config.tables import TableSection
 from hybrid.config.tasks import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 

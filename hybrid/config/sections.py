@@ -10,27 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from hybrid.config.data import ColumnSection, DataSection
 from hybrid.config.key import Key, fixed, keys_of, local, option
+from hybrid.config.tables import EmbeddingSection, TableSection
 from hybrid.config.tasks import LABEL, TaskSection, leading_score
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
-FORMATS = ("synthetic", "criteo", "csv", "parquet")
 NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
 DDP_MODES = ("none", "inside", "outside")
 PARALLEL_FORMS = ("none", "replicas", "tensor")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 UPDATE_MODES = ("sync", "pipelined", "async")
-TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
 SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
-
 DTYPES = ("float32", "float64")
-TRANSFORMS = ("none", "log")
-SCALINGS = ("standardise", "min_max", "none")
-VOCABULARIES = ("build", "hash")
-COLUMN_KINDS = ("value", "buckets", "hour", "weekday", "cross", "weighted")
-POOLINGS = ("sum", "mean", "max")
-INITIALISERS = ("uniform", "normal", "zeros")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,180 +91,6 @@ class ClusterSection:
     @property
     def topology(self) -> Topology:
         return Topology(self.trainers, self.workers)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """The samples: files, columns, and how values become numbers."""
-
-    format: str = fixed("synthetic", "kind of the input", choices=FORMATS)
-    path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
-    test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
-    test_fraction: float = fixed(
-        0.1,
-        "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
-        minimum=0.0,
-        maximum=0.9,
-    )
-    split: str = fixed(
-        "random",
-        "which rows are held out where test_path is empty: random ones; column: all rows of some values of "
-        "split_column, such as users; time: the latest by split_column",
-        choices=("random", "column", "time"),
-    )
-    split_column: str = fixed("", "column by which rows are held out (split = column, time)")
-    columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
-    delimiter: str = option(",", "separator of CSV columns")
-    label: str = fixed(
-        "label", "name of the label column, of 1 and 0, where there is no section [tasks.NAME]"
-    )
-    positive_labels: tuple[str, ...] = fixed(("1",), "values of binary labels and masks that mean 1")
-    negative_labels: tuple[str, ...] = fixed(("0",), "values of binary labels and masks that mean 0")
-    weight: str = fixed("", "column of the weights of samples in the loss, 0 or more; empty for all the same")
-    group: str = fixed(
-        "",
-        "column whose values make groups of samples, such as users, for metrics of the order within each",
-    )
-    dense: tuple[str, ...] = fixed((), "names of the numeric columns")
-    sparse: tuple[str, ...] = fixed((), "names of the categorical columns")
-    multi_hot_separator: str = fixed(
-        "", "splits a categorical field into several ids; empty means one id a field"
-    )
-    missing: tuple[str, ...] = fixed(("", "?"), "field values that mean missing")
-    numeric_transform: str = fixed(
-        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=TRANSFORMS
-    )
-    numeric_scaling: str = fixed(
-        "standardise",
-        "over the training rows: standardise to mean 0 and deviation 1, min_max to 0 and 1, or none",
-        choices=SCALINGS,
-    )
-    vocabulary: str = fixed(
-        "build", "build numbers the values seen; hash uses the hashing trick", choices=VOCABULARIES
-    )
-    vocabulary_min_count: int = fixed(
-        1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
-    )
-    hash_rows: int = fixed(
-        100_000, "rows of each table (vocabulary = hash); ids are 32-bit", minimum=2, maximum=2_000_000_000
-    )
-    bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
-    max_bad_fraction: float = option(
-        0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
-    )
-    cache_folder: str = option(
-        "",
-        "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)",
-        prepares=False,
-    )
-    checksum: str = option(
-        "sampled",
-        "how a changed input file is known, besides size and time",
-        choices=("sampled", "whole"),
-        prepares=False,
-    )
-    shuffle: bool = fixed(True, "shuffle the training rows anew each epoch", prepares=False)
-    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1, prepares=False)
-    synthetic_rows: int = fixed(600_000, "training rows of the synthetic click log", minimum=1)
-    synthetic_test_rows: int = fixed(50_000, "test rows of the synthetic click log", minimum=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ColumnSection:
-    """How one column of data.dense or data.sparse is made; a key left out takes the value of [data]."""
-
-    kind: str = fixed(
-        "value",
-        "value: as it is; in data.sparse also buckets: a number in one of several ranges; hour, weekday: of "
-        "a date; cross: several columns as one, by the hashing trick; weighted: ids with weights",
-        choices=COLUMN_KINDS,
-    )
-    source: tuple[str, ...] = fixed((), "column of the files (cross: columns); empty for that of its name")
-    bounds: tuple[float, ...] = fixed((), "where each bucket but the lowest begins, rising (buckets)")
-    quantiles: int = fixed(
-        0, "buckets of equally many training rows instead of bounds; 0 for none (buckets)", minimum=0
-    )
-    weight_separator: str = fixed(":", "stands between an id and its weight in text (weighted)")
-    multi_hot_separator: str | None = fixed(None, "splits a field into several ids (value, weighted)")
-    pooling: str | None = fixed(
-        None,
-        "how its bags become one vector (value, weighted)",
-        choices=POOLINGS,
-        prepares=False,
-        absent="as its table",
-    )
-    max_ids: int = fixed(0, "ids that a row may hold; 0 for any number (value, weighted)", minimum=0)
-    too_many_ids: str = fixed(
-        "bad_row",
-        "what becomes of more than max_ids: a bad row, or the first or the last of them are kept",
-        choices=("bad_row", "keep_first", "keep_last"),
-    )
-    numeric_transform: str | None = fixed(None, "log, or none (of data.dense)", choices=TRANSFORMS)
-    numeric_scaling: str | None = fixed(None, "as of [data] (of data.dense)", choices=SCALINGS)
-    vocabulary: str | None = fixed(None, "build or hash (value, weighted)", choices=VOCABULARIES)
-    vocabulary_min_count: int | None = fixed(
-        None, "values seen less often share a row (value, weighted)", minimum=1
-    )
-    hash_rows: int | None = fixed(
-        None, "rows of the table (value and weighted if hashed, cross)", minimum=2, maximum=2_000_000_000
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingSection:
-    """Defaults of all tables; a section [tables.NAME] overrides them for one."""
-
-    dim: int = fixed(16, "width of a row", minimum=1)
-    pooling: str = fixed("sum", "how a bag of ids becomes one vector", choices=POOLINGS)
-    optimizer: str = fixed("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
-    learning_rate: float = option(0.05, "learning rate of the rows", above=0)
-    eps: float = option(
-        1e-8,
-        "eps of adagrad, rowwise_adagrad, adam and adamw; keeps a zero gradient from dividing by zero",
-        minimum=1e-30,
-    )
-    momentum: float = option(0.9, "momentum (momentum)", minimum=0, maximum=0.999999)
-    beta1: float = option(0.9, "first beta (adam, adamw)", minimum=0, maximum=0.999999)
-    beta2: float = option(0.999, "second beta (adam, adamw)", minimum=0, maximum=0.999999)
-    weight_decay: float = option(
-        0.0,
-        "decay of a row at each step that touches it; see hybrid/embedding/worker/optimizers.py",
-        minimum=0,
-    )
-    ftrl_beta: float = option(1.0, "beta of ftrl, which slows its first steps", above=0)
-    ftrl_l1: float = option(0.0, "L1 penalty (ftrl): values below it are zero", minimum=0)
-    wire_dtype: str = option(
-        "rows",
-        "type in which vectors and their gradients travel in training: that of the rows, or bfloat16, "
-        "half the bytes and eight bits of precision",
-        choices=("rows", "bfloat16"),
-    )
-    placement: str = option(
-        "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableSection:
-    """Overrides for one table; a key left out takes the value of [embedding]."""
-
-    dim: int | None = fixed(None, "width of a row", minimum=1)
-    pooling: str | None = fixed(None, "pooling of a bag", choices=POOLINGS)
-    optimizer: str | None = fixed(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
-    learning_rate: float | None = option(None, "learning rate of the rows", above=0)
-    placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
-    workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
-    features: tuple[str, ...] = fixed((), "columns that share this table; empty for the one of its name")
-    initial: str = fixed(
-        "",
-        "file with its first rows, which all workers see; empty for random ones. Parquet: a column of values "
-        "and one of vectors; safetensors (path#name for one of several tensors) or .npy: row by row",
-    )
-    frozen: bool = fixed(False, "rows stay as they are first")
-    init: str = fixed("uniform", "how random first rows are drawn", choices=INITIALISERS)
-    init_scale: float = fixed(
-        0.0, "uniform: the largest absolute value, normal: the deviation; 0 for 1 / sqrt(rows)", minimum=0
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config.columns import Column
-from hybrid.config.sections import TRANSFORMS
+from hybrid.config.data import TRANSFORMS
 from hybrid.data.columns import MAX_NUMBER
 
 

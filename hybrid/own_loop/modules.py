@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from hybrid.config.sections import INITIALISERS
+from hybrid.config.tables import INITIALISERS
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.stored_rows import shape_of
 from hybrid.embedding.trainer.asked import Asked

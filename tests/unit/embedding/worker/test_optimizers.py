@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.config.sections import TABLE_OPTIMIZERS
+from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.embedding.spec import OptimizerSpec
 from hybrid.embedding.worker.optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
 from hybrid.reference.rows import initial_state, update_rows

@@ -13,7 +13,7 @@ from support.shards import PATIENCE_SECONDS, cluster, prefetch, specs, train
 from torch import Tensor
 
 from hybrid.checkpoint.files import shard_file
-from hybrid.config.sections import TABLE_OPTIMIZERS
+from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import CheckpointError, ClusterError

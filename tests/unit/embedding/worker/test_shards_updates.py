@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.config import ScheduleSection
-from hybrid.config.sections import TABLE_OPTIMIZERS
+from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
 from hybrid.embedding.spec import Pooling
