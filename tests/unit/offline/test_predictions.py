@@ -117,8 +117,10 @@ def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
     for name in ("p.csv", "p.parquet"):
         predict(run, [str(tmp_path / "rows.parquet")], tmp_path / name, ["tags"])
-    pairs = pq.read_table(tmp_path / "p.parquet")["tags"].to_pylist()
-    assert pairs == [[{"key": tag, "value": weight} for tag, weight in each] for each in tags]
+    written = pq.read_table(tmp_path / "p.parquet")["tags"]
+    pair = pa.struct([("key", pa.string()), ("value", pa.float32())])
+    assert (written.type.value_type.field(0).type, written.type) == (pa.string(), pa.list_(pair))
+    assert written.to_pylist() == [[{"key": tag, "value": weight} for tag, weight in each] for each in tags]
     texts = ["|".join(f"{tag}:{weight}" for tag, weight in each) for each in tags]
     assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == texts
 

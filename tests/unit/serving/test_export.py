@@ -27,6 +27,7 @@ from hybrid.serving.name_map import NameMap
 from workers.offline.exporting import export_run
 
 NO_NAMES = NameMap(())
+BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
 # Loads what it is given in a process that cannot import this project, and saves what it gives.
 ALONE = """
 import sys
@@ -217,6 +218,19 @@ def test_narrow_rows_are_in_every_format_and_their_loss_is_said(
     tables = load_file(tmp_path / "served/tables.safetensors")
     assert tables["user"].dtype == getattr(torch, kind)
     assert ("user.scale" in tables) == (kind == "int8")
+
+
+def test_what_narrow_rows_cost_is_said_of_every_task(
+    shop_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_run(shop_run, tmp_path / "served", ["tables"], "int8", NO_NAMES)
+    said = [line.split(" with the rows")[0] for line in capsys.readouterr().out.splitlines()]
+    measured = [line.rsplit(None, 1)[0] for line in said if line[0] != "/" and "." in line.split()[0]]
+    assert measured == [
+        *(f"click.{name}" for name in BINARY),
+        *(f"buy.{name}" for name in BINARY),
+        *("spent.rmse", "spent.mae", "stars.accuracy", "stars.log loss"),
+    ]
 
 
 def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(
