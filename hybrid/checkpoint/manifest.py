@@ -22,6 +22,7 @@ _VERIFYING_THREADS = 4
 
 # Of the values in a manifest's progress.
 BEST = "best"
+OWES_EVALUATION = "owes_evaluation"  # whether one of the step is due, and not done yet
 # One of a thousand tables on a hundred workers has 20 MB.
 _MOST_BYTES = 32 << 20
 _LARGEST_COUNT = 2**63 - 1

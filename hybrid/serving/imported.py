@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import Files, is_earlier_file, shard_file, writing
-from hybrid.checkpoint.manifest import BEST
+from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
 from hybrid.errors import DataError
@@ -45,7 +45,7 @@ def write_imported(
     """Write a checkpoint like ``stored``, with the rows of some tables from elsewhere.
 
     The state of their optimizers begins anew; every optimizer's begins with zeros. What was measured of the
-    model before is left out.
+    model before is left out, and due again where it was.
 
     Args:
         sources: the name of the tensor of each table; see :func:`check_fit`.
@@ -68,6 +68,8 @@ def write_imported(
             for index in range(count):
                 kept |= _replaced(partial, shard_file(table, index, count), tensors[name], index, count)
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
+        if manifest.best is not None:
+            progress[OWES_EVALUATION] = True  # else a run with patience would count from its beginning
         folders.commit(partial, dataclasses.replace(manifest, files=kept, metrics={}, progress=progress))
     except BaseException:
         folders.discard(partial)

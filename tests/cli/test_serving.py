@@ -123,7 +123,8 @@ def test_a_run_goes_on_with_tables_of_another_program(
     tables = load_file(tmp_path / "out/tables.safetensors")
     assert torch.equal(tables["embedding_bags.C1.weight"], bags.state_dict()["embedding_bags.C1.weight"])
     assert len(tables) == len(stored.manifest.tables)
-    said = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2})], tmp_path)
+    # Patience counts from the model as it was imported, which is evaluated first.
+    said = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2, "patience": 1})], tmp_path)
     assert "going on from step 16" in said
     assert step_folder(warm, 32).exists()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import MANIFEST_FILE
-from hybrid.checkpoint.manifest import BEST, Best, Manifest
+from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION, Best, Manifest
 from hybrid.config import CheckpointSection
 from hybrid.config.tasks import is_lower_better
 from hybrid.errors import CheckpointError
@@ -21,8 +21,6 @@ from workers.jobs.tally import Tally
 from workers.run_folder.folder import RunFolder
 from workers.session.saving import Saving
 from workers.session.session import Session
-
-OWES_EVALUATION = "owes_evaluation"  # of the values in what is counted
 
 
 class Moment(NamedTuple):

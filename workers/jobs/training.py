@@ -8,14 +8,14 @@ from pathlib import Path
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import PROGRESS_FILE
-from hybrid.checkpoint.manifest import BEST, Best
+from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION, Best
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.config.tasks import leading_score, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
-from workers.jobs.checkpoints import OWES_EVALUATION, Checkpoints, Moment
+from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.patience import Patience
 from workers.jobs.tally import Interval, Tally
 from workers.run_folder.folder import RunFolder
