@@ -1,8 +1,9 @@
 """The configuration of a run: which keys there are, how it is read, and what must hold of it. No torch.
 
-Begin with ``sections``, ``data``, ``tables`` and ``tasks``: every key with its default, rule and meaning (``key``). ``file`` reads TOML and
-``--set`` into a ``RunConfig``, which ``rules`` look over as a whole, and ``page`` describes all keys.
-The command line reads configurations; everything else is given a ``RunConfig``, or one section of it.
+Begin with ``sections``, and what it puts together (``data``, ``tables``, ``tasks``): every key with its
+default, rule and meaning (``key``). ``file`` reads TOML and ``--set`` into a ``RunConfig``, which ``rules``
+look over as a whole, and ``page`` describes all keys. The command line reads configurations; everything else
+is given a ``RunConfig``, or one section of it.
 """
 
 from hybrid.config.data import ColumnSection as ColumnSection, DataSection as DataSection
