@@ -1,6 +1,8 @@
 """What the bench's other systems start from: their ids, their rows, their versions."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -106,3 +108,13 @@ def test_the_bench_takes_the_projects_versions_and_adds_to_them() -> None:
     assert own["torch"] == "2.13.0"
     assert not own.keys() & added.keys()
     assert not [version for version in (*own.values(), *added.values()) if "+" in version]
+
+
+def test_other_systems_need_nothing_that_their_environment_lacks() -> None:
+    """What they take of this project imports torch and NumPy, not what only this project installs."""
+    absent = "safetensors", "pyarrow", "numba", "rich", "psutil", "cryptography", "tensorboard", "matplotlib"
+    imports = "import benchmark.workloads, benchmark.one_process"
+    code = f"import sys; sys.modules |= dict.fromkeys({absent}); {imports}"
+    paths = {"PYTHONPATH": f"{ROOT / 'scripts'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True)
+    assert done.stderr == ""
