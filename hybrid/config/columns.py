@@ -68,8 +68,6 @@ def columns_of(
             raise ConfigError(f"columns.{name}", rule)
         if name not in data.dense and name not in data.sparse:
             raise ConfigError(f"columns.{name}", "is in neither data.dense nor data.sparse")
-        if data.label in section.source:
-            raise ConfigError(f"columns.{name}.source", "must not hold the label column", data.label)
         _check(name, section, name in data.dense)
     dense = tuple(_column(data, sections, name) for name in data.dense)
     sparse = tuple(_column(data, sections, name) for name in data.sparse)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.config.columns import columns_of
-from hybrid.config.data import DataSection
+from hybrid.config.data import ColumnSection, DataSection
 from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.sections import (
     NETS,
@@ -75,7 +75,7 @@ def _check_data(config: RunConfig) -> None:
             raise ConfigError("data.label", "must name the label column", data.label)
         if not data.sparse:
             raise ConfigError("data.sparse", "must name at least one categorical column")
-        check_columns(data, config.tasks)
+        check_columns(data, config.columns, config.tasks)
     _check_split(data)
     check_fields(data)
 
@@ -103,17 +103,25 @@ def _check_split(data: DataSection) -> None:
         raise ConfigError("data.split_column", f"must name the column that data.split = {data.split} goes by")
 
 
-def check_columns(data: DataSection, tasks: Mapping[str, TaskSection]) -> None:
-    """ConfigError where a column is named twice, or is a label too."""
+def check_columns(
+    data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
+) -> None:
+    """ConfigError where a column is named twice, or one of the model is, or is made of, a label."""
     labels = [task.label for task in tasks_of(tasks, data).values()]
     for name in ("dense", "sparse"):
-        columns = getattr(data, name)
-        if shared := [label for label in labels if label in columns]:
-            raise ConfigError(f"data.{name}", "must not hold the label column", shared[0])
-        if len(set(columns)) < len(columns):
-            raise ConfigError(f"data.{name}", "must name each column once", columns)
+        listed = getattr(data, name)
+        _refuse_labels(f"data.{name}", listed, labels)
+        if len(set(listed)) < len(listed):
+            raise ConfigError(f"data.{name}", "must name each column once", listed)
+    for name, section in columns.items():
+        _refuse_labels(f"columns.{name}.source", section.source, labels)
     if data.weight in labels:
         raise ConfigError("data.weight", "must not be a label column", data.weight)
+
+
+def _refuse_labels(key: str, names: Sequence[str], labels: Sequence[str]) -> None:
+    if shared := [label for label in labels if label in names]:
+        raise ConfigError(key, "must not hold the label column", shared[0])
 
 
 def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:

@@ -76,7 +76,7 @@ class Layout:
         if count > 1:
             raise ConfigError("data.columns", "names a column twice", name)
         if with_labels:
-            check_columns(data, tasks)
+            check_columns(data, columns, tasks)
         made, targets = columns_of(data, columns), TargetSpec.of(tasks, data)
         return cls(data, *made, targets, with_labels, quotes=not is_criteo)
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from hybrid.config import ColumnSection, DataSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.config.columns import columns_of
-from hybrid.config.file import load_config, to_toml
+from hybrid.config.file import load_config, to_toml, validate
 from hybrid.errors import ConfigError
 
 DATA = DataSection(
@@ -71,14 +71,20 @@ def test_sections_are_read_and_written_back_equal() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tasks", "label"),
+    [({}, "label"), ({"buy": TaskSection(label="bought")}, "bought")],
+)
+def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: str) -> None:
+    config = RunConfig(data=DATA, tasks=tasks, columns={"age": ColumnSection(source=(label,))})
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert str(caught.value) == f"columns.age.source = '{label}': must not hold the label column"
+
+
+@pytest.mark.parametrize(
     ("name", "section", "message"),
     [
         ("city", ColumnSection(), "columns.city: is in neither data.dense nor data.sparse"),
-        (
-            "age",
-            ColumnSection(source=("label",)),
-            "columns.age.source = 'label': must not hold the label column",
-        ),
         (
             "price",
             ColumnSection(kind="buckets", quantiles=4),
