@@ -1,11 +1,14 @@
 """Rows that break a rule: counted and reported, or fatal, as the configuration says."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from hybrid.errors import DataError
 
@@ -31,6 +34,9 @@ class Reason(StrEnum):
     MANY = "too_many_ids"
     SPLIT = "no_split_value"
 
+
+# Told which rows are bad, why, in which column of the file, and what was expected there.
+Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
 
 _ADVICE = {
     Reason.COLUMNS: "check data.columns and data.delimiter",

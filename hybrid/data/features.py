@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +11,9 @@ import pyarrow as pa
 
 from hybrid.config.columns import Column
 from hybrid.data import dates, weighted
-from hybrid.data.bad_rows import Reason
+from hybrid.data.bad_rows import Reason, Reject
 from hybrid.data.columns import MAX_VALUE_BYTES, Values, cut, is_list, numbers, values
 from hybrid.data.crosses import crossed
-
-# Told which rows are bad, why, in which column of the file, and what was expected there.
-Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
 
 
 class Feature(NamedTuple):

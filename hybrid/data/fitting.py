@@ -21,10 +21,13 @@ class Fitter(Protocol):
         """Add a column as in ``RawBlock``."""
         ...
 
-    def encoding(self) -> SparseEncoding: ...
+    def encoding(self) -> SparseEncoding:
+        """What was learnt."""
+        ...
 
 
 def fitter_of(column: Column) -> Fitter:
+    """What learns a column of its kind."""
     match column.kind:
         case "buckets" if column.quantiles:
             return _Ranker(column)

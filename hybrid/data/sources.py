@@ -13,14 +13,14 @@ import pyarrow as pa
 
 from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data import columns
-from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, shown
+from hybrid.data.bad_rows import BadRow, BadRowLog, Reason, Reject, shown
 from hybrid.data.dates import seconds
 from hybrid.data.features import feature
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.parquet import read_parquet
-from hybrid.data.targets import Reject, Targets, TargetSpec
+from hybrid.data.targets import Targets, TargetSpec
 from hybrid.data.text import TableBlock, read_text
 from hybrid.errors import ConfigError, DataError
 

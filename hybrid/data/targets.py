@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,11 +12,8 @@ import numpy.typing as npt
 from hybrid.config import DataSection, TaskSection
 from hybrid.config.sections import tasks_of
 from hybrid.data import columns
-from hybrid.data.bad_rows import Reason
+from hybrid.data.bad_rows import Reason, Reject
 from hybrid.errors import ConfigError
-
-# Rows that cannot be used, why, the column that is wrong, and what was expected there.
-Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
 
 
 class Targets(NamedTuple):

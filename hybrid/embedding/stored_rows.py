@@ -4,6 +4,8 @@ A source is the file's path; where a safetensors file holds several tensors, ``p
 Files are read block by block: whoever holds some rows of a table reads all, and keeps its own.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +20,30 @@ from hybrid.errors import DataError, first_line
 _BLOCK_BYTES = 16 << 20
 
 
-class _Matrix(NamedTuple):
-    """A matrix in a file.
+class StoredTensor(NamedTuple):
+    """A tensor in a file.
 
     Attributes:
+        shape: its sizes.
         rows: gives those from one to another.
     """
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
+        """One of those in an open file."""
+        part = file.get_slice(name)
+        return cls(tuple(part.get_shape()), lambda start, stop: part[start:stop])
+
+    def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """The rows ``index``, ``index + count``, ... of a matrix in blocks, each by its place among them."""
+        num_rows, dim = self.shape
+        # A multiple of the shards: each block has the same place for the first row of a shard.
+        step = max(1, _BLOCK_BYTES // (8 * dim)) * count
+        for start in range(0, num_rows, step):
+            yield start // count, self.rows(start, min(start + step, num_rows))[index::count]
 
 
 def shape_of(source: str) -> tuple[int, int]:
@@ -50,16 +67,12 @@ def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
         num_rows, dim = matrix.shape
         if (len(range(index, num_rows, count)), dim) != tuple(out_RD.shape):
             raise DataError(f"{source}: has {num_rows} x {dim} values now, which do not fit the table")
-        step = (
-            max(1, _BLOCK_BYTES // (8 * dim)) * count
-        )  # a multiple: each block has the same place for its first
-        for start in range(0, num_rows, step):
-            own_RD = matrix.rows(start, min(start + step, num_rows))[index::count]
-            out_RD[start // count : start // count + len(own_RD)] = own_RD
+        for start, own_RD in matrix.of_shard(index, count):
+            out_RD[start : start + len(own_RD)] = own_RD
 
 
 @contextmanager
-def _opened(source: str) -> Iterator[_Matrix]:
+def _opened(source: str) -> Iterator[StoredTensor]:
     """The matrix that a source is."""
     from safetensors import SafetensorError, safe_open  # late: the bench's other systems come without it
 
@@ -76,22 +89,21 @@ def _opened(source: str) -> Iterator[_Matrix]:
         raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
 
 
-def _of_numpy(path: str) -> _Matrix:
+def _of_numpy(path: str) -> StoredTensor:
     array = np.load(Path(path), mmap_mode="r", allow_pickle=False)
-    return _Matrix(array.shape, lambda start, stop: torch.from_numpy(np.array(array[start:stop])))
+    return StoredTensor(array.shape, lambda start, stop: torch.from_numpy(np.array(array[start:stop])))
 
 
-def _of_safetensors(file: Any, name: str) -> _Matrix:
+def _of_safetensors(file: Any, name: str) -> StoredTensor:
     names = list(file.keys())
     if not name and len(names) > 1:
         raise LookupError(f"it holds several tensors; add one of #{', #'.join(sorted(names))}")
     if (name or names[0]) not in names:
         raise LookupError(f"it holds no {name!r}, but {', '.join(sorted(names))}")
-    part = file.get_slice(name or names[0])
-    return _Matrix(tuple(part.get_shape()), lambda start, stop: part[start:stop])
+    return StoredTensor.of_safetensors(file, name or names[0])
 
 
-def _checked(source: str, matrix: _Matrix) -> _Matrix:
+def _checked(source: str, matrix: StoredTensor) -> StoredTensor:
     if len(matrix.shape) != 2 or 0 in matrix.shape:
         raise DataError(f"{source}: holds a tensor of shape {list(matrix.shape)}, and no rows of a table")
     if not matrix.rows(0, 1).is_floating_point():

@@ -27,7 +27,7 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.clock import StepClock
 from hybrid.dense.device import choose_devices
 from hybrid.dense.optimizer import DenseOptimizer
-from hybrid.embedding.trainer.asked import Asked, AskedTables
+from hybrid.embedding.trainer.asked import AskedTables
 from hybrid.errors import CheckpointError, DataError
 from hybrid.own_loop.batches import Share, global_batches, shares
 from hybrid.own_loop.host import Host
@@ -48,7 +48,6 @@ from hybrid.training.losses import weighted_part
 from hybrid.training.model import LocalModel
 from hybrid.training.shared_sum import SharedSum
 
-_ROWS_AT_ONCE = 1 << 16
 _NO_TRAINER = 1 << 32  # whose random numbers are those that all trainers draw alike
 
 
@@ -281,11 +280,7 @@ class Loop:
 
     def rows(self, module: TableModule) -> Tensor:
         """All rows of a table, (rows, D), as they are now."""
-        ticket = Ticket(self._host.trainer, self.step, self.step, purpose=Purpose.PREDICT)
-        blocks = torch.arange(module.num_embeddings).split(_ROWS_AT_ONCE)
-        return torch.cat(
-            [self._tables.lookup([Asked(module.name, ids)], ticket).outputs()[0] for ids in blocks]
-        )
+        return self._passes.rows(module, self.step)
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.save`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybrid.embedding.trainer.asked import AskedTables
+from hybrid.embedding.trainer.asked import Asked, AskedTables
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.own_loop.batches import Share
@@ -18,6 +18,8 @@ from hybrid.own_loop.sites import Key, Site, key_of
 from hybrid.steps.ticket import Purpose, Ticket
 from hybrid.training.guard import Decided
 from hybrid.training.model import to_device
+
+_ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass
@@ -119,6 +121,14 @@ class Passes:
                 "up when they are there, by a message of their own; have the batches hold them for speed",
                 stacklevel=2,
             )
+
+    def rows(self, module: TableModule, step: int) -> Tensor:
+        """All rows of a table, (rows, D), as they are now."""
+        ticket = self._evaluating(step)
+        blocks = torch.arange(module.num_embeddings).split(_ROWS_AT_ONCE)
+        return torch.cat(
+            [self._tables.lookup([Asked(module.name, ids)], ticket).outputs()[0] for ids in blocks]
+        )
 
     def expect(self, current: Pass, hosted: Sequence[Decided], step: int) -> None:
         """Tell the workers of a pass's lookups that they know nothing of, and of what follows."""

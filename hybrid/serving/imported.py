@@ -12,11 +12,10 @@ from hybrid.checkpoint.files import Files, is_earlier_file, shard_file, writing
 from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
+from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import DataError
 from hybrid.private_files import make_folder
-from hybrid.serving.state_dicts import StoredTensor
 
-_BLOCK_BYTES = 16 << 20
 _WEIGHT = "weight"
 
 
@@ -84,13 +83,8 @@ def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count:
         for kind, array in arrays.items():
             if kind != _WEIGHT:
                 array[:] = 0
-        num_rows, dim = tensor.shape
-        step = (
-            max(1, _BLOCK_BYTES // (8 * dim)) * count
-        )  # a multiple: each block has the same place for its first
-        for start in range(0, num_rows, step):
-            own = tensor.rows(start, min(start + step, num_rows))[index::count].double().numpy()
-            arrays[_WEIGHT][start // count : start // count + len(own)] = own
+        for start, own_RD in tensor.of_shard(index, count):
+            arrays[_WEIGHT][start : start + len(own_RD)] = own_RD.double().numpy()
         del arrays
         with path.open("rb+") as file:
             os.fsync(file.fileno())

@@ -5,28 +5,17 @@ containers is unpickled (``weights_only``).
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import DataError, first_line
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        shape: its sizes.
-        rows: gives those from one to another.
-    """
-
-    shape: tuple[int, ...]
-    rows: Callable[[int, int], Tensor]
 
 
 @contextmanager
@@ -39,7 +28,7 @@ def stored_tensors(path: Path) -> Iterator[dict[str, StoredTensor]]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                yield {name: _of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
+                yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
         else:
             # A path: of an open file torch maps nothing.
             loaded = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
@@ -52,11 +41,6 @@ def stored_tensors(path: Path) -> Iterator[dict[str, StoredTensor]]:
         raise DataError(
             f"{path}: cannot be read as a state dict or safetensors: {first_line(error)}"
         ) from error
-
-
-def _of_safetensors(file: Any, name: str) -> StoredTensor:
-    part = file.get_slice(name)
-    return StoredTensor(tuple(part.get_shape()), lambda start, stop: part[start:stop])
 
 
 def _of_torch(tensor: Tensor) -> StoredTensor:

@@ -19,7 +19,7 @@ from hybrid.serving.module import TrainedModule
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.tables import StoredRows
 from hybrid.serving.trained import Trained
-from workers.offline.predictions import test_rows, warn
+from workers.offline.predictions import check_new, test_rows, warn
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
 
@@ -43,8 +43,7 @@ def export_run(
     Raises:
         HybridError: the output exists, or cannot be written; packages are missing; see :meth:`Trained.read`.
     """
-    if output.exists():
-        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    check_new(output)
     if "onnx" in formats:
         export.check_onnx()
     with passing_status() as say:

@@ -7,12 +7,11 @@ from hybrid.checkpoint.files import MANIFEST_FILE, writing
 from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config.file import CONFIG_FILE
-from hybrid.errors import HybridError
 from hybrid.private_files import make_folder
 from hybrid.serving.imported import check_fit, write_imported
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.state_dicts import stored_tensors
-from workers.offline.predictions import warn
+from workers.offline.predictions import check_new, warn
 from workers.screen.visible import visible
 
 
@@ -30,8 +29,7 @@ def import_tables(source: Path, base: Path, output: Path, names: NameMap) -> Non
         DataError: the file cannot be read, or a tensor does not fit its table.
         CheckpointError: ``base`` holds no checkpoint, or the output cannot be written.
     """
-    if output.exists():
-        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    check_new(output)
     stored = Checkpoint.newest_good(base, warn)
     is_run = not (base / MANIFEST_FILE).exists()
     with stored_tensors(source) as tensors:

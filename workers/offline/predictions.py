@@ -105,8 +105,7 @@ def predict(
         ConfigError: the input has no such columns.
         HybridError: the output exists, or cannot be written.
     """
-    if output.exists():
-        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
+    check_new(output)
     model = _read(folder, trust_code)
     tasks = model.trained.config.all_tasks
     check_names(keep, (ROW, *column_names(tasks)))
@@ -159,6 +158,12 @@ def _kept_columns(trained: Trained, inputs: Sequence[str], names: Sequence[str])
 def _scratch() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
         yield Path(folder)
+
+
+def check_new(output: Path) -> None:
+    """HybridError where what is to be written is there already."""
+    if output.exists():
+        raise HybridError(f"{output}: exists already; choose another --output, or remove it")
 
 
 def warn(line: str) -> None:

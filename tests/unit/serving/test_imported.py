@@ -11,10 +11,10 @@ from hybrid.checkpoint.files import shard_file
 from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
+from hybrid.embedding import stored_rows
+from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import CheckpointError, DataError
-from hybrid.serving import imported
 from hybrid.serving.imported import check_fit, write_imported
-from hybrid.serving.state_dicts import StoredTensor
 
 
 def of(tensor: Tensor) -> StoredTensor:
@@ -37,7 +37,7 @@ def rows_like(stored: Checkpoint, table: str, dtype: torch.dtype = torch.float32
 def test_rows_are_replaced_and_their_state_begins_anew(
     stored: Checkpoint, tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(imported, "_BLOCK_BYTES", 8 * 4 * 3)  # three rows of a shard
+    monkeypatch.setattr(stored_rows, "_BLOCK_BYTES", 8 * 4 * 3)  # three rows of a shard
     num_rows, dim, count = stored.manifest.tables["user"]
     assert (count, num_rows > 12) == (2, True)
     rows_RD = rows_like(stored, "user", dtype)
