@@ -15,7 +15,9 @@ _PUBLIC = {
     "EmbeddingBag": "hybrid.own_loop.modules",
     "Jagged": "hybrid.own_loop.jagged",
     "connect": "hybrid.own_loop.cluster",
+    "listwise_loss": "hybrid.training.ranking_losses",
     "load": "hybrid.serving.module",
+    "pairwise_loss": "hybrid.training.ranking_losses",
     **dict.fromkeys(
         ("SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "Adam", "AdamW", "Ftrl"),
         "hybrid.own_loop.optimizers",

@@ -27,7 +27,7 @@ those of feature 1. Bag ``k * B + b`` holds ``ids_L[offsets[k * B + b] : offsets
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import DataError
+from hybrid.grouping import group_ends, order_totals, split_group, whole_bounds
 from hybrid.input_spec import TaskSpec
 from hybrid.splitmix64 import splitmix64
 
@@ -112,6 +113,9 @@ class Batch(NamedTuple):
         total_weights: ``totals_T``, float64, their sums over the whole step, by which the loss is a mean;
             not read where there are no weights.
         groups: ``groups_B``, int64, the same for samples of one group; None where there are none.
+        total_groups: ``totals_T``, float64, how much the groups of the whole step count by task (see
+            :func:`hybrid.grouping.order_weights`); None where no loss is of the order within groups. Where
+            one is, the samples of a group stand together, in one share and in one part.
     """
 
     dense_features: Tensor
@@ -122,6 +126,7 @@ class Batch(NamedTuple):
     weights: Tensor | None = None
     total_weights: Tensor | None = None
     groups: Tensor | None = None
+    total_groups: Tensor | None = None
 
     @classmethod
     def empty(cls, num_dense: int, num_sparse: int) -> Batch:
@@ -170,11 +175,36 @@ class Batch(NamedTuple):
                 "weights are finite and not negative"
             )
 
-    def row_keys(self) -> Tensor:
+    def check_groups(self) -> None:
+        """See that there are groups, and that the samples of each stand together.
+
+        Raises:
+            DataError: they do not.
+        """
+        if not (size := len(self.labels)):
+            return
+        if self.groups is None or tuple(self.groups.shape) != (size,):
+            found = "no groups" if self.groups is None else f"groups of shape {list(self.groups.shape)}"
+            raise DataError(f"a batch has {found}, and a ranking loss needs those of its {size} samples")
+        if (split := split_group(self.groups.cpu().numpy())) is not None:
+            raise DataError(f"group {split} is split: its samples do not stand together in the batch")
+
+    def order_totals(self, num_tasks: int) -> Tensor:
+        """How much its groups count by task, (T,); see :func:`hybrid.grouping.order_weights`."""
+        if not len(self.labels):
+            return torch.zeros(num_tasks, dtype=torch.float64)
+        assert self.groups is not None, "check_groups has seen them"
+        weights_BT = None if self.weights is None else by_task(self.weights, num_tasks)
+        return order_totals(by_task(self.labels, num_tasks), weights_BT, self.groups)
+
+    def row_keys(self, sequences: Iterable[int] = ()) -> Tensor:
         """``keys_B``, int64: the same for equal samples, whatever their labels, and else different ones.
 
-        Samples with the same ids of a feature are equal in whatever order these stand. Two that differ have
-        the same key with a probability of 2**-64.
+        Samples with the same ids of a feature are equal in whatever order these stand, but of a sequence. Two
+        that differ have the same key with a probability of 2**-64.
+
+        Args:
+            sequences: numbers of the features that are sequences.
         """
         sparse, size = self.sparse_features, len(self.labels)
         if not size:
@@ -188,15 +218,28 @@ class Batch(NamedTuple):
         hashes_L = splitmix64(ids_L ^ np.repeat(salts[num_dense:], ids_of_K))
         if sparse.weights_L is not None:
             hashes_L = splitmix64(hashes_L ^ _bits(sparse.weights_L))
+        for k in sequences:
+            starts = offsets[k * size : (k + 1) * size + 1]
+            of_feature = slice(starts[0], starts[-1])
+            places_L = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+            hashes_L[of_feature] = splitmix64(hashes_L[of_feature] + places_L.astype(np.uint64))
         # Sums and differences wrap around, and are right all the same.
         sums = np.concatenate([np.zeros(1, np.uint64), hashes_L.cumsum()])
         keys_B += np.diff(sums[offsets]).reshape(num_sparse, size).sum(axis=0)
         return torch.from_numpy(keys_B.view(np.int64))
 
     def split(self, parts: int) -> list[Batch]:
-        """Consecutive parts whose sizes differ by one sample at most; later ones may be empty."""
+        """Consecutive parts whose sizes differ by one sample at most; later ones may be empty.
+
+        Where a loss is of the order within groups, these stay whole: parts differ by as much as a group more,
+        and any may be empty.
+        """
         if parts == 1:
             return [self]
+        bounds = [share(len(self.labels), part, parts) for part in range(parts)]
+        if self.total_groups is not None and self.groups is not None:
+            ends_G = group_ends(self.groups.cpu().numpy())
+            bounds = [whole_bounds(ends_G, *each) for each in bounds]
         return [
             self._replace(
                 dense_features=self.dense_features[start:stop],
@@ -205,7 +248,7 @@ class Batch(NamedTuple):
                 weights=None if self.weights is None else self.weights[start:stop],
                 groups=None if self.groups is None else self.groups[start:stop],
             )
-            for start, stop in (share(len(self.labels), part, parts) for part in range(parts))
+            for start, stop in bounds
         ]
 
 

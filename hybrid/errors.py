@@ -4,6 +4,7 @@
     ├── ConfigError       a key of the configuration breaks a rule
     ├── DataError         an input file cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
+    ├── StorageError      a store that is named by a URL does not do what it is asked
     ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
@@ -15,6 +16,11 @@ from __future__ import annotations
 
 class HybridError(Exception):
     """Base of every error that is the user's to mend; the command line prints it as one line."""
+
+    @property
+    def kind(self) -> type[Exception]:
+        """Its class; of one that tells of an error elsewhere, that one's."""
+        return type(self)
 
 
 class ConfigError(HybridError):
@@ -43,6 +49,19 @@ class DataError(HybridError):
 
 class CheckpointError(HybridError):
     """A checkpoint is missing, incomplete, altered, or belongs to another model."""
+
+
+class StorageError(HybridError, OSError):
+    """A store that is named by a URL does not do what it is asked: an OSError, as of the disk.
+
+    Args:
+        message: the place, what was asked, why not, and what to do.
+        why: the part of the message that does not name the place.
+    """
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.strerror = why or message
 
 
 class NonFiniteError(HybridError):

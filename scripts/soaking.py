@@ -9,7 +9,8 @@ import numpy as np
 
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.data.prepared import cache_folder, prepare
+from hybrid.data.located import ready
+from hybrid.data.prepared import cache_folder
 from hybrid.topology import Role, Topology
 from workers.session.dataset import DatasetSession
 
@@ -21,7 +22,7 @@ _PING_SECONDS = 10.0
 
 def measure(topology: Topology, config: RunConfig) -> None:
     """Train, evaluate and save at the end of each interval, and ask every role how it is."""
-    session = DatasetSession(topology, config, prepare(config, cache_folder(config)))
+    session = DatasetSession(topology, config, ready(config, cache_folder(config)))
     roles = [*topology.trainers, *topology.workers]
     taken: dict[Role, list[wire.Vitals]] = {role: [] for role in roles}
     shutil.rmtree(_FOLDER, ignore_errors=True)

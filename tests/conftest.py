@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support import cluster
 from support.cluster import Clusters
+from support.stores import CREDENTIALS, Store, named_by_environment
 
 # As commands set it before they import torch; processes that are forked here have imported it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -23,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Where the runs of these tests find the key with which they sign; not the user's."""
+    """Where the runs of these tests find the key with which they sign, and credentials; not the user's."""
+    os.environ.update(CREDENTIALS)
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 
@@ -38,3 +40,12 @@ def clusters() -> Iterator[Clusters]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where these tests keep prepared data."""
     return tmp_path_factory.mktemp("prepared")
+
+
+@pytest.fixture(scope="session")
+def store() -> Iterator[Store]:
+    """An S3 server that this process, and those that it starts, find by the environment."""
+    server = Store()
+    with named_by_environment(server.environment):
+        yield server
+    server.close()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from hybrid import __version__
 from hybrid.config.sections import DTYPES
+from hybrid.errors import StorageError
+from hybrid.storage.places import Place, place
 from hybrid.topology import RoleKind
+from workers.joining.address import DEFAULT_PORT
 
 _RUN, _COMPARE, _OF_SCRIPT = "run", "compare", "--"
 _RUN_USAGE = (
@@ -17,6 +20,20 @@ COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
 ROW_TYPES = ("float32", "bfloat16", "int8")  # of exported tables
 AUTO = "auto"  # for --resume
+STREAM = "-"  # in the place of a file
+_ENDS = (
+    "Exit codes: 0 done; 1 another start would fail the same way; 2 usage; 75 another start may help; "
+    "129, 130, 143 asked to stop by SIGHUP, SIGINT, SIGTERM. docs/failures.md has what leads to which."
+)
+_BY_RANK = (
+    "Start the role that the rank of this process says: RANK and WORLD_SIZE, or SLURM_PROCID of srun. Rank 0 "
+    "is the master, then come the trainers, then the workers. The secret is as for every role."
+)
+_SERVING = (RoleKind.TRAINER, RoleKind.WORKER)
+_ROLE = (
+    "Start one role; the master may come later. It needs the cluster's secret (HYBRID_SECRET, or --set "
+    "cluster.secret_file=FILE), and has everything else from the master."
+)
 _PLAN = (
     "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
     "Roles, cluster.trainers and cluster.workers, are dealt to hosts in turn. Starts nothing. Data is read "
@@ -36,14 +53,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         # An option of many values takes all that follow it, RUN too.
         if len(options.input) < 2:
             parser.error(f"{options.command}: RUN is missing")
-        options.run_folder = Path(options.input.pop())
+        options.run_folder = _place(options.input.pop())
     return options
+
+
+def _place(text: str) -> Place:
+    try:
+        return place(text)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hybrid",
         description="Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.",
+        epilog=_ENDS,
     )
     parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -83,14 +108,21 @@ def _parser() -> argparse.ArgumentParser:
         (RoleKind.TRAINER, "start one trainer by hand"),
         (RoleKind.WORKER, "start one worker by hand"),
     ):
-        role = commands.add_parser(kind.value, help=text)
-        _add_config(role)
-        help_text = "a Python file that trainers run in the place of a training run; the master's counts"
-        role.add_argument("--script", metavar="FILE", help=help_text)
+        role = commands.add_parser(kind.value, help=text, description=_ROLE if kind in _SERVING else None)
         if kind is RoleKind.MASTER:
+            _add_config(role)
+            help_text = "a Python file that trainers run in the place of a training run"
+            role.add_argument("--script", metavar="FILE", help=help_text)
             _add_resume(role)
         else:
-            role.add_argument("--index", type=int, required=True, help=f"which {kind}, from 0")
+            _add_place(role, kind)
+    ranked = commands.add_parser(
+        "role", help="start one role of a job that numbers its processes", description=_BY_RANK
+    )
+    _add_master(ranked)
+    _add_counts(ranked)
+    _add_config(ranked)
+    _add_resume(ranked)
     text = "print which worker would hold which rows, and the speed to expect; starts nothing"
     plan = commands.add_parser("plan", help=text, description=_PLAN)
     _add_config(plan)
@@ -105,12 +137,16 @@ def _parser() -> argparse.ArgumentParser:
     predict = commands.add_parser(
         "predict",
         help="predictions for new rows, in one process",
-        usage="hybrid predict [-h] [--trust-code] --output FILE [--keep NAMES] [--input FILE [FILE ...]] RUN",
+        usage="hybrid predict [-h] [--trust-code] [--keep NAMES] [--output FILE] "
+        "[--input FILE [FILE ...]] RUN",
     )
     _add_run(predict)
-    _add_input(predict, "files, with labels or without")
-    help_text = "CSV to write, or Parquet where it ends in .parquet; must not exist"
-    predict.add_argument("--output", type=Path, required=True, metavar="FILE", help=help_text)
+    _add_input(predict, f"files, with labels or without, or {STREAM} for text on standard input")
+    help_text = (
+        "CSV to write, or Parquet where it ends in .parquet; must not exist "
+        f"(default: {STREAM}, CSV on standard output)"
+    )
+    predict.add_argument("--output", type=Path, default=STREAM, metavar="FILE", help=help_text)
     help_text = "columns of the input to write beside the predictions, with commas between; may be repeated"
     predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
     _add_export(
@@ -134,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     help_text = "run folder, of whose checkpoints the best is taken; or one of these"
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help=help_text)
+    parser.add_argument("run_folder", type=_place, metavar="RUN", help=help_text)
     _add_output(parser)
     parser.add_argument(
         "--format",
@@ -156,7 +192,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     help_text = "state dict that torch.save has written, or safetensors"
     parser.add_argument("source", type=Path, metavar="SOURCE", help=help_text)
     help_text = "run folder, of whose checkpoints the newest is taken; or one of these; it stays as it is"
-    parser.add_argument("--into", type=Path, required=True, metavar="RUN", help=help_text)
+    parser.add_argument("--into", type=_place, required=True, metavar="RUN", help=help_text)
     _add_output(parser)
     _add_map(parser, "which tensor is which table", required=True)
 
@@ -186,12 +222,27 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, all defaults")
+    _add_set(parser, "override one key")
+
+
+def _add_place(role: argparse.ArgumentParser, kind: RoleKind) -> None:
+    help_text = f"which {kind}, from 0 (default: JOB_COMPLETION_INDEX, as Kubernetes sets it)"
+    role.add_argument("--index", type=int, metavar="N", help=help_text)
+    _add_master(role)
+    _add_set(role, "give this role a value of its own for a key that may differ between hosts")
+
+
+def _add_master(role: argparse.ArgumentParser) -> None:
+    help_text = (
+        f"where the master is: name or address of its host, and port (default: {DEFAULT_PORT}; under "
+        "torchrun, the host is MASTER_ADDR)"
+    )
+    role.add_argument("--master", metavar="HOST[:PORT]", help=help_text)
+
+
+def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="override one key; may be repeated",
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=f"{text}; may be repeated"
     )
 
 
@@ -225,8 +276,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="run folder to go on in, with its own config; auto: the newest run of this config's name that "
-        "has not come to its end, or a new one",
+        help="run folder to go on in, with its own config; auto: the newest run of this config's name, or "
+        "run.folder; a new one where there is none, and nothing at all where it has come to its end",
     )
     _add_trust(parser)
 
@@ -234,7 +285,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     # Not there where --input has taken it; see parse.
     help_text = "run folder, of whose checkpoints the best is taken; or one of these"
-    parser.add_argument("run_folder", type=Path, nargs="?", metavar="RUN", help=help_text)
+    parser.add_argument("run_folder", type=_place, nargs="?", metavar="RUN", help=help_text)
     _add_trust(parser)
 
 

@@ -8,38 +8,45 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
-from hybrid.config import RunConfig
-from hybrid.config.file import load_config, to_toml, validate
+from hybrid.config import ClusterSection, RunConfig
+from hybrid.config.file import CONFIG_FILE, load_config, own_settings, to_toml, validate, with_own
 from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.page import describe
 from hybrid.errors import ConfigError, HybridError
+from hybrid.storage.places import Place, place
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import VARIABLE, Secret
-from workers.arguments import AUTO, COMPARED_DTYPE, EXPORTS, parse
-from workers.joining.alarm import FAILED, INTERRUPTED
+from workers.arguments import AUTO, COMPARED_DTYPE, EXPORTS, STREAM, parse
+from workers.endings import ExitCode, Interrupt, ToldError, exit_code
+from workers.joining.address import Address
+from workers.joining.dismissal import dismiss
+from workers.joining.open_files import allow_open_files
+from workers.launching.forking import end_with_parent
+from workers.launching.identity import ends_with_starter, index_of, master_host, role_of
 from workers.launching.imports import lasting_imports
-from workers.launching.open_files import allow_open_files
 from workers.run_folder.paths import refuse_existing, run_path, scratch_logs
-from workers.run_folder.resume import check_same_model, resumed_config, unfinished_run
+from workers.run_folder.resume import check_same_model, is_over, newest_run, resumed_config
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_state import left_behind
+from workers.run_folder.stored_run import fetch, folder_here
 from workers.screen.lasting_output import lasting_output
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
 from workers.search_path import search_here_last
-from workers.stopping import STOP_SIGNALS
+from workers.stopping import ASK_SIGNAL, HEARD
 from workers.task import CompareTask, OwnTask, ScriptTask, TrainTask
 from workers.torch_cache import choose_torch_cache
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; exits with 0, 1 (failed, with one line on stderr), 2 (usage) or 130 (interrupted)."""
+    """Run one command; exits with a code of :class:`workers.endings.ExitCode`, and a line on stderr."""
     started_at = time.time()
     # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -52,9 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with lasting_output(_name(options), goes_on=goes_on) as losses:
             _run_interruptibly(options, started_at)
         if losses.any and not goes_on:
-            sys.exit(FAILED)
+            sys.exit(ExitCode.FAILED)
+    except ToldError as error:
+        is_well = error.code is ExitCode.DONE
+        print(_line(options, error), file=sys.stdout if is_well else sys.stderr, flush=True)
+        sys.exit(error.code)
     except HybridError as error:
-        sys.exit(f"{_name(options)}: {visible(' '.join(str(error).split()))}")
+        sys.exit(_line(options, error))
 
 
 def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
@@ -63,7 +74,11 @@ def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
             _COMMANDS[options.command](options, started_at)
     except KeyboardInterrupt as interrupt:
         print(f"{_name(options)}: {visible(str(interrupt)) or 'interrupted'}", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(exit_code(interrupt))
+
+
+def _line(options: argparse.Namespace, error: HybridError) -> str:
+    return f"{_name(options)}: {visible(' '.join(str(error).split()))}"
 
 
 def _name(options: argparse.Namespace) -> str:
@@ -74,16 +89,18 @@ def _name(options: argparse.Namespace) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP stop the command as Ctrl-C does, once: the way out is not interrupted."""
+    """Make SIGTERM and the like stop the command as Ctrl-C does, once: the way out is not interrupted."""
 
     def interrupt(signum: int, frame: object) -> None:
         for each in previous:
             signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        raise Interrupt(ExitCode.TERMINATED if signum == ASK_SIGNAL else ExitCode.of_signal(signum))
 
     # What is ignored already, as SIGHUP is under nohup, stays so.
     previous = {
-        each: handler for each in STOP_SIGNALS if (handler := signal.getsignal(each)) != signal.SIG_IGN
+        each: handler
+        for each in (*HEARD, ASK_SIGNAL)
+        if (handler := signal.getsignal(each)) != signal.SIG_IGN
     }
     for each in previous:
         signal.signal(each, interrupt)
@@ -103,31 +120,50 @@ def _imports() -> Iterator[None]:
 
 
 def _read_config(options: argparse.Namespace) -> RunConfig:
+    return load_config(options.config, _overrides(options))
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """Those of ``--set``, and of the options that stand for one."""
     counts = {name: getattr(options, name, None) for name in ("trainers", "workers")}
-    given = [f"cluster.{name}={count}" for name, count in counts.items() if count is not None]
-    return load_config(options.config, [*options.set, *given])
+    return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
 
-def _wanted_run(options: argparse.Namespace) -> tuple[RunConfig, Path, bool]:
-    """The configuration and the folder of the run that is to be, and whether it goes on."""
+class _Wanted(NamedTuple):
+    """The run that is to be.
+
+    Attributes:
+        is_resumed: whether it goes on.
+        over: what is to be said where it has come to its end, and nothing is to be done; else empty.
+    """
+
+    config: RunConfig
+    folder: Place
+    is_resumed: bool
+    over: str = ""
+
+
+def _wanted_run(options: argparse.Namespace) -> _Wanted:
     if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError(
                 "--resume", "goes on with the configuration of its run; use --set to change keys"
             )
-        run = Path(options.resume)
-        return resumed_config(run, options.set, options.trust_code), run, True
+        run = place(options.resume)
+        return _Wanted(resumed_config(run, _overrides(options), options.trust_code), run, True)
     config = _read_config(options)
-    unfinished = unfinished_run(config) if options.resume else None
-    if unfinished is not None:
-        check_same_model(unfinished, config)
-        print(visible(f"going on with {unfinished}"), flush=True)
-        return config, unfinished, True
+    newest = newest_run(config) if options.resume else None
+    if newest is not None:
+        check_same_model(newest, config)
+        over = f"{newest} has come to its end; raise train.epochs to go on, or start a run of another name"
+        is_done = is_over(newest, config)
+        print(visible(over if is_done else f"going on with {newest}"), flush=True)
+        return _Wanted(config, newest, True, over if is_done else "")
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
-        print(visible(f"no unfinished run of {config.run.name}; starting {folder}"), flush=True)
-    return config, folder, False
+        print(visible(f"no run of {config.run.name} yet; starting {folder}"), flush=True)
+    return _Wanted(config, folder, False)
 
 
 @contextmanager
@@ -137,15 +173,20 @@ def _going_on_later(folder: Path, command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as interrupt:
         why = f": {interrupt}" if str(interrupt) else ""
-        raise KeyboardInterrupt(f"stopped{why}; {left_behind(folder, command)}") from interrupt
+        said = f"stopped{why}; {left_behind(folder, command)}"
+        raise Interrupt(exit_code(interrupt), said) from interrupt
 
 
 def _launch(options: argparse.Namespace, started_at: float) -> None:
     from workers.launching.launch import launch
 
-    config, folder, is_resumed = _wanted_run(options)
-    with _going_on_later(folder, options.command):
-        launch(config, folder, TrainTask(folder, is_resumed, started_at))
+    config, folder, is_resumed, over = _wanted_run(options)
+    if over:
+        return
+    with folder_here(folder) as here, _going_on_later(here, options.command):
+        if is_resumed:
+            fetch(here)
+        launch(config, here, TrainTask(here, is_resumed, started_at))
 
 
 def _compare(options: argparse.Namespace, started_at: float) -> None:
@@ -204,36 +245,102 @@ def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
     return ScriptTask(path, tuple(arguments))
 
 
-def _role(options: argparse.Namespace, started_at: float) -> None:
-    kind = RoleKind(options.command)
-    if kind is RoleKind.MASTER:
-        config, folder, is_resumed = _wanted_run(options)
+def _master(options: argparse.Namespace, started_at: float) -> None:
+    _end_with_starter()
+    config, folder, is_resumed, over = _wanted_run(options)
+    secret = _shared_secret(config.cluster)
+    if over:  # the others do not know yet
+        dismiss(config, secret, over)
+        return
+    allow_open_files(config.cluster)
+    with _imports():
+        from workers.roles import master
+
+    if options.script is not None:
+        script = _script_task(options.script, ())
+        with _coded(master.codes_of(script)):
+            master.run(config, script, secret)
+        return
+    with folder_here(folder) as here, _going_on_later(here, options.command), run_lock(here):
+        if is_resumed:
+            fetch(here)
+        task = TrainTask(here, is_resumed, started_at)
+        with _coded(master.codes_of(task)):
+            master.run(config, task, secret)
+
+
+def _by_rank(options: argparse.Namespace, started_at: float) -> None:
+    """Be what the rank of this process says, of all that the same command has started."""
+    both_given = None not in (options.trainers, options.workers)
+    config = RunConfig() if both_given else _wanted_config(options)
+    counts = load_config(None, _overrides(options)).cluster if both_given else config.cluster
+    role = role_of(os.environ, counts.topology)
+    address = Address.parse(_master_of(options))
+    options.command, options.script = role.kind.value, None
+    if role == MASTER:
+        options.set += [f"cluster.master_address={address.host}", f"cluster.master_port={address.port}"]
+        _master(options, started_at)
     else:
-        config = _read_config(options)
-        folder, is_resumed = run_path(config), False
-    if not config.cluster.master_port:
-        raise ConfigError("cluster.master_port", "must be set, the same for every role started by hand")
-    role = MASTER if kind is RoleKind.MASTER else Role(kind, options.index)
-    if role not in config.cluster.topology.roles:
-        raise ConfigError("--index", f"there is no {role} in a cluster of {config.cluster.topology}")
-    secret = Secret.find(config.cluster.secret_file)
+        options.index, options.master = role.index, str(address)
+        options.set = [f"cluster.secret_file={config.cluster.secret_file}", *own_settings(options.set)]
+        _role(options, started_at)
+
+
+def _wanted_config(options: argparse.Namespace) -> RunConfig:
+    """The configuration of the run that is to be, as far as it is known without a look at its folder."""
+    if options.resume in (None, AUTO):
+        return _read_config(options)
+    return load_config(place(options.resume) / CONFIG_FILE, _overrides(options))
+
+
+def _master_of(options: argparse.Namespace) -> str:
+    """Where the master is, as it is given, or as torchrun says it; the port is ours all the same."""
+    where: str = options.master or master_host(os.environ)
+    if not where:
+        raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun's MASTER_ADDR will do)")
+    return where
+
+
+def _end_with_starter() -> None:
+    """Where this process is one of a scheduler's, end with what has started it."""
+    if ends_with_starter(os.environ):
+        end_with_parent(os.getppid())
+
+
+@contextmanager
+def _coded(code_of: Callable[[BaseException], ExitCode]) -> Iterator[None]:
+    """Have an error in here end the process with the right code."""
+    try:
+        yield
+    except HybridError as error:
+        raise ToldError(str(error), code_of(error)) from error
+
+
+def _role(options: argparse.Namespace, started_at: float) -> None:
+    _end_with_starter()
+    kind = RoleKind(options.command)
+    if options.index is None:
+        options.index = index_of(os.environ, kind)
+    address = Address.parse(_master_of(options))
+    if options.index < 0:
+        raise ConfigError("--index", "must be at least 0", options.index)
+    secret = _shared_secret(with_own(RunConfig(), options.set).cluster)
+    with _imports():
+        from workers.roles.run import serve
+
+    print(visible(f"waiting for the master at {address}"), flush=True)
+    with _coded(exit_code):
+        code = serve(Role(kind, options.index), address, secret, options.set)
+    sys.exit(code)
+
+
+def _shared_secret(section: ClusterSection) -> Secret:
+    """That which the roles of a cluster have, where they are started by hand."""
+    secret = Secret.find(section.secret_file)
     if secret is None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"
         raise ConfigError("cluster.secret_file", rule)
-    allow_open_files(config.cluster)
-    with _imports():
-        from workers.roles.run import run_role
-
-    task = TrainTask(folder, is_resumed, started_at)
-    if options.script is not None and role == MASTER:
-        run_role(role, config, _script_task(options.script, ()), secret)
-    elif role == MASTER:
-        with _going_on_later(folder, options.command), run_lock(folder):
-            run_role(role, config, task, secret)
-    else:
-        section = config.cluster
-        print(f"waiting for the master at {section.master_address}:{section.master_port}", flush=True)
-        run_role(role, config, task, secret)
+    return secret
 
 
 def _plan(options: argparse.Namespace, started_at: float) -> None:
@@ -265,11 +372,19 @@ def _evaluate(options: argparse.Namespace, started_at: float) -> None:
 
 
 def _predict(options: argparse.Namespace, started_at: float) -> None:
+    is_stream = STREAM in options.input
+    if is_stream and len(options.input) > 1:
+        rule = "names standard input, which cannot be read among files; name it alone, or files"
+        raise ConfigError("--input", rule, STREAM)
     with _imports():
         from workers.offline.predictions import predict
+        from workers.offline.streamed import predict_stream
 
     keep = [name for names in options.keep for name in names.split(",")]
-    predict(options.run_folder, options.input, options.output, keep, options.trust_code)
+    if is_stream:
+        predict_stream(options.run_folder, options.output, keep, options.trust_code)
+    else:
+        predict(options.run_folder, options.input, options.output, keep, options.trust_code)
 
 
 def _export(options: argparse.Namespace, started_at: float) -> None:
@@ -308,12 +423,15 @@ def _config(options: argparse.Namespace, started_at: float) -> None:
 
 
 _WITHOUT_TORCH = ("config", "secret")
-_RUNS = ("launch", "compare", "run", *(kind.value for kind in RoleKind))
+_RUNS = ("launch", "compare", "run", "role", *(kind.value for kind in RoleKind))
 _COMMANDS = {
     "launch": _launch,
     "compare": _compare,
     "run": _run,
-    **{kind.value: _role for kind in RoleKind},
+    RoleKind.MASTER: _master,
+    RoleKind.TRAINER: _role,
+    RoleKind.WORKER: _role,
+    "role": _by_rank,
     "plan": _plan,
     "evaluate": _evaluate,
     "predict": _predict,

@@ -5,4 +5,4 @@ import two_tasks
 from hybrid.models.mmoe import MMoE
 
 if __name__ == "__main__":
-    two_tasks.main(lambda width: MMoE(width, num_tasks=2))
+    two_tasks.main(lambda width: MMoE(width, task_outputs=(1, 1)))

@@ -1,13 +1,13 @@
 """What of a dense net and its optimizer is in a checkpoint, as one flat dict of tensors."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
+from hybrid.storage.places import Place
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return net, state
 
 
-def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Path) -> None:
+def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Place) -> None:
     """Load a module's state dict; CheckpointError where it is of another module."""
     try:
         module.load_state_dict(dict(state))

@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TypeAlias
 from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place, RemotePath
 
 MANIFEST_FILE = "manifest.json"
 DENSE_FILE = "dense.safetensors"
@@ -41,18 +42,24 @@ def dense_file(trainer: int) -> str:
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
-def write_text(folder: Path, name: str, text: str) -> Files:
-    """Write a text file of ``folder`` and see it safely on the disk."""
+def write_text(folder: Place, name: str, text: str) -> Files:
+    """Write a text file of ``folder`` and see it safely stored."""
     path, content = folder / name, text.encode()
-    with writing(path), path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    with writing(path):
+        storage.write_bytes(path, content)
     return {name: (len(content), hashlib.sha256(content).hexdigest())}
 
 
+def write_copy(folder: Place, name: str, source: Path) -> Files:
+    """Write a file of ``folder`` that is as one of this machine, and see it safely stored."""
+    path = folder / name
+    with writing(path):
+        storage.send(source, path)
+        return {name: (source.stat().st_size, storage.checksum(source))}
+
+
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Place) -> Iterator[None]:
     """Turn an OSError in here into a CheckpointError."""
     try:
         yield
@@ -60,20 +67,25 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: OSError, missing_bytes: int = 0) -> CheckpointError:
+def cannot_write(path: Place, error: OSError, missing_bytes: int = 0) -> CheckpointError:
     """What to raise where a file cannot be written, with how much room it lacks where that is known."""
     room = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes of it are missing)" if room else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
 
 
-def damaged(path: Path) -> CheckpointError:
+def damaged(path: Place) -> CheckpointError:
     """What to raise for a file that is not as it was."""
     return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
 
 
-def misfit(folder: Path, files: Files) -> Path | None:
+def misfit(folder: Place, files: Files) -> Place | None:
     """The first file that is missing, or has another size than it had; None where all are right."""
+    if isinstance(folder, RemotePath):
+        there = {each.place: each.size for each in storage.entries(folder, is_deep=True)}
+        return next(
+            (folder / name for name, (size, _) in files.items() if there.get(folder / name) != size), None
+        )
     for path, size in ((folder / name, size) for name, (size, _) in files.items()):
         try:
             if not (path.is_file() and path.stat().st_size == size):

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybrid.checkpoint.files import MANIFEST_FILE, Files, damaged, shard_file, write_text, writing
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, StorageError
 from hybrid.private_files import sync
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place, RemotePath
 
 FORMAT = 2
 PARTIAL = ".partial"  # ends the name of what is being written
+PARTS = "parts-"  # begins the name of the folder, in that of a checkpoint in a store, with its other files
 _VERIFYING_THREADS = 4
 
 # Of the values in a manifest's progress.
@@ -29,6 +32,7 @@ _LARGEST_COUNT = 2**63 - 1
 # Of the folder itself, or of a folder in it; as checkpoints name them, with all else in tables' names quoted.
 _PART = r"(?!\.+(?:/|\Z))[\w.~%-]+"
 _FILE_NAME = re.compile(rf"(?:{_PART}/)?{_PART}", re.ASCII)
+_PARTS_NAME = re.compile(rf"{PARTS}[0-9a-f]{{1,64}}")
 _LONGEST_NAME = 512
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
@@ -52,6 +56,7 @@ class Manifest:
         files: every other file of the folder.
         metrics: the last evaluation's; empty where there was none.
         progress: what the run has counted so far; empty outside a run.
+        parts: name of the folder in the checkpoint's that has the files; empty where they lie in it.
     """
 
     step: int
@@ -60,9 +65,10 @@ class Manifest:
     files: Files = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     progress: dict[str, Any] = field(default_factory=dict)
+    parts: str = ""
 
     @classmethod
-    def read(cls, path: Path) -> Manifest:
+    def read(cls, path: Place) -> Manifest:
         """Read the manifest of a checkpoint; CheckpointError where it is none, or altered."""
         try:
             document = json.loads(_read_text(path))
@@ -76,6 +82,8 @@ class Manifest:
             if document["sha256"] != _text_checksum(json.dumps(fields)):
                 raise CheckpointError(f"{path}: altered since the checkpoint was written")
             _check_fields(fields)
+        except StorageError:
+            raise
         except RecursionError as error:
             raise CheckpointError(f"{path}: is not a manifest: nested too deeply") from error
         except (OSError, ValueError) as error:
@@ -92,29 +100,36 @@ class Manifest:
         values = self.progress.get(BEST)
         return None if values is None else Best(*values)
 
-    def _check_shards(self, path: Path) -> None:
+    def _check_shards(self, path: Place) -> None:
         for table, (_, _, count) in self.tables.items():
             # The files are fewer than any number that somebody may have written there.
             for index in range(min(count, len(self.files) + 1)):
                 if (name := shard_file(table, index, count)) not in self.files:
                     raise CheckpointError(f"{path}: lists no {name}, which table {table!r} is said to have")
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Write it into ``folder``, with a checksum of its own; at once, if another is there."""
         fields = dataclasses.asdict(self)
+        if not self.parts:
+            del fields["parts"]
         document = {"format": FORMAT, "manifest": fields, "sha256": _text_checksum(json.dumps(fields))}
+        if isinstance(folder, RemotePath):
+            write_text(folder, MANIFEST_FILE, json.dumps(document, indent=1))
+            return
         partial = MANIFEST_FILE + PARTIAL
         write_text(folder, partial, json.dumps(document, indent=1))
         with writing(folder / MANIFEST_FILE):
             os.replace(folder / partial, folder / MANIFEST_FILE)
             sync(folder)
 
-    def verify(self, folder: Path) -> None:
-        """Compare every file of ``folder`` with its checksum.
+    def verify(self, folder: Place) -> None:
+        """Compare every file of ``folder`` with its checksum; in a store, that is done as each is fetched.
 
         Raises:
             CheckpointError: one is missing or altered; names it.
         """
+        if isinstance(folder, RemotePath):
+            return
         with ThreadPoolExecutor(_VERIFYING_THREADS, "verify") as threads:
             found = threads.map(lambda name: _checksum(folder / name), self.files)
             for (name, (_, sha256)), checksum in zip(self.files.items(), found, strict=True):
@@ -122,11 +137,11 @@ class Manifest:
                     raise damaged(folder / name)
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Place) -> str:
     """The text of a manifest; ValueError where it is larger than one can be."""
-    if not path.is_file():
+    if not storage.is_file(path):
         raise ValueError("it is no file")
-    with path.open("rb") as file:
+    with storage.reading(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
@@ -153,7 +168,8 @@ def _check_fields(fields: object) -> None:
     Raises:
         ValueError: they are not; says which.
     """
-    if not isinstance(fields, dict) or fields.keys() != {each.name for each in dataclasses.fields(Manifest)}:
+    known = {each.name for each in dataclasses.fields(Manifest)}
+    if not isinstance(fields, dict) or fields.keys() not in (known, known - {"parts"}):
         raise ValueError("its fields are not those of one")
     for name in ("step", "epoch"):
         _expect(_is_count(fields[name]), f"{name} must be a number of them")
@@ -169,6 +185,9 @@ def _check_fields(fields: object) -> None:
         _expect(is_entry, f"file {file} must have a size and a checksum")
     for metric, value in fields["metrics"].items():
         _expect(_is_number(value), f"metric {metric!r:.80} must be a number")
+    parts = fields.get("parts", "")
+    is_parts = isinstance(parts, str) and (not parts or _PARTS_NAME.fullmatch(parts))
+    _expect(is_parts, f"{parts!r:.80} cannot be the name of a folder in a checkpoint")
     best = fields["progress"].get(BEST)
     _expect(best is None or _is_best(best), "best must be a metric, its value, and a step")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,37 +19,45 @@ from hybrid.checkpoint.folders import step_folder, step_of, stored
 from hybrid.checkpoint.manifest import Best, Manifest
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint on disk, read piece by piece.
+    """A checkpoint, read piece by piece.
 
     Attributes:
         folder, manifest: where it is, and what it holds.
         standing: what it is among those of its run, where it was chosen as :meth:`best_good`.
     """
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     standing: str = ""
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Place) -> Checkpoint:
         """Open one checkpoint, which may have been altered without a change of size.
 
         Raises:
             CheckpointError: there is none, or a file is missing or has another size than it had.
         """
-        if not (folder / MANIFEST_FILE).exists():
+        if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
         manifest = Manifest.read(folder / MANIFEST_FILE)
-        if (path := misfit(folder, manifest.files)) is not None:
+        found = cls(folder, manifest)
+        if (path := misfit(found.parts, manifest.files)) is not None:
             raise damaged(path)
-        return cls(folder, manifest)
+        return found
+
+    @property
+    def parts(self) -> Place:
+        """The folder of all its files but the manifest."""
+        return self.folder / self.manifest.parts if self.manifest.parts else self.folder
 
     @classmethod
-    def newest_good(cls, folder: Path, say: Callable[[str], object]) -> Checkpoint:
+    def newest_good(cls, folder: Place, say: Callable[[str], object]) -> Checkpoint:
         """The newest checkpoint of a run of which every file is as it was written.
 
         Args:
@@ -61,7 +70,7 @@ class Checkpoint:
         return cls._first_good(folder, _candidates(folder), [], say)
 
     @classmethod
-    def best_good(cls, folder: Path, say: Callable[[str], object]) -> Checkpoint:
+    def best_good(cls, folder: Place, say: Callable[[str], object]) -> Checkpoint:
         """The best checkpoint of a run; where it is not as it was written, the newest that is.
 
         Args:
@@ -88,8 +97,8 @@ class Checkpoint:
     @classmethod
     def _first_good(
         cls,
-        folder: Path,
-        candidates: Iterable[Path],
+        folder: Place,
+        candidates: Iterable[Place],
         damage: list[CheckpointError],
         say: Callable[[str], object],
     ) -> Checkpoint:
@@ -101,7 +110,7 @@ class Checkpoint:
         for candidate in candidates:
             try:
                 found = cls.open(candidate)
-                found.manifest.verify(candidate)
+                found.manifest.verify(found.parts)
             except CheckpointError as error:
                 damage.append(error)
                 continue
@@ -114,12 +123,13 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The named tensors of one file."""
-        return read_tensors(self.folder / name)
+        with self.local(name) as path:
+            return read_tensors(path)
 
-    def earlier_rows(self) -> dict[Path, dict[str, Tensor]]:
+    def earlier_rows(self) -> dict[Place, dict[str, Tensor]]:
         """What workers have saved of rows before the last update, by file; nothing where nobody has."""
         names = filter(is_earlier_file, self.manifest.files)
-        return {self.folder / name: self.tensors(name) for name in names}
+        return {self.parts / name: self.tensors(name) for name in names}
 
     def mapped_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """The rows of every shard of a table, in their files: see :func:`map_arrays`.
@@ -177,14 +187,27 @@ class Checkpoint:
         return self.manifest.tables[table][2]
 
     def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
-        path = self.folder / shard_file(table, shard, num_shards)
-        arrays = map_arrays(path)
+        name = shard_file(table, shard, num_shards)
+        with self.local(name) as path:
+            arrays = map_arrays(path)
         if "weight" not in arrays or any(array.ndim == 0 for array in arrays.values()):
-            raise CheckpointError(f"{path}: holds no rows")
+            raise CheckpointError(f"{self.parts / name}: holds no rows")
         return arrays
 
+    @contextmanager
+    def local(self, name: str) -> Iterator[Path]:
+        """A path of a file, for as long as this lasts; of a store, it is fetched, and must be as it was."""
+        place = self.parts / name
+        with ExitStack() as stack:
+            try:
+                _, sha256 = self.manifest.files.get(name, (0, None))
+                path = stack.enter_context(storage.local(place, sha256))
+            except (FileNotFoundError, ValueError) as error:
+                raise damaged(place) from error
+            yield path
 
-def _standing(folder: Path, newest: Path, best: Best | None) -> str:
+
+def _standing(folder: Place, newest: Place, best: Best | None) -> str:
     """What a checkpoint of a run is among the others, in words."""
     last = "the last" if folder == newest else f"the last is {newest.name}"
     if best is None or step_of(folder) != best.step:
@@ -193,9 +216,9 @@ def _standing(folder: Path, newest: Path, best: Best | None) -> str:
     return f"the best ({metric} {best.value:.4f}){' and ' if folder == newest else '; '}{last}"
 
 
-def _candidates(folder: Path) -> list[Path]:
+def _candidates(folder: Place) -> list[Place]:
     """A checkpoint itself, or those of a run, newest first."""
-    return [folder] if (folder / MANIFEST_FILE).exists() else stored(folder)
+    return [folder] if storage.exists(folder / MANIFEST_FILE) else stored(folder)
 
 
 def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:

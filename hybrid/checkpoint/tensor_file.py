@@ -9,7 +9,6 @@ The format (https://github.com/huggingface/safetensors#format)::
 
 import hashlib
 import json
-import os
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from torch import Tensor
 from hybrid.checkpoint.files import Files, cannot_write
 from hybrid.errors import CheckpointError, first_line
 from hybrid.private_files import make_folder
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 
 _DTYPES = {
     torch.float64: "F64",
@@ -61,8 +62,8 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
 
-def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Files:
-    """Write named tensors as one file of ``folder`` and see them safely on the disk.
+def write_tensors(folder: Place, name: str, tensors: Mapping[str, Tensor]) -> Files:
+    """Write named tensors as one file of ``folder`` and see them safely stored.
 
     Tensors that are not contiguous, or not on the CPU, are copied one at a time.
 
@@ -76,14 +77,13 @@ def write_tensors(folder: Path, name: str, tensors: Mapping[str, Tensor]) -> Fil
     size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
     digest, written = hashlib.sha256(), 0
     try:
-        make_folder(path.parent)
-        with path.open("wb") as file:
+        if isinstance(path, Path):
+            make_folder(path.parent)
+        with storage.writing(path) as file:
             for chunk in _chunks(header, ordered):
                 file.write(chunk)
                 digest.update(chunk)
                 written += len(chunk)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as error:
         raise cannot_write(path, error, size - written) from error
     return {name: (size, digest.hexdigest())}
@@ -153,7 +153,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
-def _header(path: Path, tensors: Mapping[str, Tensor]) -> bytes:
+def _header(path: Place, tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, dict[str, object]] = {}
     start = 0
     for name, tensor in tensors.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.data import ColumnSection, DataSection
+from hybrid.config.data import UNPOOLED, ColumnSection, DataSection
 from hybrid.errors import ConfigError
 
 _OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling")
@@ -78,6 +78,18 @@ def columns_of(
     return dense, sparse
 
 
+def sequence_length(name: str, section: ColumnSection) -> int:
+    """Of how many ids at most a column is a sequence; 0 where its bags are pooled.
+
+    Raises:
+        ConfigError: nothing says how many.
+    """
+    if section.pooling == UNPOOLED and not section.max_ids:
+        rule = f"must say how many vectors the net gets, since columns.{name}.pooling is {UNPOOLED}"
+        raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
+    return section.max_ids if section.pooling == UNPOOLED else 0
+
+
 def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Column:
     of = sections.get(name, _DEFAULTS)
     return Column(
@@ -117,6 +129,7 @@ def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
         raise ConfigError(f"columns.{name}.source", "must name each column once", section.source)
     if kind == "buckets":
         _check_buckets(name, section)
+    sequence_length(name, section)
 
 
 def _check_buckets(name: str, section: ColumnSection) -> None:

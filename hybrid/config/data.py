@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid.config.key import fixed, option
+from hybrid.config.key import by_host, fixed, option
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
@@ -12,6 +12,7 @@ SCALINGS = ("standardise", "min_max", "none")
 VOCABULARIES = ("build", "hash")
 COLUMN_KINDS = ("value", "buckets", "hour", "weekday", "cross", "weighted")
 POOLINGS = ("sum", "mean", "max")
+UNPOOLED = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,11 @@ class DataSection:
     positive_labels: tuple[str, ...] = fixed(("1",), "values of binary labels and masks that mean 1")
     negative_labels: tuple[str, ...] = fixed(("0",), "values of binary labels and masks that mean 0")
     weight: str = fixed("", "column of the weights of samples in the loss, 0 or more; empty for all the same")
+    weighted_metrics: bool = option(
+        False,
+        "samples count in metrics by their weights, as in the loss; once in those of groups, and in your own",
+        prepares=False,
+    )
     group: str = fixed(
         "",
         "column whose values make groups of samples, such as users, for metrics of the order within each",
@@ -73,10 +79,20 @@ class DataSection:
     max_bad_fraction: float = option(
         0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
     )
-    cache_folder: str = option(
+    cache_folder: str = by_host(
         "",
-        "where the prepared data set is kept; empty for runs/.prepared (must be seen by every trainer)",
+        "where the prepared data set is kept: a folder that every trainer sees, empty for runs/.prepared; or "
+        "a URL, from which each trainer fetches the rows that its steps need",
         prepares=False,
+    )
+    local_cache_folder: str = by_host(
+        "",
+        "folder of this host, where cache_folder is a URL: for rows that a trainer fetches, empty for that "
+        "of temporary files; for what the master prepares before it sends it, empty for runs/.prepared",
+        prepares=False,
+    )
+    local_cache_gb: float = by_host(
+        4.0, "GiB of disk that each trainer takes for rows that it fetches", above=0, prepares=False
     )
     checksum: str = option(
         "sampled",
@@ -85,6 +101,14 @@ class DataSection:
         prepares=False,
     )
     shuffle: bool = fixed(True, "shuffle the training rows anew each epoch", prepares=False)
+    shuffle_lanes: int = fixed(
+        0,
+        "lanes by which rows are shuffled, such as 64, so that of T trainers each reads about 1/T of the "
+        "data, and not nearly all; 0 for none",
+        minimum=0,
+        maximum=4096,
+        prepares=False,
+    )
     prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1, prepares=False)
     synthetic_rows: int = fixed(600_000, "training rows of the synthetic click log", minimum=1)
     synthetic_test_rows: int = fixed(50_000, "test rows of the synthetic click log", minimum=1)
@@ -109,8 +133,8 @@ class ColumnSection:
     multi_hot_separator: str | None = fixed(None, "splits a field into several ids (value, weighted)")
     pooling: str | None = fixed(
         None,
-        "how its bags become one vector (value, weighted)",
-        choices=POOLINGS,
+        "how its bags become one vector; none: each is a sequence of up to max_ids vectors (value, weighted)",
+        choices=(*POOLINGS, UNPOOLED),
         prepares=False,
         absent="as its table",
     )

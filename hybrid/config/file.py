@@ -1,11 +1,11 @@
 """Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out."""
 
+import dataclasses
 import difflib
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybrid.config.key import Key
@@ -13,6 +13,8 @@ from hybrid.config.rules import check_rules
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
 from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.errors import ConfigError
+from hybrid.storage.files import read_bytes
+from hybrid.storage.places import Place
 
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 # A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
@@ -22,7 +24,7 @@ _ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, 
 _ALL = "hybrid config --describe lists all"
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Place | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a configuration, apply overrides, check every rule.
 
     Args:
@@ -36,11 +38,53 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """
     sections = {} if path is None else _read_sections(path)
     for text in overrides:
-        dotted, equals, value = text.partition("=")
-        section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
-        if not equals or (not section and name in SECTION_KEYS):
-            raise ConfigError(f"--set {text}", "must be section.key=value")
+        section, name, value = _override(text)
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
+    return _checked(sections)
+
+
+def read_toml_text(text: str) -> RunConfig:
+    """The configuration that :func:`to_toml` has written as ``text``."""
+    return _checked(_by_section(tomllib.loads(text)))
+
+
+def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """``config`` with what a role was given where it was started.
+
+    Args:
+        settings: as the overrides of :func:`load_config`; later ones win.
+
+    Raises:
+        ConfigError: a key is not one that may differ between hosts, or a value breaks a rule.
+    """
+    for text in settings:
+        section, name, value = _override(text)
+        key = _find(section, name)
+        if not key.is_by_host:
+            raise ConfigError(f"{section}.{name}", "is the master's; set it there")
+        values = dataclasses.replace(getattr(config, section), **{name: key.read(key.parse(value))})
+        config = config.replace(**{section: values})
+    if settings:
+        validate(config)
+    return config
+
+
+def own_settings(settings: Sequence[str]) -> list[str]:
+    """Those of ``settings`` that a role may be given where it is started; the rest are the master's."""
+    return [text for text in settings if _find(*_override(text)[:2]).is_by_host]
+
+
+def _override(text: str) -> tuple[str, str, str]:
+    """Section, name and value of a ``--set``."""
+    dotted, equals, value = text.partition("=")
+    section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
+    if not equals or (not section and name in SECTION_KEYS):
+        raise ConfigError(f"--set {text}", "must be section.key=value")
+    return section, name, value
+
+
+def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
+    """The configuration of these sections, by name, once every rule holds."""
     built: dict[str, Any] = {
         name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
     }
@@ -53,9 +97,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return config
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read_toml(path: Place) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path).decode("utf-8-sig")
         if _DEEP_KEY.search(text):
             raise RecursionError
         return tomllib.loads(text)
@@ -69,7 +113,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
 
 
-def _read_sections(path: Path) -> dict[str, dict[str, Any]]:
+def _read_sections(path: Place) -> dict[str, dict[str, Any]]:
     """The sections of a file, of which every key is one; where one is not, the error names the file."""
     try:
         sections = _by_section(_read_toml(path))
@@ -193,16 +237,7 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def decisive_values(config: RunConfig) -> dict[str, Any]:
-    """Every key that a run's result depends on, by dotted name, with its value as JSON holds it."""
-    return _values(config, lambda key: not key.is_local)
-
-
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """The same of every key that a run keeps when it goes on."""
-    return _values(config, lambda key: key.is_fixed)
-
-
-def _values(config: RunConfig, is_wanted: Callable[[Key], bool]) -> dict[str, Any]:
-    items = ((f"{section}.{name}", key.read(v)) for section, name, key, v in _items(config) if is_wanted(key))
+    """Every key that a run keeps when it goes on, by dotted name, with its value as JSON holds it."""
+    items = ((f"{section}.{name}", key.read(v)) for section, name, key, v in _items(config) if key.is_fixed)
     return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in items}

@@ -22,7 +22,7 @@ def option(default: Any, meaning: str, **more: Any) -> Any:
 
 
 fixed = partial(option, is_fixed=True)
-local = partial(option, is_local=True)
+by_host = partial(option, is_by_host=True)
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Key:
     Attributes:
         is_fixed: whether a run that goes on must have it as before, since its tensors depend on it, or where
             in the data its step is.
-        is_local: whether the roles of a cluster may differ in it, since no result depends on it, or the
-            master hands its own to all.
+        is_by_host: whether a role may be given a value of its own, where it is started; all others are the
+            master's to say.
         prepares: whether prepared data depend on it; only of the sections [data] and [columns.NAME].
         absent: what it comes to where it is None, if not what it comes to in the rest of its section.
     """
@@ -48,7 +48,7 @@ class Key:
     above: float | None = None
     choices: tuple[str, ...] = ()
     is_fixed: bool = False
-    is_local: bool = False
+    is_by_host: bool = False
     prepares: bool = True
     absent: str = ""
 

@@ -14,7 +14,8 @@ def describe() -> str:
         "# Configuration",
         "",
         "A configuration is a TOML file of the sections below; every key has a default. On the command",
-        "line `--set section.key=value` overrides one. This page is written by",
+        "line `--set section.key=value` overrides one. Keys marked *by host* may be given to a trainer or a",
+        "worker as well, where it is started; it has all others from the master. This page is written by",
         "`hybrid config --describe > docs/config.md`.",
     ]
     sections = [(name, SECTION_TYPES[name], keys) for name, keys in SECTION_KEYS.items()]
@@ -29,5 +30,6 @@ def describe() -> str:
 
 def _describe_key(key: Key, absent: str) -> str:
     default = key.absent or absent if key.default is None else f"`{toml_value(key.default)}`"
-    cells = [f"`{key.name}`", default, key.rule, key.meaning]
+    meaning = f"{key.meaning} (*by host*)" if key.is_by_host else key.meaning
+    cells = [f"`{key.name}`", default, key.rule, meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

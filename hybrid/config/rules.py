@@ -4,10 +4,11 @@
 not come out of a file, or knows more of them than a file says.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from hybrid.config.columns import columns_of
+from hybrid.config.columns import columns_of, sequence_length
 from hybrid.config.data import ColumnSection, DataSection
 from hybrid.config.key import OWN_FUNCTION
 from hybrid.config.sections import (
@@ -19,9 +20,10 @@ from hybrid.config.sections import (
     TrainSection,
     tasks_of,
 )
-from hybrid.config.tables import TableSection
+from hybrid.config.tables import TableSection, check_all_rows
 from hybrid.config.tasks import TaskSection, check_tasks
 from hybrid.errors import ConfigError
+from hybrid.storage.places import is_url
 
 SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
@@ -46,6 +48,7 @@ def check_rules(config: RunConfig) -> None:
     for name, table in config.tables.items():
         check_workers(name, table.workers, config.cluster.workers)
         _check_first_rows(name, table)
+    check_all_rows(config.embedding, config.tables, config.train.update)
     table_of_column(config.tables)
     check_schedule(config.schedule, config.schedule.steps or None)
     if config.train.max_steps:
@@ -76,15 +79,33 @@ def _check_data(config: RunConfig) -> None:
         if not data.sparse:
             raise ConfigError("data.sparse", "must name at least one categorical column")
         check_columns(data, config.columns, config.tasks)
+    if data.weighted_metrics and not data.weight:
+        raise ConfigError("data.weighted_metrics", "needs data.weight, the column of the weights", True)
     _check_split(data)
     check_fields(data)
+    _check_lanes(config)
+    if is_url(data.cache_folder) and config.has_ranking_loss:
+        rule = "must be a folder where a loss is of the order within groups: whole groups are read from disks"
+        raise ConfigError("data.cache_folder", rule, data.cache_folder)
+
+
+def _check_lanes(config: RunConfig) -> None:
+    lanes = config.data.shuffle_lanes
+    if lanes and not config.data.shuffle:
+        raise ConfigError("data.shuffle_lanes", "is read where data.shuffle is true", lanes)
+    if lanes and config.has_ranking_loss:
+        rule = "must be 0 where a loss is of the order within groups, since these are shuffled whole"
+        raise ConfigError("data.shuffle_lanes", rule, lanes)
 
 
 def _check_columns(config: RunConfig) -> None:
     if config.data.format == "synthetic":
-        for name in config.columns:
-            rule = "is not read where data.format is synthetic, whose columns are made as they are"
-            raise ConfigError(f"columns.{name}", rule)
+        for name, section in config.columns.items():
+            # These two are of batches of the caller's own, too.
+            if dataclasses.replace(section, pooling=None, max_ids=0) != ColumnSection():
+                rule = "is not read where data.format is synthetic, but for pooling and max_ids"
+                raise ConfigError(f"columns.{name}", rule)
+            sequence_length(name, section)
     elif config.data.format != "criteo":  # which may leave the names of its columns to the format
         columns_of(config.data, config.columns)
 
@@ -143,10 +164,12 @@ def _check_dense(config: RunConfig) -> None:
     if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
         raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
     check_device("dense.device", dense.device)
-    for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
+    for name in ("bottom_mlp", "top_mlp", "expert_mlp", "remote_mlp"):
         units = getattr(dense, name)
         if min(units, default=1) < 1:
             raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
+    if not dense.expert_mlp:
+        raise ConfigError("dense.expert_mlp", "must hold a layer", dense.expert_mlp)
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
@@ -246,7 +269,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def _check_first_rows(name: str, table: TableSection) -> None:
-    for key in ("optimizer", "learning_rate"):
+    for key in ("optimizer", "learning_rate", "all_rows"):
         if table.frozen and (value := getattr(table, key)) is not None:
             raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
     whole = table.initial and not table.initial.endswith(".parquet")

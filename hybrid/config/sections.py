@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
 from hybrid.config.data import ColumnSection, DataSection
-from hybrid.config.key import Key, fixed, keys_of, local, option
+from hybrid.config.key import Key, by_host, fixed, keys_of, option
 from hybrid.config.tables import EmbeddingSection, TableSection
 from hybrid.config.tasks import LABEL, TaskSection, leading_score
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
-NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep")
+NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep", "mmoe", "ple")
 DDP_MODES = ("none", "inside", "outside")
 PARALLEL_FORMS = ("none", "replicas", "tensor")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
@@ -30,8 +30,10 @@ DTYPES = ("float32", "float64")
 class RunSection:
     """Where results go."""
 
-    name: str = local("run", "name of the run; its folder is runs/NAME-DATE-TIME")
-    folder: str = local("", "run folder; empty for a new one under runs/")
+    name: str = option("run", "name of the run; its folder is runs/NAME-DATE-TIME")
+    folder: str = option(
+        "", "run folder, or its URL in a store (docs/storage.md); empty for a new one under runs/"
+    )
     seed: int = fixed(1, "seed of tables, dense nets, shuffling and synthetic data", minimum=0)
 
 
@@ -42,8 +44,17 @@ class ClusterSection:
     trainers: int = option(2, "number of trainers", minimum=1)
     workers: int = option(2, "number of workers", minimum=1)
     master_address: str = option("127.0.0.1", "address on which the master listens")
-    master_port: int = local(0, "port of the master; 0 lets launch take a free one", minimum=0, maximum=65535)
-    interface: str = local("lo", "network interface of all traffic, such as lo or eth0")
+    master_port: int = option(
+        0,
+        "port of the master; 0 lets launch take a free one, and is 29300 for a master started by hand",
+        minimum=0,
+        maximum=65535,
+    )
+    interface: str = by_host(
+        "auto",
+        "network interface of all traffic, such as lo or eth0; auto takes the one by which a role reaches "
+        "the master, and for the master the one that has the address on which it listens",
+    )
     namespace: str = option(
         "auto",
         "auto gives the roles of launch a network of their own, which nobody else can reach, where they need "
@@ -58,7 +69,8 @@ class ClusterSection:
     carrier: str = option(
         "socket",
         "how lookups and gradients travel outside of autograd (all but those of synchronous steps): socket "
-        "is one encrypted connection between a trainer and a worker, rpc is RPC",
+        "is one encrypted connection between a trainer and a worker, with memory that they share within a "
+        "host; rpc is RPC",
         choices=("socket", "rpc"),
     )
     combine: str = option(
@@ -67,8 +79,10 @@ class ClusterSection:
         "ahead; auto where it spares work",
         choices=("auto", "on", "off"),
     )
-    threads: int = option(1, "intra-op threads of each trainer and worker", minimum=1)
-    start_timeout_seconds: float = option(60.0, "how long the master waits for every role", above=0)
+    threads: int = by_host(1, "intra-op threads of each trainer and worker", minimum=1)
+    start_timeout_seconds: float = by_host(
+        60.0, "how long the master waits for every role, and a role for the master", above=0
+    )
     rpc_timeout_seconds: float = option(
         60.0, "how long one call may take, and a run that is asked to stop to end its step and save", above=0
     )
@@ -76,13 +90,13 @@ class ClusterSection:
         60.0, "how long a worker waits for the gradients of all trainers", above=0
     )
     stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
-    heartbeat_timeout_seconds: float = local(
+    heartbeat_timeout_seconds: float = option(
         10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
     )
-    max_restarts: int = local(
+    max_restarts: int = option(
         3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0
     )
-    secret_file: str = local(
+    secret_file: str = by_host(
         "",
         "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
         "variable HYBRID_SECRET, and launch then makes its own where there is none",
@@ -98,11 +112,20 @@ class DenseSection:
     """The dense net that each trainer holds, and how it is trained."""
 
     net: str = fixed(
-        "dlrm", "dlrm, dcn_v2, deepfm, wide_deep, or your own as module:function (see the README)"
+        "dlrm",
+        "dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or your own as module:function (see the README)",
     )
     bottom_mlp: tuple[int, ...] = fixed((64, 32), "hidden units of the net over numeric features (dlrm)")
-    top_mlp: tuple[int, ...] = fixed((128, 64), "hidden units of the net over everything")
+    top_mlp: tuple[int, ...] = fixed(
+        (128, 64), "hidden units of the net over everything; of each task's tower (mmoe, ple)"
+    )
     cross_layers: int = fixed(2, "cross layers (dcn_v2)", minimum=1)
+    experts: int = fixed(
+        4, "experts that all tasks share (mmoe); in a layer, of each task and as many shared (ple)", minimum=1
+    )
+    expert_mlp: tuple[int, ...] = fixed(
+        (64, 32), "hidden units of each expert (mmoe); of the experts of each layer (ple)"
+    )
     remote_mlp: tuple[int, ...] = fixed(
         (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
     )
@@ -126,7 +149,7 @@ class DenseSection:
         "8 at most; group leaves it to the process group everywhere",
         choices=("auto", "group"),
     )
-    device: str = option("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
+    device: str = by_host("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
     parallel: str = option(
         "none",
         "replicas: each trainer splits its samples over devices; tensor: several trainers split the layers",
@@ -151,7 +174,7 @@ class DenseSection:
     autocast: str = option(
         "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
     )
-    matmul: str = local(
+    matmul: str = option(
         "auto",
         "whose float32 products the linear layers of dense nets take on CPUs, those of the remote one too: "
         "torch's, or in large layers oneDNN's; auto lets trainer 0 measure which are faster, and the run's "
@@ -215,10 +238,10 @@ class TrainSection:
 class CheckpointSection:
     """When checkpoints are written, besides at the end of a run, and which are kept."""
 
-    every_steps: int = local(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
-    every_minutes: float = local(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
-    keep_last: int = local(2, "how many of the newest checkpoints are kept", minimum=1)
-    keep_best: str = local(
+    every_steps: int = option(0, "steps between two checkpoints; 0 for none by steps", minimum=0)
+    every_minutes: float = option(5.0, "minutes between two checkpoints; 0 for none by time", minimum=0)
+    keep_last: int = option(2, "how many of the newest checkpoints are kept", minimum=1)
+    keep_best: str = option(
         "auto",
         "metric of the evaluations by which the best checkpoint is kept as well, such as auc or, of several "
         "tasks, NAME.auc; auto takes AUC, RMSE (regression) or accuracy (classes) of the first task; "
@@ -256,8 +279,8 @@ class ScheduleSection:
 class ProfileSection:
     """What every role does in some steps, in detail: a trace and a table in the run folder."""
 
-    steps: int = local(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
-    first_step: int = local(
+    steps: int = option(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
+    first_step: int = option(
         10, "steps that the run takes before the first recorded one, such as those that warm up", minimum=0
     )
 
@@ -298,6 +321,11 @@ class RunConfig:
     def num_outputs(self) -> int:
         """How many numbers the dense net gives of a sample: those of each task, in their order."""
         return sum(task.num_outputs for task in self.all_tasks.values())
+
+    @property
+    def has_ranking_loss(self) -> bool:
+        """Whether a loss is of the order within groups, which then stay whole."""
+        return any(task.ranking_loss for task in self.tasks.values())
 
     @property
     def best_by(self) -> str:

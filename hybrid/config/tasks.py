@@ -18,6 +18,7 @@ KINDS = ("binary", "regression", "classes")
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first is that of a task that names none.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
+RANKING_LOSSES = ("pairwise", "listwise")
 # What every task of a kind is measured by; the first is what a run is judged by.
 METRICS = {
     "binary": (
@@ -72,6 +73,19 @@ class TaskSection:
         2.0, "how much less focal counts samples that are right already", minimum=0, prepares=False
     )
     huber_delta: float = option(1.0, "error from which on huber grows linearly", above=0, prepares=False)
+    ranking_loss: str = fixed(
+        "",
+        "pairwise (RankNet) or listwise (softmax cross-entropy): a loss of the order within each data.group "
+        "beside loss; groups then stay whole in a step; empty for none (binary, regression)",
+        prepares=False,
+    )
+    ranking_share: float = option(
+        0.5,
+        "share of ranking_loss in the task's loss; the rest is that of loss",
+        above=0,
+        maximum=1,
+        prepares=False,
+    )
     weight: float = option(1.0, "of its loss among those of all tasks", above=0, prepares=False)
     metrics: tuple[str, ...] = option(
         (),
@@ -150,6 +164,7 @@ def check_tasks(tasks: Mapping[str, TaskSection], group: str, best: str) -> None
         if not re.fullmatch(_NAME, name):
             raise ConfigError(f"tasks.{name}", "must be named by letters, digits, _ and -, a letter first")
         _check_kind(name, task)
+        _check_ranking_loss(name, task, group)
         _check_metrics(name, task, group)
         comparable += [metric_name(tasks, name, m) for m in task.metric_names if m not in _SAYS_NOTHING]
     if best not in ("auto", "none", *comparable):
@@ -169,6 +184,18 @@ def _check_kind(name: str, task: TaskSection) -> None:
     if task.loss_name not in losses and not re.fullmatch(OWN_FUNCTION, task.loss_name):
         rule = f"must be {' or '.join(losses)} where kind is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
+
+
+def _check_ranking_loss(name: str, task: TaskSection, group: str) -> None:
+    loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
+    if not loss:
+        return
+    if loss not in RANKING_LOSSES:
+        raise ConfigError(key, f"must be {' or '.join(RANKING_LOSSES)}", loss)
+    if task.kind == "classes":
+        raise ConfigError(key, "is of kind binary or regression: classes have no order", loss)
+    if not group:
+        raise ConfigError(key, "needs data.group, the column whose values make groups", loss)
 
 
 def _check_metrics(name: str, task: TaskSection, group: str) -> None:

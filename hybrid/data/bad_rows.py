@@ -1,5 +1,7 @@
 """Rows that break a rule: counted and reported, or fatal, as the configuration says."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,11 +58,28 @@ _ADVICE = {
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used: its line (1-based), why, and what was found."""
+    """A row that cannot be used.
+
+    Attributes:
+        line: its line, 1-based.
+        reason: why.
+        found: what was found.
+        last: its last line where it takes several, else 0.
+    """
 
     line: int
     reason: Reason
     found: str
+    last: int = 0
+
+    def after(self, lines: int) -> BadRow:
+        """The same row where so many lines come before."""
+        return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
+
+    @property
+    def text(self) -> str:
+        """What was found, with its last line where there are several."""
+        return f"{self.found}, to line {self.last}" if self.last else self.found
 
 
 def shown(value: object) -> str:
@@ -108,7 +127,7 @@ class BadRowLog:
         self._good += num_good
         self._file_good += num_good
         for row in sorted(bad):
-            example = f"{path}:{row.line}: {row.found}"
+            example = f"{path}:{row.line}: {row.text}"
             if self._fail:
                 raise DataError(
                     f"{example}; {_ADVICE[row.reason]}, or skip such rows with data.bad_rows = skip"
@@ -129,7 +148,7 @@ class BadRowLog:
         first = self._file_first[reason]
         raise DataError(
             f"{path}: no row can be used, {count} of {self._file_bad.total()} as line {first.line}: "
-            f"{first.found}; {_ADVICE[reason]}"
+            f"{first.text}; {_ADVICE[reason]}"
         )
 
     def finish(self) -> BadRowReport:

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all; what dead processes left of theirs is removed."""
+"""A folder that appears whole or not at all; what dead processes left is removed, or gone on with."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybrid.private_files import make_folder, sync
 
-_PREFIX = ".building-"
+_PREFIX, _PARTS_PREFIX = ".building-", ".parts-"
 _LOCK = ".lock"
 
 
@@ -46,22 +46,64 @@ def building(target: Path, marker: str) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
+    """A folder for parts of what becomes ``target``; those are in it that a process had when it was killed.
+
+    It is removed at the end, and on failure; whoever is interrupted or killed leaves it. Parts of what nobody
+    builds any more are removed.
+
+    Args:
+        other: the folder to take where another process is at it, which has that one locked.
+    """
+    folder = target.parent / f"{_PARTS_PREFIX}{target.name}"
+    for path in target.parent.glob(f"{_PARTS_PREFIX}*{_LOCK}"):
+        if path != _lock_path(folder):
+            _remove_unlocked(path)
+    lock = os.open(_lock_path(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield other
+            return
+        make_folder(folder)
+        try:
+            yield folder
+        except Exception:
+            _remove_parts(folder)
+            raise
+        _remove_parts(folder)
+    finally:
+        os.close(lock)
+
+
+def _remove_parts(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    _lock_path(folder).unlink(missing_ok=True)
+
+
 def remove_abandoned(parent: Path) -> None:
     """Remove what processes that were killed have left half built."""
     for lock in parent.glob(f"{_PREFIX}*{_LOCK}"):
-        with suppress(FileNotFoundError):  # its process has just finished
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
-                lock.unlink()
-            except BlockingIOError:  # its process lives
-                pass
-            finally:
-                os.close(descriptor)
+        _remove_unlocked(lock)
     for folder in parent.glob(f"{_PREFIX}*"):
         if not folder.name.endswith(_LOCK) and not _lock_path(folder).exists():
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unlocked(lock: Path) -> None:
+    """Remove the folder beside a lock, if nobody holds it."""
+    with suppress(FileNotFoundError):  # its process has just finished
+        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
+            lock.unlink()
+        except BlockingIOError:  # its process lives
+            pass
+        finally:
+            os.close(descriptor)
 
 
 def _lock_path(folder: Path) -> Path:

@@ -48,7 +48,7 @@ _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
 # Whatever one of the rules may change, and little else: most columns hold nothing of the kind.
 _SUSPECT = (
-    r"^-?[0-9]+\.0+$|^-?[0-9](\.[0-9]+)?[eE]|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
+    r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
     r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
 )
 _MAX_EXACT = 2**53

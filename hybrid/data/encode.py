@@ -6,7 +6,8 @@ Row 0 of every table is for missing values and for those unknown at training tim
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,18 +15,36 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from hybrid.config import ColumnSection, DataSection
-from hybrid.data.fitting import fitter_of
+from hybrid.checkpoint.folders import shared_file
+from hybrid.config import ColumnSection, DataSection, TableSection
+from hybrid.data import checksums
+from hybrid.data.fitting import (
+    Learnt,
+    Ranked,
+    WordCounts,
+    holds_several,
+    numbers_of,
+    other_encoding,
+    ranked,
+    value_encoding,
+    vocabularies,
+)
 from hybrid.data.layout import Layout
-from hybrid.data.scaling import DenseEncoding, Moments, scaled
+from hybrid.data.scaling import BlockMoments, DenseEncoding, scaled
 from hybrid.data.sources import RawBlock
 from hybrid.data.sparse_encoding import Bags, SparseEncoding
+from hybrid.data.vocabulary import NO_VALUES, Vocabulary
+from hybrid.data.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.files import exists, read_text
+from hybrid.storage.places import Place
 
 FILE_NAME = "features.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_WITH_VALUES = 3
 
 
 class EncodedBlock(NamedTuple):
@@ -59,32 +78,75 @@ class FeatureEncoder:
         blocks: Iterable[RawBlock],
         data: DataSection,
         columns: Mapping[str, ColumnSection] = MappingProxyType({}),
+        tables: Mapping[str, TableSection] = MappingProxyType({}),
     ) -> FeatureEncoder:
         """Learn vocabularies, scales and the bounds of buckets from the training rows.
 
         Memory grows with the number of distinct values (vocabulary = build), not of rows.
 
+        Args:
+            tables: say which columns share one, and with it their vocabulary.
+
         Raises:
             DataError: there are no rows.
         """
         layout = Layout.of(data, columns, with_labels=False)
-        moments = Moments(layout.dense)
-        fitters = [fitter_of(column) for column in layout.sparse]
+        learnt = Learnt.of(layout)
+        words: dict[str, list[WordCounts]] = {}
         for block in blocks:
-            moments.add(block.dense_BF)
-            for fitter, column in zip(fitters, block.sparse, strict=True):
-                fitter.add(column)
-        if not moments.num_rows:
-            raise DataError("no row is left to train on; check data.path and data.test_fraction")
-        return cls(moments.encodings(), tuple(fitter.encoding() for fitter in fitters))
+            learnt.moments.add(BlockMoments.of(block.dense_BF, layout.transforms))
+            for k, column in enumerate(block.sparse):
+                learnt.several_K[k] |= holds_several(column)
+                learnt.quantiles_K[k].add(numbers_of(layout.sparse[k], column))
+            for name, group in vocabularies(layout.sparse, tables).items():
+                words.setdefault(name, []).extend(WordCounts.of(block.sparse[k]) for k in group)
+        found = {name: ranked(parts)[0] for name, parts in words.items()}
+        return cls.of_learnt(layout, tables, learnt, found)
 
     @classmethod
-    def of_rows(cls, spec: InputSpec) -> FeatureEncoder:
-        """For batches that hold numbers as they are, and rows of tables as ids: it changes neither."""
+    def of_learnt(
+        cls,
+        layout: Layout,
+        tables: Mapping[str, TableSection],
+        learnt: Learnt,
+        words: Mapping[str, Ranked],
+    ) -> FeatureEncoder:
+        """What was learnt of the training rows, as an encoder.
+
+        Args:
+            words: those of each vocabulary (:func:`hybrid.data.fitting.vocabularies`).
+
+        Raises:
+            DataError: there are no rows.
+        """
+        if not learnt.moments.num_rows:
+            raise DataError("no row is left to train on; check data.path and data.test_fraction")
+        found = {k: words[name] for name, group in vocabularies(layout.sparse, tables).items() for k in group}
+        sparse = tuple(
+            value_encoding(column, found[k], multi_hot=bool(learnt.several_K[k]))
+            if k in found
+            else other_encoding(column, learnt.quantiles_K[k], multi_hot=bool(learnt.several_K[k]))
+            for k, column in enumerate(layout.sparse)
+        )
+        return cls(learnt.moments.encodings(), sparse)
+
+    @classmethod
+    def of_rows(cls, spec: InputSpec, weighted: Collection[str] = ()) -> FeatureEncoder:
+        """For batches that hold numbers as they are, and rows of tables as ids: it changes neither.
+
+        Args:
+            weighted: the features whose ids had weights, whatever ``spec`` says of them.
+        """
         dense = tuple(map(DenseEncoding, spec.dense_features))
-        features = spec.sparse_features
-        sparse = tuple(SparseEncoding(f.name, "identity", f.num_rows, f.multi_hot) for f in features)
-        return cls(dense, sparse)
+        sparse = []
+        for feature in spec.sparse_features:
+            has_weights = feature.weighted or feature.name in weighted
+            is_bag = feature.multi_hot or has_weights
+            encoding = SparseEncoding(
+                feature.name, "identity", feature.num_rows, is_bag, weighted=has_weights
+            )
+            sparse.append(encoding)
+        return cls(dense, tuple(sparse))
 
     @property
     def input_spec(self) -> InputSpec:
@@ -111,35 +173,110 @@ class FeatureEncoder:
 
     @property
     def text(self) -> str:
-        """What ``features.json`` holds."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, ensure_ascii=False)
+        """What ``features.json`` holds in a folder that has no file of vocabularies."""
+        sparse = [{**each.fields, "values": each.values.texts.to_pylist()} for each in self.sparse]
+        return _text(_WITH_VALUES, self.dense, sparse, {})
 
     def save(self, folder: Path) -> None:
-        """Write ``features.json`` into ``folder``."""
-        (folder / FILE_NAME).write_text(self.text, encoding="utf-8")
+        """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
+        distinct: list[Vocabulary] = []
+        sparse = []
+        for each in self.sparse:
+            if each.vocabulary == "build" and each.values not in distinct:
+                distinct.append(each.values)
+            place = distinct.index(each.values) if each.vocabulary == "build" else None
+            sparse.append({**each.fields, "values": place})
+        write_vocabularies(folder / VOCABULARIES_FILE, distinct)
+        sha256 = checksums.whole(folder / VOCABULARIES_FILE)
+        text = _text(FORMAT_VERSION, self.dense, sparse, {"vocabularies": sha256})
+        (folder / FILE_NAME).write_text(text, encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> FeatureEncoder:
-        """Read what ``save`` wrote; DataError where it is not there or of another version."""
+    def load(cls, folder: Place) -> FeatureEncoder:
+        """What ``save`` wrote, or ``text`` gave; DataError where it is not there or of another version."""
         path = folder / FILE_NAME
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_text(path))
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
         found = content.get("format") if isinstance(content, dict) else None
-        if found != FORMAT_VERSION:
-            raise DataError(f"{path}: format {found!r}, this version reads {FORMAT_VERSION}")
+        if found not in (_WITH_VALUES, FORMAT_VERSION):
+            raise DataError(
+                f"{path}: format {found!r}, this version reads {_WITH_VALUES} and {FORMAT_VERSION}"
+            )
         try:
+            vocabularies = None
+            if found == FORMAT_VERSION:
+                vocabularies = _vocabularies(folder, content["vocabularies"])
             dense = tuple(DenseEncoding(**d) for d in content["dense"])
-            sparse = tuple(_sparse_encoding(s) for s in content["sparse"])
+            sparse = tuple(_sparse_encoding(s, vocabularies) for s in content["sparse"])
             is_right = all(d.is_right() for d in dense) and all(s.is_right() for s in sparse)
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, IndexError, pa.ArrowException) as error:
             raise DataError(f"{path}: does not say how columns become numbers ({error!r})") from error
         if not is_right:
             raise DataError(f"{path}: does not say how columns become numbers")
         return cls(dense, sparse)
 
 
-def _sparse_encoding(content: Any) -> SparseEncoding:
-    lists = {name: tuple(content[name]) for name in ("values", "bounds")}
-    return SparseEncoding(**{**content, **lists})
+def vocabularies_of(folder: Path) -> dict[str, Path]:
+    """The file of the vocabularies of prepared data, by the name that a run keeps it under."""
+    content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
+    return {_kept_name(content["vocabularies"]): folder / VOCABULARIES_FILE}
+
+
+def vocabularies_place(folder: Place) -> Place | None:
+    """Where the vocabularies are of prepared data or of a checkpoint; None where they are in features.json.
+
+    Raises:
+        DataError: they are nowhere.
+    """
+    path = folder / FILE_NAME
+    try:
+        sha256 = json.loads(read_text(path)).get("vocabularies")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    return None if sha256 is None else _found(folder, sha256)
+
+
+def _vocabularies(folder: Place, sha256: Any) -> list[Vocabulary]:
+    return read_vocabularies(_found(folder, sha256), sha256)
+
+
+def _found(folder: Place, sha256: Any) -> Place:
+    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise TypeError("vocabularies must be a checksum")
+    beside, kept = folder / VOCABULARIES_FILE, shared_file(folder.absolute(), _kept_name(sha256))
+    for place in (beside, kept):
+        if exists(place):
+            return place
+    rule = f"copy {_kept_name(sha256)} there out of the folder vocabularies of the run that it is from"
+    raise DataError(f"{beside}: the vocabularies are neither here nor in {kept.parent}; {rule}")
+
+
+def _kept_name(sha256: str) -> str:
+    return f"{sha256}.parquet"
+
+
+def _text(
+    version: int, dense: Iterable[DenseEncoding], sparse: list[dict[str, Any]], more: dict[str, str]
+) -> str:
+    content = {"format": version, "dense": [asdict(each) for each in dense], "sparse": sparse, **more}
+    return json.dumps(content, ensure_ascii=False)
+
+
+def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
+    """Out of JSON.
+
+    Args:
+        known: vocabularies, of which its values are one by their place; None where it has the values itself.
+    """
+    given = content["values"]
+    if known is None:
+        if not all(type(value) is str for value in given):
+            raise TypeError("a value is no text")
+        values = Vocabulary.of(given)
+    else:
+        if given is not None and (type(given) is not int or given < 0):
+            raise TypeError("values must be the place of a vocabulary")
+        values = NO_VALUES if given is None else known[given]
+    return SparseEncoding(**{**content, "values": values, "bounds": tuple(content["bounds"])})

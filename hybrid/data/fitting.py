@@ -2,101 +2,154 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
+from hybrid.config import TableSection
 from hybrid.config.columns import Column
+from hybrid.config.rules import table_of_column
 from hybrid.data import dates
 from hybrid.data.buckets import Quantiles
 from hybrid.data.columns import is_list
+from hybrid.data.layout import Layout
+from hybrid.data.scaling import Moments
 from hybrid.data.sparse_encoding import SparseEncoding
+from hybrid.data.vocabulary import Vocabulary
+
+_VALUES = ("value", "weighted")
 
 
-class Fitter(Protocol):
-    """What learns the encoding of one column of data.sparse from the training rows."""
+class WordCounts(NamedTuple):
+    """How often each of D words comes: an array of texts, and int64 (D,). A word may be there twice."""
 
-    def add(self, column: Any) -> None:
-        """Add a column as in ``RawBlock``."""
-        ...
+    words: Any
+    counts_D: npt.NDArray[np.int64]
 
-    def encoding(self) -> SparseEncoding:
-        """What was learnt."""
-        ...
+    @classmethod
+    def of(cls, column: Any) -> WordCounts:
+        """Those of a categorical column as in ``RawBlock``."""
+        flat = column.flatten() if is_list(column) else column
+        return cls(flat.dictionary, np.bincount(flat.indices.drop_null(), minlength=len(flat.dictionary)))
 
 
-def fitter_of(column: Column) -> Fitter:
-    """What learns a column of its kind."""
+class Ranked(NamedTuple):
+    """Distinct words, the most frequent first, by text among equals; and how often each comes.
+
+    Attributes:
+        words: array of V texts.
+        counts_V: int64, none of which is 0.
+    """
+
+    words: Any
+    counts_V: npt.NDArray[np.int64]
+
+
+@dataclass
+class Learnt:
+    """What is learnt of the training rows beside vocabularies.
+
+    Attributes:
+        moments: of the dense columns.
+        several_K: which of the columns of data.sparse hold several values in a row.
+        quantiles_K: of those that go into buckets by them; of the others nothing.
+    """
+
+    moments: Moments
+    several_K: npt.NDArray[np.bool_]
+    quantiles_K: list[Quantiles]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Learnt:
+        """Of no rows."""
+        num_sparse = len(layout.sparse)
+        quantiles = [Quantiles() for _ in range(num_sparse)]
+        return cls(Moments(layout.dense), np.zeros(num_sparse, np.bool_), quantiles)
+
+
+def vocabularies(columns: Sequence[Column], tables: Mapping[str, TableSection]) -> dict[str, list[int]]:
+    """The columns that have each vocabulary, by their places: those that share a table share it, so that a
+    value is the same row for each."""
+    table_of = table_of_column(tables)
+    groups: dict[str, list[int]] = {}
+    for k, column in enumerate(columns):
+        if column.kind in _VALUES and column.vocabulary == "build":
+            groups.setdefault(table_of.get(column.name, column.name), []).append(k)
+    return groups
+
+
+def numbers_of(column: Column, given: Any) -> npt.NDArray[np.float64]:
+    """The numbers whose quantiles make buckets; none of a column that has no such."""
+    if column.kind == "buckets" and column.quantiles:
+        return np.asarray(given.drop_null())
+    return np.empty(0)
+
+
+def holds_several(column: Any) -> bool:
+    """Whether a row of a column as in ``RawBlock`` has more than one value."""
+    return is_list(column) and bool((np.diff(np.asarray(column.offsets)) > 1).any())
+
+
+def ranked(parts: Sequence[WordCounts]) -> tuple[Ranked, list[npt.NDArray[np.int64]]]:
+    """Words that were counted apart, together; and by part the rank of each: from 1, 0 if it never comes."""
+    if not parts:
+        return Ranked(pa.array([], pa.large_string()), np.empty(0, np.int64)), []
+    coded = pa.concat_arrays([part.words.cast(pa.large_string()) for part in parts]).dictionary_encode()
+    place_D = np.asarray(coded.indices.fill_null(0))
+    num_words = max(1, len(coded.dictionary))
+    # Sums of integers below 2**53 are exact in float64.
+    counts = np.concatenate([part.counts_D for part in parts])
+    counts_U = np.bincount(place_D, weights=counts, minlength=num_words).astype(np.int64)
+    known = np.flatnonzero(counts_U)
+    table = pa.table({"word": coded.dictionary.take(pa.array(known)), "count": counts_U[known]})
+    order = pc.sort_indices(table, [("count", "descending"), ("word", "ascending")])
+    table = table.take(order)
+    rank_U = np.zeros(num_words, np.int64)
+    rank_U[known[np.asarray(order)]] = np.arange(1, 1 + len(known))
+    ends = np.cumsum([len(part.words) for part in parts])[:-1]
+    return Ranked(table["word"].combine_chunks(), np.asarray(table["count"])), np.split(rank_U[place_D], ends)
+
+
+def value_encoding(column: Column, found: Ranked, *, multi_hot: bool) -> SparseEncoding:
+    """The encoding of a column of values, out of the words of all columns that share its vocabulary."""
+    known = int((found.counts_V >= column.min_count).sum())
+    by_itself = int(found.counts_V[found.counts_V <= column.min_count].sum())
+    return SparseEncoding(
+        column.name,
+        "build",
+        1 + known,
+        multi_hot or column.kind == "weighted",
+        Vocabulary(found.words.slice(0, known)),
+        by_itself / max(1, int(found.counts_V.sum())),
+        weighted=column.kind == "weighted",
+    )
+
+
+def other_encoding(column: Column, quantiles: Quantiles, *, multi_hot: bool) -> SparseEncoding:
+    """The encoding of a column that has no vocabulary.
+
+    Args:
+        quantiles: of its numbers, where it goes by them.
+    """
     match column.kind:
-        case "buckets" if column.quantiles:
-            return _Ranker(column)
         case "buckets":
-            return _Known(_buckets(column.name, column.bounds))
+            by_rank = column.quantiles
+            return _buckets(column.name, quantiles.bounds(by_rank) if by_rank else column.bounds)
         case "hour" | "weekday":
-            return _Known(_buckets(column.name, dates.BOUNDS[column.kind]))
+            return _buckets(column.name, dates.BOUNDS[column.kind])
         case "cross":
-            return _Known(SparseEncoding(column.name, "hash", column.hash_rows))
+            return SparseEncoding(column.name, "hash", column.hash_rows)
         case _:
-            return _ValueCounter(column)
+            weighted = column.kind == "weighted"
+            return SparseEncoding(
+                column.name, "hash", column.hash_rows, multi_hot or weighted, weighted=weighted
+            )
 
 
 def _buckets(name: str, bounds: tuple[float, ...]) -> SparseEncoding:
     return SparseEncoding(name, "buckets", 2 + len(bounds), bounds=bounds)
-
-
-class _Known:
-    """Of a column whose encoding does not depend on the rows."""
-
-    def __init__(self, encoding: SparseEncoding) -> None:
-        self._encoding = encoding
-
-    def add(self, column: Any) -> None:
-        pass
-
-    def encoding(self) -> SparseEncoding:
-        return self._encoding
-
-
-class _Ranker:
-    """Finds the bounds of buckets that hold equally many training rows."""
-
-    def __init__(self, column: Column) -> None:
-        self._column = column
-        self._quantiles = Quantiles()
-
-    def add(self, column: Any) -> None:
-        self._quantiles.add(np.asarray(column.drop_null()))
-
-    def encoding(self) -> SparseEncoding:
-        return _buckets(self._column.name, self._quantiles.bounds(self._column.quantiles))
-
-
-class _ValueCounter:
-    """Counts the values of one categorical column."""
-
-    def __init__(self, column: Column) -> None:
-        self._column = column
-        self._counts: Counter[str] = Counter()
-        self._multi_hot = column.kind == "weighted"
-
-    def add(self, column: Any) -> None:
-        if is_list(column):
-            self._multi_hot |= bool((np.diff(np.asarray(column.offsets)) > 1).any())
-            column = column.flatten()
-        if self._column.vocabulary == "build":
-            counts_D = np.bincount(column.indices.drop_null(), minlength=len(column.dictionary))
-            for value, count in zip(column.dictionary.to_pylist(), counts_D.tolist(), strict=True):
-                if count:
-                    self._counts[value] += count
-
-    def encoding(self) -> SparseEncoding:
-        of, weighted = self._column, self._column.kind == "weighted"
-        if of.vocabulary == "hash":
-            return SparseEncoding(of.name, "hash", of.hash_rows, self._multi_hot, weighted=weighted)
-        values = tuple(v for _, v in sorted((-n, v) for v, n in self._counts.items() if n >= of.min_count))
-        known_by_itself = sum(n for n in self._counts.values() if n <= of.min_count)
-        unknown = known_by_itself / max(1, self._counts.total())
-        return SparseEncoding(
-            of.name, "build", 1 + len(values), self._multi_hot, values, unknown, weighted=weighted
-        )

@@ -36,6 +36,7 @@ class Layout:
         with_labels: whether the columns of targets are read (they may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
         others: the columns that are read in place of those, each after what names it; None for none.
+        beside: columns that are read, too, and stay as they are in the files; each after what names it.
     """
 
     data: DataSection
@@ -45,6 +46,7 @@ class Layout:
     with_labels: bool
     quotes: bool
     others: tuple[tuple[str, str], ...] | None = None
+    beside: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -85,6 +87,11 @@ class Layout:
         """Names of the columns of the files that are read."""
         return tuple(dict.fromkeys(name for _, name in self._named))
 
+    @property
+    def transforms(self) -> list[str]:
+        """Of the dense columns."""
+        return [column.transform for column in self.dense]
+
     def reading(self, names: Sequence[str], key: str) -> Layout:
         """The same files, of which the columns ``names`` are read, as ``key`` says."""
         return dataclasses.replace(self, others=tuple((key, name) for name in names))
@@ -121,4 +128,5 @@ class Layout:
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [("data.split_column", self.data.split_column)] if self.data.split_column else []
-        return named + self.targets.columns() if self.with_labels else named
+        named += self.targets.columns() if self.with_labels else []
+        return [*named, *self.beside]

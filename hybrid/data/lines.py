@@ -4,6 +4,7 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +22,7 @@ MAX_BLOCK_LINES = 1 << 18
 MAX_RECORD_BYTES = 64 << 10  # in which a quote that is open at the end of a line may be closed
 OPEN_QUOTE = "a quote is not closed"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 _NOT_TEXT = {
     b"PK\x03\x04": "a zip archive; unpack it (plain text and gzip are read)",
     b"BZh": "packed by bzip2; unpack it (plain text and gzip are read)",
@@ -60,6 +61,11 @@ class Lines:
             return self._block
         return b"".join(self[i] + b"\n" for i in np.flatnonzero(self.keep).tolist())
 
+    @property
+    def count(self) -> int:
+        """How many there are, kept or not."""
+        return len(self._ends)
+
     def numbers(self) -> npt.NDArray[np.int64]:
         """Number in the file of each kept line."""
         return self._first_line + np.flatnonzero(self.keep)
@@ -88,12 +94,12 @@ class Lines:
         for i in np.flatnonzero(self.keep).tolist():
             if i <= last or not (found := fault(self[i])):
                 continue
-            last = i
+            last, last_line = i, 0
             if found == OPEN_QUOTE and (end := self.record_end(i, is_record)) is not None:
-                last = end
-                found = f"a line break within quotes, to line {self._first_line + end}"
+                last, last_line = end, self._first_line + end
+                found = "a line break within quotes"
             self.keep[i : last + 1] = False
-            broken.append(BadRow(self._first_line + i, Reason.TEXT, found))
+            broken.append(BadRow(self._first_line + i, Reason.TEXT, found, last_line))
         return broken
 
     def record_end(self, i: int, is_record: Callable[[bytes], bool]) -> int | None:
@@ -144,29 +150,46 @@ def line_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         DataError: the file cannot be read, or a line is longer than 16 MiB.
     """
     with reading(path) as file:
-        rest = b""
-        start = True
-        while chunk := file.read(block_bytes):
-            chunk = chunk.removeprefix(BYTE_ORDER_MARK) if start else chunk
-            start = False
-            cut = chunk.rfind(b"\n") + 1
-            if cut:
-                yield from _pieces(rest + chunk[:cut])
-                rest = chunk[cut:]
-            else:
-                rest += chunk
-            if len(rest) > MAX_LINE_BYTES:
-                raise DataError(
-                    f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?"
-                )
-        if rest:
-            yield from _pieces(rest + b"\n")
+        yield from whole_lines(path, iter(partial(file.read, block_bytes), b""))
+
+
+def whole_lines(path: Path, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
+    """The text of ``chunks`` in blocks of whole lines, every line ended by a line feed alone.
+
+    Args:
+        path: of the text, for what is said of it.
+        chunks: the bytes of it, cut anywhere; what ends within one is given before the next is taken.
+        is_start: whether the text begins with them, so that a byte order mark there is none of it.
+
+    Raises:
+        DataError: a line is longer than 16 MiB.
+    """
+    rest = b""
+    for chunk in chunks:
+        chunk = chunk.removeprefix(BYTE_ORDER_MARK) if is_start else chunk
+        is_start = False
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield from _pieces(rest + chunk[:cut])
+            rest = chunk[cut:]
+        else:
+            rest += chunk
+        if len(rest) > MAX_LINE_BYTES:
+            raise DataError(f"{path}: a line is longer than {MAX_LINE_BYTES >> 20} MiB; is it a text file?")
+    if rest:
+        yield from _pieces(rest + b"\n")
+
+
+def without_returns(block: bytes) -> bytes:
+    """``block`` without carriage returns before line feeds."""
+    while b"\r\n" in block:
+        block = block.replace(b"\r\n", b"\n")
+    return block
 
 
 def _pieces(block: bytes) -> Iterator[bytes]:
-    """``block`` in parts of no more than ``MAX_BLOCK_LINES``, without carriage returns before line feeds."""
-    while b"\r\n" in block:
-        block = block.replace(b"\r\n", b"\n")
+    """``block`` in pieces of no more than ``MAX_BLOCK_LINES``, without carriage returns before line feeds."""
+    block = without_returns(block)
     if block.count(b"\n") <= MAX_BLOCK_LINES:
         yield block
         return
@@ -192,7 +215,7 @@ def reading(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
     """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError."""
     try:
         with path.open("rb") as file:
-            packed = file.read(2) == _GZIP_MAGIC
+            packed = file.read(2) == GZIP_MAGIC
             file.seek(0)
             if packed:
                 with gzip.GzipFile(fileobj=file) as unpacked:

@@ -14,8 +14,10 @@ from hybrid.data.inputs import InputFile
 from hybrid.data.unknown import UnknownValues
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.files import read_bytes
+from hybrid.storage.places import Place
 
-FORMAT_VERSION = 3  # raise it whenever the same configuration would be prepared differently
+FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
 NO_BAD_ROWS = BadRowReport({}, ())
@@ -118,10 +120,18 @@ class DataManifest:
         (folder / FILE_NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Path) -> DataManifest:
+    def read(cls, path: Place) -> DataManifest:
         """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls.parse(read_bytes(path), str(path))
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+
+    @classmethod
+    def parse(cls, data: bytes, path: str) -> DataManifest:
+        """Out of its bytes, which are of ``path``; DataError where they are of another version."""
+        try:
+            content = json.loads(data)
             if content["format"] != FORMAT_VERSION:
                 raise DataError(f"{path}: made by another version of this program")
             spec = content["input_spec"]
@@ -132,7 +142,7 @@ class DataManifest:
                 {split: tuple(InputFile(**f) for f in files) for split, files in content["inputs"].items()},
                 {name: StoredFile(**file) for name, file in content["stored"].items()},
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:

@@ -27,8 +27,11 @@ MAX_VALUES, MAX_VALUES_A_BYTE = 16 << 20, 64
 MAX_UNPACKED_BYTES, MAX_UNPACKED_A_BYTE = 256 << 20, 200
 
 
-def read_parquet(path: Path, layout: Layout) -> Iterator[TableBlock]:
+def read_parquet(path: Path, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
     """The wanted columns of a Parquet file; its rows are numbered from 1.
+
+    Args:
+        groups: the row groups that are read, where not all are.
 
     Raises:
         ConfigError: the file lacks a column.
@@ -38,21 +41,21 @@ def read_parquet(path: Path, layout: Layout) -> Iterator[TableBlock]:
         with pq.ParquetFile(path) as file:
             layout.require(file.schema_arrow.names, path)
             leaves = _leaves(file, set(layout.wanted))
-            _check_claims(path, file, leaves)
+            check_claims(path, file, leaves)
             texts = [leaf.path for i, leaf in leaves.items() if _is_coded_text(file.metadata, i, leaf)]
         # As the dictionaries that they are: reading these costs no more than the file holds.
         with pq.ParquetFile(path, read_dictionary=texts) as file:
-            yield from _blocks(path, file, list(layout.wanted))
+            yield from _blocks(path, file, list(layout.wanted), groups or range(file.num_row_groups))
     except MemoryError:
         raise
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: is not a readable Parquet file ({error}); check data.format") from error
 
 
-def _blocks(path: Path, file: Any, names: list[str]) -> Iterator[TableBlock]:
+def _blocks(path: Path, file: Any, names: list[str], groups: range) -> Iterator[TableBlock]:
     first = 0
     # A batch of one row group: pyarrow does not join dictionaries within lists.
-    for group in range(file.metadata.num_row_groups):
+    for group in groups:
         for batch in file.iter_batches(BLOCK_ROWS, row_groups=[group], columns=names, use_threads=False):
             whole = {name: without_maps(batch.column(name)) for name in names}
             start = 0
@@ -61,7 +64,7 @@ def _blocks(path: Path, file: Any, names: list[str]) -> Iterator[TableBlock]:
                 size = _fitting_rows(path, rest, batch.num_rows - start)
                 rows = np.arange(size)
                 table = {name: column.slice(0, size) for name, column in rest.items()}
-                yield TableBlock(table, first + rows + 1, rows, size, [])
+                yield TableBlock(table, first + rows + 1, rows, size, size, [])
                 start += size
                 first += size
 
@@ -111,7 +114,8 @@ def _is_coded_text(metadata: Any, i: int, leaf: Any) -> bool:
     return any(metadata.row_group(g).column(i).has_dictionary_page for g in range(metadata.num_row_groups))
 
 
-def _check_claims(path: Path, file: Any, leaves: dict[int, Any]) -> None:
+def check_claims(path: Path, file: Any, leaves: dict[int, Any]) -> None:
+    """DataError where a file claims to hold more in some columns, by their place, than it can."""
     rule = "write it anew, in row groups of fewer rows, if that is no mistake"
     for i, leaf in leaves.items():
         name = leaf.path

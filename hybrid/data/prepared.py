@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,26 +19,35 @@ from hybrid.config.columns import columns_of
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data import manifest, synthetic
 from hybrid.data.bad_rows import BadRowReport
-from hybrid.data.building import building
+from hybrid.data.building import building, parts_of_building
 from hybrid.data.encode import FeatureEncoder
+from hybrid.data.from_files import FilesPreparation
+from hybrid.data.grouped import write_group_order
 from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
 from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.sources import RawBlock, Source
-from hybrid.data.split import IsTest, split_of
-from hybrid.data.storage import PreparedDataset, SplitWriter
+from hybrid.data.split_writer import SplitWriter
+from hybrid.data.stages import TEST, TRAIN, Reading
+from hybrid.data.storage import PreparedDataset
 from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import BinaryMetrics, binary_metrics
+from hybrid.storage.places import Place, place
 
-TRAIN, TEST = "train", "test"
+LOCAL_CACHE = "runs/.prepared"
 
 
-def cache_folder(config: RunConfig) -> Path:
+def cache_folder(config: RunConfig) -> Place:
     """Where prepared data sets are kept: beside the runs, if the configuration does not say otherwise."""
-    return Path(config.data.cache_folder or "runs/.prepared")
+    return place(config.data.cache_folder or LOCAL_CACHE)
+
+
+def fingerprint(config: RunConfig) -> str:
+    """What :func:`prepare` calls the folder of the data of ``config``; raises what that does of the files."""
+    return _fingerprint(config, *input_files(config.data))
 
 
 def prepare(
@@ -74,7 +84,7 @@ def prepare(
             reports = _write_synthetic(config, folder, tell)
         else:
             tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, folder, tell, check)
+            reports = _write_files(config, train_files, test_files, target, folder, tell, check)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
         f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
@@ -171,7 +181,9 @@ def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
         name: {key: getattr(section, key) for key, each in NAMED_KEYS["columns"].items() if each.prepares}
         for name, section in config.columns.items()
     }
-    decisive = [manifest.FORMAT_VERSION, seed, keys, _prepared_tasks(config), columns, stamps]
+    decisive: list[object] = [manifest.FORMAT_VERSION, seed, keys, _prepared_tasks(config), columns, stamps]
+    if shared := sorted(sorted(each.features) for each in config.tables.values() if len(each.features) > 1):
+        decisive.append(shared)
     text = json.dumps(decisive, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
 
@@ -221,6 +233,7 @@ def _write_synthetic(
         for block in log.blocks(TRAIN, config.data.synthetic_rows):
             writer.append(block.samples, block.targets(targets), block.rows_B)
             meter.add(len(block.rows_B))
+    write_group_order(folder / TRAIN)
     reports = {TRAIN: writer.report()}
     truth = []
     with closing(SplitWriter(folder / TEST, spec, targets)) as writer:
@@ -250,37 +263,21 @@ def _write_files(
     config: RunConfig,
     train_files: tuple[InputFile, ...],
     test_files: tuple[InputFile, ...],
+    target: Path,
     folder: Path,
     tell: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
-    source, test_source = (
-        Source(
-            tuple(Path(file.path) for file in files),
-            config.data,
-            tell=tell,
-            check=check,
-            tasks=config.tasks,
-            columns=config.columns,
-        )
-        for files in (train_files, test_files)
-    )
-    is_test = split_of(config, source)
-    log = source.new_log()
-    training = (block.select(~is_test(block)) for block in source.blocks(log))
-    encoder = FeatureEncoder.fit(training, config.data, config.columns)
-    log.finish()
-    if test_files:
-        reports = {
-            TRAIN: _write_split(source, encoder, folder / TRAIN),
-            TEST: _write_split(test_source, encoder, folder / TEST),
-        }
-        if not reports[TEST].num_rows:
-            raise DataError(f"{_names(test_files)}: no rows; check data.test_path")
-    else:
-        reports = _write_held_out(source, encoder, folder, is_test)
+    reading = Reading(config.data, dict(config.columns), dict(config.tasks))
+    spare = folder / "parts"
+    with parts_of_building(target, spare) as parts:
+        preparation = FilesPreparation(config, reading, folder, parts, tell, check)
+        train, test = ([Path(file.path) for file in files] for files in (train_files, test_files))
+        encoder, reports = preparation.write(train, test)
+    shutil.rmtree(spare, ignore_errors=True)
     _check_labels(reports[TRAIN], config, train_files)
     check_unchanged(train_files + test_files)
+    write_group_order(folder / TRAIN)
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports, {TRAIN: train_files, TEST: test_files})
     return reports
@@ -312,24 +309,6 @@ def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> Datas
         for block in source.blocks(log):
             writer.append(block)
     return writer.report(log.finish())
-
-
-def _write_held_out(
-    source: Source,
-    encoder: FeatureEncoder,
-    folder: Path,
-    is_test: IsTest,
-) -> dict[str, DatasetReport]:
-    log = source.new_log()
-    with (
-        closing(_EncodingWriter(folder / TRAIN, encoder, source.targets)) as train,
-        closing(_EncodingWriter(folder / TEST, encoder, source.targets)) as test,
-    ):
-        for block in source.blocks(log):
-            mask_B = is_test(block)
-            train.append(block.select(~mask_B))
-            test.append(block.select(mask_B))
-    return {TRAIN: train.report(log.finish()), TEST: test.report()}
 
 
 class _EncodingWriter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,29 @@ def transformed(dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) ->
     return np.where(is_log_F, np.sign(dense_BF) * np.log1p(np.abs(dense_BF)), dense_BF)
 
 
+class BlockMoments(NamedTuple):
+    """Mean, deviation and range of F transformed columns of some rows, NaN left out."""
+
+    num_rows: int
+    count_F: npt.NDArray[np.int64]
+    mean_F: npt.NDArray[np.float64]
+    squares_F: npt.NDArray[np.float64]
+    lowest_F: npt.NDArray[np.float64]
+    highest_F: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> BlockMoments:
+        """Those of B rows of numbers as they are in the files."""
+        dense_BF = transformed(dense_BF, transforms)
+        given_BF = ~np.isnan(dense_BF)
+        count_F = given_BF.sum(0)
+        mean_F = np.where(given_BF, dense_BF, 0.0).sum(0) / np.maximum(count_F, 1)
+        squares_F = (np.where(given_BF, dense_BF - mean_F, 0.0) ** 2).sum(0)
+        lowest_F = np.fmin.reduce(dense_BF, initial=np.inf)
+        highest_F = np.fmax.reduce(dense_BF, initial=-np.inf)
+        return cls(len(dense_BF), count_F, mean_F, squares_F, lowest_F, highest_F)
+
+
 class Moments:
     """Mean, deviation and range of columns given block by block, NaN left out (Chan et al., 1979)."""
 
@@ -68,21 +92,16 @@ class Moments:
         self._lowest_F = np.full(len(columns), np.inf)
         self._highest_F = np.full(len(columns), -np.inf)
 
-    def add(self, dense_BF: npt.NDArray[np.float64]) -> None:
-        """Add B rows of numbers as they are in the files."""
-        dense_BF = transformed(dense_BF, [column.transform for column in self._columns])
-        self.num_rows += len(dense_BF)
-        given_BF = ~np.isnan(dense_BF)
-        count_F = given_BF.sum(0)
-        total_F = np.maximum(self._count_F + count_F, 1)
-        mean_F = np.where(given_BF, dense_BF, 0.0).sum(0) / np.maximum(count_F, 1)
-        squares_F = (np.where(given_BF, dense_BF - mean_F, 0.0) ** 2).sum(0)
-        delta_F = mean_F - self._mean_F
-        self._squares_F += squares_F + delta_F**2 * self._count_F * count_F / total_F
-        self._mean_F += delta_F * count_F / total_F
-        self._count_F += count_F
-        self._lowest_F = np.minimum(self._lowest_F, np.fmin.reduce(dense_BF, initial=np.inf))
-        self._highest_F = np.maximum(self._highest_F, np.fmax.reduce(dense_BF, initial=-np.inf))
+    def add(self, block: BlockMoments) -> None:
+        """Add those of some further rows."""
+        self.num_rows += block.num_rows
+        total_F = np.maximum(self._count_F + block.count_F, 1)
+        delta_F = block.mean_F - self._mean_F
+        self._squares_F += block.squares_F + delta_F**2 * self._count_F * block.count_F / total_F
+        self._mean_F += delta_F * block.count_F / total_F
+        self._count_F += block.count_F
+        self._lowest_F = np.minimum(self._lowest_F, block.lowest_F)
+        self._highest_F = np.maximum(self._highest_F, block.highest_F)
 
     def encodings(self) -> tuple[DenseEncoding, ...]:
         """How each column is scaled; a constant one becomes zeros."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.parquet import read_parquet
 from hybrid.data.targets import Targets, TargetSpec
-from hybrid.data.text import TableBlock, read_text
+from hybrid.data.text import TableBlock, read_stream, read_text
 from hybrid.errors import ConfigError, DataError
 
 
@@ -37,6 +38,7 @@ class RawBlock(NamedTuple):
         weights: an array of B lists of float32 for each sparse feature whose ids have weights.
         split_B: what tells training rows from test rows, where ``data.split_column`` does: int64, the same
             for equal values, or float64, times in seconds; else None.
+        beside: columns of the file, as they are in it, by name: those of ``Layout.beside``.
     """
 
     dense_BF: npt.NDArray[np.float64]
@@ -45,6 +47,7 @@ class RawBlock(NamedTuple):
     source_rows_B: npt.NDArray[np.int64]
     weights: tuple[Any, ...] = ()
     split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
+    beside: Mapping[str, Any] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
         """The rows where ``mask_B`` holds."""
@@ -56,6 +59,7 @@ class RawBlock(NamedTuple):
             self.source_rows_B[mask_B],
             tuple(lists.filter(keep) for lists in self.weights),
             None if self.split_B is None else self.split_B[mask_B],
+            {name: column.filter(keep) for name, column in self.beside.items()},
         )
 
 
@@ -72,6 +76,8 @@ class Source:
         check: called before every block; what it raises ends the pass.
         tasks: the sections [tasks.NAME].
         columns: the sections that say how columns are made.
+        text: what is read in place of the one file, which then is but a name; there is one pass over it.
+        beside: columns of the files to give as they are, each after what names it.
     """
 
     files: tuple[Path, ...]
@@ -82,6 +88,8 @@ class Source:
     check: Callable[[], None] = lambda: None
     tasks: Mapping[str, TaskSection] = field(default_factory=dict)
     columns: Mapping[str, ColumnSection] = field(default_factory=dict)
+    text: Iterator[bytes] | None = None
+    beside: tuple[tuple[str, str], ...] = ()
 
     def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
@@ -90,22 +98,14 @@ class Source:
             ConfigError: a key of the data section does not fit the files.
             DataError: a file cannot be read, holds no usable row, or bad rows are not to be skipped.
         """
-        layout = Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels)
+        layout = self.layout
         log = log or self.new_log()
         first_row, meter = 0, Meter("reading rows", self.tell)
         for path in self.files:
             log.start_file()
-            is_parquet = self.data.format == "parquet"
-            tables = read_parquet(path, layout) if is_parquet else read_text(path, layout, self.block_bytes)
-            for table in tables:
+            for table in self._tables(path, layout):
                 self.check()
-                try:
-                    block, bad = parse(table, layout, first_row)
-                except MemoryError:
-                    raise
-                except pa.ArrowException as error:
-                    advice = "check the types of the columns of data.dense, data.sparse and of labels"
-                    raise DataError(f"{path}: {error}; {advice}") from error
+                block, bad = parse_of(path, table, layout, first_row)
                 log.add(path, len(block.source_rows_B), bad)
                 first_row += table.num_rows
                 meter.add(table.num_rows)
@@ -113,14 +113,38 @@ class Source:
                     yield block
             log.finish_file(path)
 
+    def _tables(self, path: Path, layout: Layout) -> Iterator[TableBlock]:
+        if self.text is not None:
+            return read_stream(path, self.text, layout)
+        if self.data.format == "parquet":
+            return read_parquet(path, layout)
+        return read_text(path, layout, self.block_bytes)
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of the files."""
+        layout = Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels)
+        return replace(layout, beside=self.beside)
+
     @property
     def targets(self) -> TargetSpec:
         """Labels, weights and groups of the rows."""
-        return Layout.of(self.data, self.columns, self.tasks, with_labels=self.with_labels).targets
+        return self.layout.targets
 
     def new_log(self) -> BadRowLog:
         """A log that treats bad rows as the data section says."""
         return BadRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
+
+
+def parse_of(path: Path, table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:
+    """As :func:`parse`, of rows of the file ``path``; DataError where a column is of a wrong type."""
+    try:
+        return parse(table, layout, first_row)
+    except MemoryError:
+        raise
+    except pa.ArrowException as error:
+        advice = "check the types of the columns of data.dense, data.sparse and of labels"
+        raise DataError(f"{path}: {error}; {advice}") from error
 
 
 def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[BadRow]]:
@@ -149,7 +173,8 @@ def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlo
     sparse = tuple(each.values for each in features)
     weights = tuple(each.weights for each in features if each.weights is not None)
     split_B = _split_values(table.columns[data.split_column], data, reject) if data.split_column else None
-    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights, split_B)
+    beside = {name: table.columns[name] for _, name in layout.beside}
+    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights, split_B, beside)
     return (block if good.all() else block.select(good)), bad
 
 

@@ -6,18 +6,18 @@ Row 0 of every table is for missing values and for those unknown at training tim
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from hybrid.data.buckets import bucket_of
 from hybrid.data.canonical import stable_hash
 from hybrid.data.columns import is_list
+from hybrid.data.vocabulary import NO_VALUES, Vocabulary
 
 
 class Bags(NamedTuple):
@@ -49,14 +49,14 @@ class SparseEncoding:
     vocabulary: str
     num_rows: int
     multi_hot: bool = False
-    values: tuple[str, ...] = ()
+    values: Vocabulary = NO_VALUES
     expected_unknown: float = 0.0
     bounds: tuple[float, ...] = ()
     weighted: bool = False
 
     def is_right(self) -> bool:
         """Whether it can be one, which comes out of a file."""
-        if type(self.num_rows) is not int or not all(isinstance(value, str) for value in self.values):
+        if type(self.num_rows) is not int:
             return False
         if not all(type(bound) is float and math.isfinite(bound) for bound in self.bounds):
             return False
@@ -72,21 +72,24 @@ class SparseEncoding:
             and fewest <= self.num_rows <= np.iinfo(np.int32).max
         )
 
-    def rows(self, values: Sequence[str | None]) -> list[int]:
-        """The row of each of ``values``; 0 where it is unknown, or None."""
-        if self.vocabulary == "build":
-            known = self._rows
-            return [known.get(value, 0) for value in values]
-        if self.vocabulary == "hash":
-            return [0 if v is None else 1 + stable_hash(v) % (self.num_rows - 1) for v in values]
-        return [int(v) if v and v.isdecimal() and int(v) < self.num_rows else 0 for v in values]
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What is known of it but its values, by name."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "values"}
 
-    @cached_property
-    def _rows(self) -> dict[str | None, int]:
-        return {value: row for row, value in enumerate(self.values, start=1)}
+    def rows(self, values: Any) -> npt.NDArray[np.int32]:
+        """The row of each of an array of texts; 0 where it is unknown, or null."""
+        if self.vocabulary == "build":
+            return (1 + self.values.places(values)).astype(np.int32)
+        texts, last = values.to_pylist(), self.num_rows - 1
+        if self.vocabulary == "hash":
+            rows = [0 if v is None else 1 + stable_hash(v) % last for v in texts]
+        else:
+            rows = [int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts]
+        return np.array(rows, np.int32)
 
     def encode(self, column: Any) -> npt.NDArray[np.int32] | Bags:
-        """Rows of a column as in ``RawBlock``."""
+        """Rows of a column as in ``RawBlock``, or of one whose words are rows already."""
         if self.vocabulary == "buckets":
             return bucket_of(column.to_numpy(zero_copy_only=False), self.bounds)
         if not is_list(column):
@@ -103,5 +106,7 @@ class SparseEncoding:
         return ids_B
 
     def _encode_flat(self, coded: Any) -> npt.NDArray[np.int32]:
-        rows = np.array([*self.rows(coded.dictionary.to_pylist()), 0], np.int32)
+        words = coded.dictionary
+        rows_D = words if pa.types.is_integer(words.type) else self.rows(words)
+        rows = np.append(np.asarray(rows_D, np.int32), np.int32(0))
         return rows.take(np.asarray(coded.indices.fill_null(len(rows) - 1)))

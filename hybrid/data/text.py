@@ -7,6 +7,7 @@ and not those after it.
 
 import csv
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from hybrid.data.layout import Layout
 from hybrid.data.lines import (
     BLOCK_BYTES,
     BYTE_ORDER_MARK,
+    GZIP_MAGIC,
+    MAX_LINE_BYTES,
     MAX_RECORD_BYTES,
     OPEN_QUOTE,
     Lines,
@@ -27,12 +30,21 @@ from hybrid.data.lines import (
     line_blocks,
     reading,
     refuse_binary,
+    whole_lines,
+    without_returns,
 )
 from hybrid.errors import DataError
 
 MAX_BLOCK_BYTES = 1 << 30
 PEEK_BYTES = 1 << 20
 PEEK_LINES = 100
+
+
+class _Ended(NamedTuple):
+    """Lines, and whether it is known that the last row of them is whole."""
+
+    block: bytes
+    ends_row: bool
 
 
 class TableBlock(NamedTuple):
@@ -43,6 +55,7 @@ class TableBlock(NamedTuple):
         lines: int64 (n,), 1-based line (Parquet: row) in the file.
         rows: int64 (n,), 0-based row in the block; bad rows count, blank lines and the header do not.
         num_rows: rows of the block, bad ones included.
+        num_lines: lines that it takes in the file.
         bad: the rows left out.
     """
 
@@ -50,6 +63,7 @@ class TableBlock(NamedTuple):
     lines: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     num_rows: int
+    num_lines: int
     bad: list[BadRow]
 
 
@@ -60,15 +74,113 @@ def read_text(path: Path, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Ite
         ConfigError: the file lacks a column.
         DataError: the file cannot be read.
     """
-    names, header_lines = _column_names(path, layout)
+    with reading(path) as file:
+        head = file.read(PEEK_BYTES)
+    yield from _tables(path, head, _open_ended(line_blocks(path, block_bytes)), layout)
+
+
+def read_span(
+    path: Path, chunks: Iterator[bytes], layout: Layout, *, is_first: bool, is_last: bool
+) -> Iterator[TableBlock]:
+    """The wanted columns of a part of a text file; its lines are numbered from 1.
+
+    Args:
+        chunks: the bytes of the part; it begins and ends where :func:`record_start` says, or the file does.
+        is_first, is_last: whether the file begins with the part, and ends with it.
+
+    Raises:
+        ConfigError, DataError: as in :func:`read_text`.
+    """
+    with reading(path) as file:
+        head = file.read(PEEK_BYTES)
+    blocks = whole_lines(path, chunks, is_start=is_first)
+    ended = _open_ended(blocks) if is_last else _ended(blocks)
+    yield from _tables(path, head, ended, layout, is_first=is_first)
+
+
+def record_start(path: Path, at: int, layout: Layout) -> int:
+    """Where the first row begins that is not whole in the bytes before ``at`` of a plain text file.
+
+    Raises:
+        ConfigError, DataError: as in :func:`read_text`.
+    """
+    with reading(path) as file:
+        names, _ = _column_names(path, file.read(PEEK_BYTES), layout)
+        layout.require(names, path)
+        for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
+            start = max(0, at - size)
+            file.seek(start)
+            window = file.read(at - start)
+            end = window.rfind(b"\n") + 1
+            if not start or end > size - MAX_RECORD_BYTES // 2:
+                break
+    if not end or not layout.quotes:
+        return start + end if end else at
+    cut = _Parser(names, layout).open_tail(without_returns(window[:end]))
+    if cut is None:
+        return start + end
+    num_open = without_returns(window[:end])[cut:].count(b"\n")
+    ends = np.flatnonzero(np.frombuffer(window[:end], np.uint8) == ord("\n"))
+    return start + (int(ends[-num_open - 1]) + 1 if num_open < len(ends) else 0)
+
+
+def read_stream(path: Path, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
+    """The wanted columns of plain text that comes bit by bit, each row as soon as it is there.
+
+    Args:
+        path: what the text is called.
+        chunks: the bytes of it, cut anywhere.
+
+    Raises:
+        ConfigError: it lacks a column.
+        DataError: there is none, or it is no plain text.
+    """
+    blocks = whole_lines(path, chunks)
+    head = b""
+    for block in blocks:
+        head += block
+        if head.strip() or len(head) > PEEK_BYTES:
+            break
+    if head.startswith(GZIP_MAGIC):
+        raise DataError(f"{path}: is packed by gzip; unpack it, such as by zcat")
+    if not head.strip():
+        raise DataError(f"{path}: no rows")
+    yield from _tables(path, head, _open_ended(chain([head], blocks)), layout)
+
+
+def _tables(
+    path: Path,
+    head: bytes,
+    blocks: Iterator[_Ended],
+    layout: Layout,
+    *,
+    is_first: bool = True,
+) -> Iterator[TableBlock]:
+    """The wanted columns of the lines of ``blocks``; with ``head`` the file begins that they are part of."""
+    names, header_lines = _column_names(path, head[:PEEK_BYTES], layout)
     layout.require(names, path)
     parser = _Parser(names, layout)
     line = 1
-    for block in parser.whole_records(line_blocks(path, block_bytes)):
+    for block in parser.whole_records(blocks):
         num_lines = block.count(b"\n")
-        skip = max(0, min(num_lines, header_lines - line + 1))
+        skip = max(0, min(num_lines, header_lines - line + 1)) if is_first else 0
         yield parser.parse(Lines(block, line, skip))
         line += num_lines
+
+
+def _open_ended(blocks: Iterator[bytes]) -> Iterator[_Ended]:
+    """``blocks`` none of which is known to end with a row."""
+    return (_Ended(block, False) for block in blocks)
+
+
+def _ended(blocks: Iterator[bytes]) -> Iterator[_Ended]:
+    """``blocks`` the last of which ends with a row."""
+    block = next(blocks, b"")
+    for following in blocks:
+        yield _Ended(block, False)
+        block = following
+    if block:
+        yield _Ended(block, True)
 
 
 class _Parser:
@@ -88,19 +200,23 @@ class _Parser:
             check_utf8=False,
         )
 
-    def whole_records(self, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    def whole_records(self, blocks: Iterator[_Ended]) -> Iterator[bytes]:
         """The same lines, in blocks none of which ends between lines that belong together."""
         rest = b""
-        for block in blocks:
-            block = rest + block
-            cut = None
-            if self._layout.quotes and b'"' in block[-MAX_RECORD_BYTES:]:
-                cut = Lines(block, 1, 0).open_tail(self._fault, self._is_record)
+        for each in blocks:
+            block = rest + each.block
+            cut = None if each.ends_row else self.open_tail(block)
             rest = b"" if cut is None else block[cut:]
             if whole := block[:cut]:
                 yield whole
         if rest:
             yield rest
+
+    def open_tail(self, block: bytes) -> int | None:
+        """Where the lines begin at the end of ``block`` that belong to what follows, if any do."""
+        if not self._layout.quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
+            return None
+        return Lines(block, 1, 0).open_tail(self._fault, self._is_record)
 
     def parse(self, lines: Lines) -> TableBlock:
         """The wanted columns of the rows of ``lines``."""
@@ -118,7 +234,7 @@ class _Parser:
         numbers = lines.numbers()
         bad = [row._replace(line=int(numbers[row.line])) for row in bad]
         rows = np.delete(row_of_line[lines.keep], at)
-        return TableBlock(columns, np.delete(numbers, at), rows, num_rows, broken + bad)
+        return TableBlock(columns, np.delete(numbers, at), rows, num_rows, lines.count, broken + bad)
 
     def _columns(self, block: bytes) -> tuple[dict[str, Any], list[BadRow]]:
         """The wanted columns, and the rows (numbered from 0 in ``block``) of another number of columns."""
@@ -166,13 +282,11 @@ class _Parser:
         return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
 
 
-def _column_names(path: Path, layout: Layout) -> tuple[Sequence[str], int]:
+def _column_names(path: Path, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """The names of the file's columns by position, and how many lines the header takes with it."""
-    with reading(path) as file:
-        start = file.read(PEEK_BYTES)
-    refuse_binary(path, start)
-    head = start.decode("utf-8-sig", errors="replace")
-    lines = enumerate(head.split("\n")[:PEEK_LINES], start=1)
+    refuse_binary(path, head)
+    text = head.decode("utf-8-sig", errors="replace")
+    lines = enumerate(text.split("\n")[:PEEK_LINES], start=1)
     peeked = [(number, _split(line.strip("\r"), layout)) for number, line in lines if line.strip()]
     if not layout.data.columns:
         if not peeked:

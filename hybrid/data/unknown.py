@@ -8,6 +8,7 @@ Where new rows have far more, they are from elsewhere, or their values are writt
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from hybrid.data.columns import is_list
 from hybrid.data.encode import EncodedBlock, FeatureEncoder
@@ -62,6 +63,16 @@ class UnknownCounter:
                 absent = int((np.diff(column.offsets) == 0).sum()) if is_list(column) else column.null_count
             self._counts_K[k] += (ids == 0).sum() - absent  # a missing value has row 0, too
             self._values_K[k] += len(ids) - absent
+
+    @property
+    def counted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """How many values of each column are unknown, and how many there are."""
+        return self._counts_K, self._values_K
+
+    def add_counted(self, counts_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.int64]) -> None:
+        """Add what another one has counted."""
+        self._counts_K += counts_K
+        self._values_K += values_K
 
     def report(self) -> tuple[UnknownValues, ...]:
         """What was counted, by column."""

@@ -14,8 +14,8 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     """The devices on which a trainer computes; the first is where its parameters are.
 
     They are ``dense.devices``, for replicas, or else the one that ``dense.device`` means: ``auto`` takes
-    a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as torchrun and Slurm
-    set it) or else by trainer index; ``cuda`` does the same and insists.
+    a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as torchrun sets it) or
+    SLURM_LOCALID, or else by trainer index; ``cuda`` does the same and insists.
 
     Raises:
         ConfigError: a setting is not a device, or there is no such device here.
@@ -26,7 +26,7 @@ def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     if section.device == "auto" and not num_gpus:
         return [torch.device("cpu")]
     if section.device in ("auto", "cuda") and num_gpus:
-        local_rank = int(os.environ.get("LOCAL_RANK", trainer))
+        local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or trainer)
         return [torch.device("cuda", local_rank % num_gpus)]
     return [_find("dense.device", section.device)]
 

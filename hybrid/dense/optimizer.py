@@ -6,7 +6,6 @@ import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from hybrid.dense.groups import ParameterGroup
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.steps.schedule import Schedule
+from hybrid.storage.places import Place
 
 _OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 
@@ -177,7 +177,7 @@ class DenseOptimizer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def load(self, state: dict[int, dict[str, Tensor]], folder: Path) -> None:
+    def load(self, state: dict[int, dict[str, Tensor]], folder: Place) -> None:
         """Take the state of every parameter from a checkpoint; settings stay those of now.
 
         Raises:

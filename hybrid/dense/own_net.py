@@ -8,8 +8,8 @@ from torch.nn.parameter import is_lazy
 
 from hybrid.dense.compiled import undisturbed
 from hybrid.dense.layers import name_layer
-from hybrid.dense.nets import DenseNet
 from hybrid.errors import ConfigError
+from hybrid.models.dense_net import DenseNet
 from hybrid.own_code.traces import words_of
 
 # A trainer's share of the last batch may be empty.

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.hosting.hosted import Hosted
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage.places import Place
 
 
 class HostedNet(Hosted):
@@ -90,7 +90,7 @@ class HostedNet(Hosted):
         """Whether another trainer's update may fall between a forward pass and its backward pass."""
         return self._rules.mode is UpdateMode.ASYNC
 
-    def load(self, folder: Path, step: int) -> None:
+    def load(self, folder: Place, step: int) -> None:
         """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid.dense.nets import DenseNet
+from hybrid.models.dense_net import DenseNet
 
 _REMOTE_NET = "the remote net"
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Bags
+from hybrid.embedding.loops import Ints
 from hybrid.embedding.spec import Pooling
 
 
@@ -19,14 +20,14 @@ class RowGradients:
 
     Args:
         grad_BD: gradient of each bag's pooled vector.
-        num_rows: of the matrix.
+        grouped: the ids of ``bags``, as ``loops.group_ids`` gives them.
 
     Attributes:
         rows_U: the rows, ascending.
     """
 
-    def __init__(self, bags: Bags, grad_BD: Tensor, num_rows: int) -> None:
-        rows_U, self._starts_V, order_L = loops.group_ids(bags.ids_L.numpy(), num_rows)
+    def __init__(self, bags: Bags, grad_BD: Tensor, grouped: tuple[Ints, Ints, Ints]) -> None:
+        rows_U, self._starts_V, order_L = grouped
         self.rows_U = torch.from_numpy(rows_U)
         self._grad_BD = grad_BD.detach().contiguous()
         self._winners_BD = bags.winners_BD

@@ -75,6 +75,51 @@ def addresses(ids_KB: Ints, bases_KS: Ints, counts_K: Ints, out_BK: Ints) -> Non
                 out_BK[b, k] = bases_KS[k, row % count] + row // count
 
 
+_BAG_ADDRESSES = (
+    "void(int64[::1], int64[::1], int64, int64[::1], int64[:,::1], int64[::1], "
+    "{0}[::1], int32[::1], int64[::1])"
+)
+
+
+@_compiled(_BAG_ADDRESSES.format("int32"), _BAG_ADDRESSES.format("int64"))
+def bag_addresses(
+    ids_L: Ints,
+    offsets: Ints,
+    batch_size: int,
+    features_F: Ints,
+    bases_FS: Ints,
+    counts_F: Ints,
+    out_L: Ints,
+    out_offsets: Ints,
+    out_positions: Ints,
+) -> None:
+    """As :func:`addresses`, of bags: sample after sample and within it feature after feature.
+
+    Args:
+        offsets: where each bag starts, feature after feature (features * B + 1).
+        out_L: as many as these features have ids.
+        out_offsets: (B * F + 1).
+        out_positions: where each id stood; nothing is written if it is empty.
+    """
+    size = 0
+    bag = 0
+    out_offsets[0] = 0
+    for b in range(batch_size):
+        for f in range(len(features_F)):
+            here, count = features_F[f] * batch_size + b, counts_F[f]
+            for i in range(offsets[here], offsets[here + 1]):
+                row = ids_L[i]
+                if count == 1:
+                    out_L[size] = bases_FS[f, 0] + row
+                else:
+                    out_L[size] = bases_FS[f, row % count] + row // count
+                if len(out_positions):
+                    out_positions[size] = i
+                size += 1
+            bag += 1
+            out_offsets[bag] = size
+
+
 _GATHER = "int64(int64[::1], int64[::1], int64, int64[:,::1], {0}[::1], {0}[::1], int64[::1])"
 
 

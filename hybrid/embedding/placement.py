@@ -5,16 +5,16 @@ of S shards, shard s holds rows s, s + S, s + 2S, ... Vocabularies number the fr
 contiguous ranges would put all the traffic on the worker with the first range; cyclic ones share it.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from hybrid.config.rules import check_workers
+from hybrid.embedding.pooled_by import BYTES_PER_ID, trainers_pool
 from hybrid.embedding.spec import OptimizerSpec, TableSpec
 
-BYTES_PER_ID = 4  # tables of more than 2^31 rows a worker aside
 # Splitting a small table saves no memory worth having and costs one more message segment a step.
 MIN_SPLIT_BYTES = 16 << 20
 
@@ -69,10 +69,16 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Every shard of every table; the same value on every process of a run."""
+    """Every shard of every table; the same value on every process of a run.
+
+    Attributes:
+        pooled_by_trainers: names of the tables whose bags trainers pool, of distinct rows; those of the
+            others are pooled by the workers that hold them.
+    """
 
     shards: tuple[Shard, ...]
     num_workers: int
+    pooled_by_trainers: tuple[str, ...] = ()
 
     def of_worker(self, worker: int) -> tuple[Shard, ...]:
         return tuple(s for s in self.shards if s.worker == worker)
@@ -130,14 +136,22 @@ def bytes_per_row(table: TableSpec) -> int:
 
 def bytes_per_sample(table: TableSpec, ids_per_sample: Mapping[str, float]) -> float:
     """Bytes on the wire that one sample costs this table: ids there, rows here, gradients back."""
-    ids = sum(ids_per_sample.get(f, 1.0) for f in table.features)
-    return ids * BYTES_PER_ID + 2 * len(table.features) * table.dim * table.bytes_per_value
+    ids = vectors = 0.0
+    for feature in table.features:
+        mean = ids_per_sample.get(feature, 1.0)
+        ids += mean
+        vectors += mean if table.read_by(feature).sequence else 1.0
+    return ids * BYTES_PER_ID + 2 * vectors * table.dim * table.bytes_per_value
 
 
 def place(
-    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float] = MappingProxyType({})
+    tables: Sequence[TableSpec],
+    num_workers: int,
+    ids_per_sample: Mapping[str, float] = MappingProxyType({}),
+    samples: float = 0,
+    wire_bytes_per_value: int | None = None,
 ) -> Placement:
-    """Place ``tables`` on ``num_workers`` workers, balancing bytes held and bytes moved.
+    """Place ``tables`` on ``num_workers`` workers, balancing bytes held and moved; decide who pools bags.
 
     Tables go largest first (as in Graham's LPT rule, 1969), each to the worker that keeps the sum of
     squares of all workers' shares of bytes and of traffic least: a table with many bytes goes where few
@@ -145,11 +159,24 @@ def place(
     worker's fair share of the bytes is split over all its allowed workers.
 
     Args:
-        ids_per_sample: mean number of ids of each feature; 1 where absent.
+        ids_per_sample: mean number of ids of each multi-hot feature; 1 where absent.
+        samples, wire_bytes_per_value: of a trainer's lookup, see :func:`trainers_pool`.
 
     Raises:
         ConfigError: a table names a worker that does not exist.
     """
+    shards = _balanced(tables, num_workers, ids_per_sample)
+    counts = Counter(shard.table.name for shard in shards)
+    known = ids_per_sample, samples, wire_bytes_per_value
+    pooled = tuple(table.name for table in tables if trainers_pool(table, counts[table.name], *known))
+    order = {table.name: i for i, table in enumerate(tables)}
+    in_order = sorted(shards, key=lambda shard: (order[shard.table.name], shard.index))
+    return Placement(tuple(in_order), num_workers, pooled)
+
+
+def _balanced(
+    tables: Sequence[TableSpec], num_workers: int, ids_per_sample: Mapping[str, float]
+) -> list[Shard]:
     traffic = {t.name: bytes_per_sample(t, ids_per_sample) for t in tables}
     total_bytes = sum(t.num_rows * bytes_per_row(t) for t in tables) or 1
     total_traffic = sum(traffic.values()) or 1.0
@@ -171,8 +198,7 @@ def place(
             shards.append(Shard(table, worker, index, len(targets)))
             held[worker] += num_bytes / len(targets)
             moved[worker] += num_moved / len(targets)
-    order = {t.name: i for i, t in enumerate(tables)}
-    return Placement(tuple(sorted(shards, key=lambda s: (order[s.table.name], s.index))), num_workers)
+    return shards
 
 
 def _is_split(table: TableSpec, fair_share_bytes: float) -> bool:

@@ -22,6 +22,10 @@ class OptimizerSpec:
     """An optimizer of table rows: its name and its settings (see ``hybrid/embedding/worker/optimizers.py``).
 
     Settings that the named optimizer does not have are without effect.
+
+    Attributes:
+        all_rows: whether every row of a table takes every step, those that it does not touch with a gradient
+            of zero.
     """
 
     name: str
@@ -32,6 +36,12 @@ class OptimizerSpec:
     weight_decay: float = 0.0
     ftrl_beta: float = 1.0
     ftrl_l1: float = 0.0
+    all_rows: bool = False
+
+    @property
+    def steps_all_rows(self) -> bool:
+        """Whether a step changes rows that it does not touch: they decay, or go on as they moved."""
+        return self.all_rows and (self.weight_decay > 0 or self.name in ("momentum", "adam", "adamw"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,11 @@ class TableSpec:
         init: how random ones are drawn: "uniform" in [-init_scale, init_scale], "normal" of this deviation,
             or "zeros".
         poolings: of each feature, where they are not all ``pooling``.
+        sequences: of each feature, of how many ids at most it is a sequence, whose vectors stay apart; 0
+            where its bags are pooled. Empty where all are.
+        sequence: the same of the one feature by which :meth:`read_by` gives the table.
         keys: the folder of the prepared data by which ``initial`` has rows by value, if it has.
+        pooled_by: who pools its bags: "workers", "trainers", or "auto", where the placement decides.
     """
 
     name: str
@@ -69,13 +83,33 @@ class TableSpec:
     init: str = "uniform"
     poolings: tuple[Pooling, ...] = ()
     keys: str = ""
+    sequences: tuple[int, ...] = ()
+    sequence: int = 0
+    pooled_by: str = "auto"
 
     def read_by(self, feature: str) -> TableSpec:
-        """The table with the pooling of one of its features."""
-        return replace(self, pooling=self.poolings[self.features.index(feature)]) if self.poolings else self
+        """The table with the pooling of one of its features, or with the length of its sequence."""
+        if not (self.poolings or self.sequences):
+            return self
+        place = self.features.index(feature)
+        return replace(
+            self,
+            pooling=self.poolings[place] if self.poolings else self.pooling,
+            sequence=self.sequences[place] if self.sequences else 0,
+        )
+
+    @property
+    def num_vectors(self) -> int:
+        """How many vectors the net gets of a sample, where :meth:`read_by` has given the table."""
+        return self.sequence or 1
+
+    @property
+    def width(self) -> int:
+        """Of all that the net gets of a sample: a vector, or those of a sequence and how many they are."""
+        return self.num_vectors * self.dim + bool(self.sequence)
 
 
 def tables_of(input_spec: InputSpec, tables: Iterable[TableSpec]) -> list[TableSpec]:
-    """The table of each sparse feature, with its pooling, in feature order."""
+    """The table of each sparse feature, with its pooling or sequence, in feature order."""
     table_of = {feature: table.read_by(feature) for table in tables for feature in table.features}
     return [table_of[feature.name] for feature in input_spec.sparse_features]

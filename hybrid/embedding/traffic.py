@@ -7,11 +7,13 @@ tables of many millions of rows nearly all ids of a step are then distinct, whic
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.embedding.placement import BYTES_PER_ID, Placement, state_values_per_row
+from hybrid.embedding.placement import Placement, state_values_per_row
+from hybrid.embedding.pooled_by import BYTES_PER_ID, bag_ids, ids_apart
 from hybrid.embedding.spec import TableSpec
 
 _EXACT_ROWS = 1 << 16  # the frequent ones
@@ -27,7 +29,8 @@ class Traffic:
         down_bytes_W: what each worker sends to one trainer: vectors.
         rows_W: rows that each worker reads, for all trainers; it gets as many gradients of vectors.
         values_W: values of these rows.
-        updated_W: values of the distinct rows that each worker updates, with their optimizer state.
+        updated_W: values of the rows that each worker updates, with their optimizer state: of the distinct
+            ones that are named, or of all where these take every step.
         ids: what one trainer looks at to find who holds what.
         values: of the vectors, or parts of vectors, that one trainer puts together.
     """
@@ -51,8 +54,9 @@ def traffic(
 ) -> Traffic:
     """What a step of ``trainers`` trainers with ``samples`` samples each moves.
 
-    A feature with one id a sample travels as its distinct rows. Every shard of a multi-hot feature's table
-    answers with a part of each vector, and gets the whole gradient.
+    Features with one id a sample, and sequences, travel as their distinct rows, and so do multi-hot ones that
+    trainers pool. Every shard of another one's table answers with a part of each vector, and gets the whole
+    gradient.
 
     Args:
         ids_per_sample: mean number of ids of each multi-hot feature; the others have exactly one.
@@ -62,30 +66,60 @@ def traffic(
     workers_of: dict[str, list[int]] = {table.name: [] for table in tables}
     for shard in placement.shards:
         workers_of[shard.table.name].append(shard.worker)
-    ids = values = 0.0
+    pooled_here, ids, values = frozenset(placement.pooled_by_trainers), 0.0, 0.0
     for table in tables:
         holders, bytes_per_value = workers_of[table.name], wire_bytes_per_value or table.bytes_per_value
-        one_id, bags = _features(table, ids_per_sample)
-        rows = distinct_rows(table.num_rows, samples * one_id) / len(holders)
-        bag_rows, bag_vectors = samples * sum(bags) / len(holders), samples * len(bags)
-        vector_bytes = (rows + bag_vectors) * table.dim * bytes_per_value
-        id_bytes = (rows + bag_rows + bag_vectors) * BYTES_PER_ID  # bags have offsets beside their ids
-        touched = distinct_rows(table.num_rows, trainers * samples * (one_id + sum(bags))) / len(holders)
-        read = trainers * (rows + bag_rows)
+        asked = _asked(table, len(holders), table.name in pooled_here, ids_per_sample, samples)
+        vector_bytes = (asked.rows + asked.vectors) * table.dim * bytes_per_value
+        # Bags have offsets beside their ids.
+        id_bytes = (asked.rows + asked.bag_rows + asked.vectors) * BYTES_PER_ID
+        touched = distinct_rows(table.num_rows, trainers * asked.all_ids)
+        updated = (table.num_rows if table.optimizer.steps_all_rows else touched) / len(holders)
+        read = trainers * (asked.rows + asked.bag_rows)
         width = table.dim + state_values_per_row(table)
-        of_one = (id_bytes + vector_bytes, vector_bytes, read, read * table.dim, touched * width)
+        of_one = (id_bytes + vector_bytes, vector_bytes, read, read * table.dim, updated * width)
         of_workers_5W[:, holders] += np.array(of_one)[:, None]
-        # Each shard of a multi-hot table has a search of its own through all ids, and a part to add.
-        ids += samples * (one_id + sum(bags) * len(holders))
-        values += samples * (one_id + len(bags) * len(holders)) * table.dim
+        ids += asked.ids
+        values += asked.joined * table.dim
     up_W, down_W, rows_W, values_W, updated_W = of_workers_5W
     return Traffic(up_W, down_W, rows_W, values_W, updated_W, ids, values)
 
 
-def _features(table: TableSpec, ids_per_sample: Mapping[str, float]) -> tuple[int, list[float]]:
-    """How many features of a table have one id a sample, and the mean number of ids of each other."""
-    bags = [ids_per_sample[name] for name in table.features if name in ids_per_sample]
-    return len(table.features) - len(bags), bags
+class _Asked(NamedTuple):
+    """What a trainer asks each worker for that holds a part of a table, and what it does for all of them.
+
+    Attributes:
+        rows: distinct ones, which travel.
+        bag_rows, vectors: those that are pooled, and what of them travels.
+        all_ids: of its samples.
+        ids: that it looks at, those of a split table once for each worker that pools them.
+        joined: rows, vectors or parts of these that it puts together.
+    """
+
+    rows: float
+    bag_rows: float
+    vectors: float
+    all_ids: float
+    ids: float
+    joined: float
+
+
+def _asked(
+    table: TableSpec, holders: int, is_pooled_here: bool, ids_per_sample: Mapping[str, float], samples: float
+) -> _Asked:
+    bags = bag_ids(table, ids_per_sample)
+    num_bags = sum(len(means) for means in bags.values())
+    of_poolings = [samples * sum(means) for means in bags.values()]
+    apart, places = (samples * each for each in ids_apart(table, ids_per_sample))
+    of_bags = sum(of_poolings)
+    rows, all_ids = distinct_rows(table.num_rows, apart), apart + of_bags
+    if is_pooled_here:
+        rows += sum(distinct_rows(table.num_rows, ids) for ids in of_poolings)
+        return _Asked(rows / holders, 0.0, 0.0, all_ids, all_ids, places + of_bags)
+    # Each shard of a multi-hot table has a search of its own through all ids, and a part to add.
+    vectors = samples * num_bags
+    ids, joined = apart + of_bags * holders, places + vectors * holders
+    return _Asked(rows / holders, of_bags / holders, vectors, all_ids, ids, joined)
 
 
 @cache

@@ -7,7 +7,6 @@ rows for one value the later counts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from hybrid.data.columns import is_list, values
-from hybrid.data.encode import FeatureEncoder
+from hybrid.data.located import read_encoder
 from hybrid.data.sparse_encoding import SparseEncoding
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import DataError, first_line
@@ -34,7 +33,7 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
             has a row.
     """
     (feature,) = table.features
-    encoder = FeatureEncoder.load(Path(table.keys))
+    encoder = read_encoder(table.keys)
     encoding = next(each for each in encoder.sparse if each.name == feature)
     if encoding.vocabulary == "buckets":
         raise DataError(f"{table.initial}: column {feature} holds buckets of numbers, which go by no value")
@@ -67,7 +66,7 @@ def _as_data_error(source: str) -> Iterator[None]:
 def _rows(encoding: SparseEncoding, keys: Any) -> npt.NDArray[np.int64]:
     """The row of the table for each value; 0 where there is none."""
     coded = values(keys, ()).coded
-    rows_D = np.array([*encoding.rows(coded.dictionary.to_pylist()), 0], np.int64)
+    rows_D = np.append(encoding.rows(coded.dictionary), 0).astype(np.int64)
     return rows_D.take(np.asarray(coded.indices.fill_null(len(rows_D) - 1)))
 
 

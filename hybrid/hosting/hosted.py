@@ -1,7 +1,6 @@
 """What a worker hosts, tables or a dense net: recorded, saved and loaded as one; updated at its barrier."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from hybrid.checkpoint.files import Files
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import Span, StepClock
 from hybrid.hosting.barrier import UpdateBarrier
+from hybrid.storage.places import Place
 
 
 class Hosted(nn.Module):
@@ -50,7 +50,7 @@ class Hosted(nn.Module):
         self._held = {}  # what is left of one that nobody has written
         self._held = self._files(is_copied)
 
-    def write(self, folder: Path) -> Files:
+    def write(self, folder: Place) -> Files:
         """Write what it holds into a checkpoint folder, and let go of it."""
         held, self._held = self._held, {}
         files: Files = {}
@@ -58,7 +58,7 @@ class Hosted(nn.Module):
             files |= write_tensors(folder, name, tensors)
         return files
 
-    def load(self, folder: Path, step: int) -> None:
+    def load(self, folder: Place, step: int) -> None:
         """Take from a checkpoint what it holds, and go on as after ``step`` steps."""
         raise NotImplementedError
 

@@ -21,22 +21,25 @@ class Predictions(NamedTuple):
         outputs: ``outputs_NO`` of the dense net, (N,) where there is one.
         labels: ``labels_NT``, (N,) of one task.
         rows: ``rows_N``, which samples are equal; see :meth:`hybrid.batch.Batch.row_keys`.
-        counts: which samples count for a task, of the shape of ``labels``; None where all do. How much they
-            count in the loss is no matter here.
+        weights: float32 of the shape of ``labels``: how much each sample counts for a task in the loss; None
+            for all the same. Those of weight 0 count in no metric.
         groups: ``groups_N``; None where there are none.
     """
 
     outputs: Tensor
     labels: Tensor
     rows: Tensor
-    counts: Tensor | None = None
+    weights: Tensor | None = None
     groups: Tensor | None = None
 
     @classmethod
-    def of(cls, batch: Batch, outputs_BO: Tensor) -> Predictions:
-        """Those of one batch."""
-        counts = None if batch.weights is None else batch.weights > 0
-        return cls(outputs_BO, batch.labels, batch.row_keys(), counts, batch.groups)
+    def of(cls, batch: Batch, outputs_BO: Tensor, sequences: Sequence[int] = ()) -> Predictions:
+        """Those of one batch.
+
+        Args:
+            sequences: numbers of the features that are sequences.
+        """
+        return cls(outputs_BO, batch.labels, batch.row_keys(sequences), batch.weights, batch.groups)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Predictions]) -> Predictions:
@@ -61,13 +64,24 @@ class Predictions(NamedTuple):
         num_outputs = [task.num_outputs for task in tasks.values()]
         return dict(zip(tasks, split_outputs(self.outputs, num_outputs), strict=True))
 
-    def metrics(self, tasks: Mapping[str, TaskSection]) -> dict[str, float]:
-        """How good they are, equal samples tied; of each task over the samples that count for it."""
+    def metrics(self, tasks: Mapping[str, TaskSection], *, is_weighted: bool = False) -> dict[str, float]:
+        """How good they are, equal samples tied; of each task over the samples that count for it.
+
+        Args:
+            is_weighted: whether these count by their weights (``data.weighted_metrics``), or each once.
+        """
         found: dict[str, float] = {}
         labels_NT = by_task(self.labels, len(tasks))
+        weights_NT = None if self.weights is None else by_task(self.weights, len(tasks))
         for t, (name, outputs_N) in enumerate(self.tied().of_tasks(tasks).items()):
-            counts_N = slice(None) if self.counts is None else by_task(self.counts, len(tasks))[:, t]
-            groups_N = None if self.groups is None else self.groups[counts_N]
-            of_task = task_metrics(name, tasks[name], outputs_N[counts_N], labels_NT[counts_N, t], groups_N)
+            counts_N = slice(None) if weights_NT is None else weights_NT[:, t] > 0
+            of_task = task_metrics(
+                name,
+                tasks[name],
+                outputs_N[counts_N],
+                labels_NT[counts_N, t],
+                None if self.groups is None else self.groups[counts_N],
+                weights_NT[counts_N, t] if is_weighted and weights_NT is not None else None,
+            )
             found |= {metric_name(tasks, name, metric): value for metric, value in of_task.items()}
         return found

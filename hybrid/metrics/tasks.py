@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid.config import TaskSection
 from hybrid.config.tasks import METRICS
 from hybrid.errors import ConfigError
-from hybrid.metrics.binary import binary_metrics, probabilities
+from hybrid.metrics.binary import binary_metrics, mean, probabilities
 from hybrid.metrics.ranking import Ranking
 from hybrid.own_code.names import load_function
 from hybrid.own_code.traces import words_of
@@ -21,20 +21,26 @@ Metrics: TypeAlias = Mapping[str, float]
 
 
 def task_metrics(
-    name: str, task: TaskSection, outputs_N: Tensor, labels_N: Tensor, groups_N: Tensor | None
+    name: str,
+    task: TaskSection,
+    outputs_N: Tensor,
+    labels_N: Tensor,
+    groups_N: Tensor | None,
+    weights_N: Tensor | None = None,
 ) -> dict[str, float]:
     """All metrics of one task, computed in float64; NaN where there are no samples.
 
     Args:
         outputs_N: of the dense net; (N, C) of C classes.
         groups_N: of the samples, where metrics want groups.
+        weights_N: of the samples, above 0, in the metrics of its kind; in no others. None for all the same.
 
     Raises:
         ConfigError: a function of the user's own fails, or gives no number.
     """
     if not len(labels_N):
         return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
-    found = _common_metrics(task, outputs_N, labels_N)
+    found = _common_metrics(task, outputs_N, labels_N, weights_N)
     said_N = predicted(task, outputs_N)
     ranking = None
     for metric in task.metrics:
@@ -71,16 +77,24 @@ def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
     return outputs_N if task.kind == "regression" else outputs_N.softmax(dim=1)
 
 
-def _common_metrics(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> dict[str, float]:
+def _common_metrics(
+    task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None
+) -> dict[str, float]:
     if task.kind == "binary":
-        return binary_metrics(outputs_N, labels_N).as_dict()
+        return binary_metrics(outputs_N, labels_N, weights_N).as_dict()
     outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
+    weights_N = None if weights_N is None else weights_N.double()
     if task.kind == "regression":
         error_N = outputs_N - labels_N
-        values = (error_N.square().mean().sqrt(), error_N.abs().mean())
+        values = (mean(error_N.square(), weights_N).sqrt(), mean(error_N.abs(), weights_N))
     else:
         is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
-        values = (is_right_N.mean(), F.cross_entropy(outputs_N, labels_N.long()))
+        is_right = mean(is_right_N, weights_N)
+        if weights_N is None:
+            values = (is_right, F.cross_entropy(outputs_N, labels_N.long()))
+        else:
+            losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
+            values = (is_right, mean(losses_N, weights_N))
     numbers = [value.item() for value in values]
     return dict(zip(METRICS[task.kind], [*numbers, len(labels_N)], strict=True))
 

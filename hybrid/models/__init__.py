@@ -6,6 +6,8 @@ vectors and no tables, so that those of ``hybrid.Embedding`` serve as well as an
 a gradient of every batch, an empty one too, and no sample has a say in the scores of another (there is no
 batch normalisation): so any number of trainers computes the same.
 
-``histories`` turns any number of values a sample into a padded matrix. Scripts of users call all this;
-docs/models.md compares the models, and configs/models has a script for each that trains it.
+Models of click logs are nets in three stages (``dense_net``). ``mlp`` has the plain nets in all models, and
+``histories`` turns any number of values a sample into a padded matrix. ``dense`` builds what ``dense.net``
+names, and scripts of users call all this; docs/models.md compares the models, and configs/models has a script
+for each that trains it.
 """

@@ -10,13 +10,29 @@ After L layers there are products of up to L + 1 inputs.
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hybrid.dense.nets import CrossInteraction, DenseNet, output_mlp
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.mlp import output_mlp
+
+
+class CrossInteraction(nn.Module):
+    """Cross layers over all inputs side by side."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(num_layers))
+
+    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
+        x0_BH = x_BH = torch.cat([dense_BF, pooled_BE], dim=1)
+        for layer in self.layers:
+            x_BH = torch.addcmul(x_BH, x0_BH, layer(x_BH))
+        return x_BH
 
 
 class DCNv2(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``logits_B``.
+    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
 
     Args:
         width: F + E, of all inputs.
@@ -24,5 +40,17 @@ class DCNv2(DenseNet):
         deep: widths of the layers of the deep net.
     """
 
-    def __init__(self, width: int, num_layers: int = 2, deep: Sequence[int] = (64, 32)) -> None:
-        super().__init__(nn.Identity(), CrossInteraction(width, num_layers), output_mlp((width, *deep)))
+    def __init__(
+        self,
+        width: int,
+        num_layers: int = 2,
+        deep: Sequence[int] = (64, 32),
+        *,
+        num_outputs: int = 1,
+        remote_width: int = 0,
+    ) -> None:
+        super().__init__(
+            nn.Identity(),
+            CrossInteraction(width, num_layers),
+            output_mlp((remote_width,) if remote_width else (width, *deep), num_outputs),
+        )

@@ -4,26 +4,61 @@ Guo et al. 2017, "DeepFM: A Factorization-Machine based Neural Network for CTR P
 equations 1 to 4. Feature k has factors v_k and a weight w_k of first order::
 
     logit = sum of w_k + a . dense + sum over k < l of v_k . v_l + deep([dense, v_1, ..., v_K])
+
+Where a sample has several outputs, the machine's score is a part of each.
 """
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hybrid.dense.nets import DenseNet, FactorizationMachine, WideHead, output_mlp
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.mlp import output_mlp
+from hybrid.models.wide_deep import LinearTerm, WideHead
+
+
+class FactorizationMachine(nn.Module):
+    """The machine's score in column 0, then the inputs of the deep net.
+
+    A feature's vector is its D factors followed by its first-order weight.
+    """
+
+    def __init__(self, num_sparse: int, width: int, num_dense: int) -> None:
+        super().__init__()
+        self.vectors_shape = (num_sparse, width)
+        self.linear = LinearTerm(num_dense)
+
+    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
+        vectors_BKW = pooled_BE.view(pooled_BE.size(0), *self.vectors_shape)
+        factors_BKD, weights_BK = vectors_BKW[..., :-1], vectors_BKW[..., -1]
+        # The sum over pairs of dot products is half of the square of the sum less the sum of squares.
+        pairs_BD = factors_BKD.sum(dim=1).square() - factors_BKD.square().sum(dim=1)
+        score_B1 = self.linear(dense_BF, weights_BK) + 0.5 * pairs_BD.sum(dim=1, keepdim=True)
+        return torch.cat([score_B1, dense_BF, factors_BKD.flatten(1)], dim=1)
 
 
 class DeepFM(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``logits_B``.
+    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
 
     Args:
-        num_dense: F.
+        num_dense: F; may be 0.
         num_sparse: K, vectors side by side in ``pooled_BE``.
         dim: of the factors of each; its weight comes after them, so tables are of width ``dim + 1``.
         deep: widths of the layers of the deep net.
     """
 
-    def __init__(self, num_dense: int, num_sparse: int, dim: int, deep: Sequence[int] = (64, 32)) -> None:
-        interaction = FactorizationMachine(num_sparse, dim + 1, num_dense)
-        head = WideHead(output_mlp((num_dense + num_sparse * dim, *deep)))
-        super().__init__(nn.Identity(), interaction, head)
+    def __init__(
+        self,
+        num_dense: int,
+        num_sparse: int,
+        dim: int,
+        deep: Sequence[int] = (64, 32),
+        *,
+        num_outputs: int = 1,
+        remote_width: int = 0,
+    ) -> None:
+        machine = FactorizationMachine(num_sparse, dim + 1, num_dense)
+        widths = (remote_width,) if remote_width else (num_dense + num_sparse * dim, *deep)
+        head = output_mlp(widths, num_outputs)
+        super().__init__(nn.Identity(), machine, head if remote_width else WideHead(head))

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.nets import output_mlp
+from hybrid.models.mlp import output_mlp
 
 
 class InterestAttention(nn.Module):

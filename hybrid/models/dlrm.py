@@ -4,18 +4,77 @@ Naumov et al. 2019, "Deep Learning Recommendation Model for Personalization and 
 1906.00091). A bottom net makes a vector of the numeric features, as wide as those of the K categorical ones::
 
     logit = top( [z_0, z_i . z_j for i > j] )          z_0 = bottom(dense), z_1 ... z_K the embeddings
+
+Without numeric features there is no z_0.
 """
 
-from collections.abc import Sequence
+# No postponed annotations here: TorchScript checks those of buffers, as types.
 
-from hybrid.dense.nets import DenseNet, DotInteraction, mlp, output_mlp
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.mlp import mlp, output_mlp
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """Dot products of chosen pairs of vectors.
+
+    The gradient of a Gram matrix is symmetric, so one product gives what autograd takes two products
+    and a scatter for: 1.5 ms instead of 2.4 ms forward and backward for 1024 x 27 vectors of 16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors_BND: Tensor, pairs_P: Tensor, pair_of_NN: Tensor) -> Tensor:
+        ctx.save_for_backward(vectors_BND, pair_of_NN)
+        return torch.bmm(vectors_BND, vectors_BND.mT).flatten(1).index_select(1, pairs_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        vectors_BND, pair_of_NN = ctx.saved_tensors
+        grad_BP = grads[0].to(vectors_BND.dtype)  # differs under autocast
+        grad_BNN = grad_BP.index_select(1, pair_of_NN.flatten()).view(grad_BP.size(0), *pair_of_NN.shape)
+        grad_BNN.diagonal(dim1=1, dim2=2).zero_()
+        return torch.bmm(grad_BNN, vectors_BND), None, None
+
+
+class DotInteraction(nn.Module):
+    """The bottom vector, then the dot product of every pair of vectors.
+
+    The vectors are the bottom's (where there are dense features) and each feature's embedding; pairs
+    come as in the rows of a lower triangle, (1,0), (2,0), (2,1), ...
+    """
+
+    pairs_P: Tensor  # where each pair lies in a flattened Gram matrix
+    pair_of_NN: Tensor  # which pair lies at each place of it, its diagonal aside
+
+    def __init__(self, num_vectors: int, dim: int) -> None:
+        super().__init__()
+        self.vectors_shape = (num_vectors, dim)
+        rows_P, columns_P = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+        pair_of_NN = torch.zeros(num_vectors, num_vectors, dtype=torch.int64)
+        pair_of_NN[rows_P, columns_P] = pair_of_NN[columns_P, rows_P] = torch.arange(rows_P.numel())
+        self.register_buffer("pairs_P", rows_P * num_vectors + columns_P, persistent=False)
+        self.register_buffer("pair_of_NN", pair_of_NN, persistent=False)
+
+    def forward(self, bottom_BD: Tensor, pooled_BE: Tensor) -> Tensor:
+        vectors_BND = torch.cat([bottom_BD, pooled_BE], dim=1).view(pooled_BE.size(0), *self.vectors_shape)
+        # TorchScript that calls a function of Python's can be neither saved nor sent.
+        if torch.jit.is_scripting() or torch.jit.is_tracing():
+            dots_BP = torch.bmm(vectors_BND, vectors_BND.mT).flatten(1).index_select(1, self.pairs_P)
+        else:
+            dots_BP = _PairwiseDots.apply(vectors_BND, self.pairs_P, self.pair_of_NN)  # type: ignore[no-untyped-call]
+        return torch.cat([bottom_BD, dots_BP], dim=1)
 
 
 class DLRM(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``logits_B``.
+    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
 
     Args:
-        num_dense: F.
+        num_dense: F; may be 0.
         num_sparse: K, vectors side by side in ``pooled_BE``.
         dim: D, of each.
         bottom, top: widths of the layers of both nets.
@@ -28,10 +87,14 @@ class DLRM(DenseNet):
         dim: int,
         bottom: Sequence[int] = (64,),
         top: Sequence[int] = (64, 32),
+        *,
+        num_outputs: int = 1,
+        remote_width: int = 0,
     ) -> None:
-        num_pairs = num_sparse * (num_sparse + 1) // 2
+        num_vectors = num_sparse + bool(num_dense)
+        hidden = dim * bool(num_dense) + num_vectors * (num_vectors - 1) // 2
         super().__init__(
-            mlp((num_dense, *bottom, dim)),
-            DotInteraction(num_sparse + 1, dim),
-            output_mlp((dim + num_pairs, *top)),
+            mlp((num_dense, *bottom, dim)) if num_dense else nn.Identity(),
+            DotInteraction(num_vectors, dim),
+            output_mlp((remote_width,) if remote_width else (hidden, *top), num_outputs),
         )

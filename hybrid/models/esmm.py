@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid.dense.nets import output_mlp
+from hybrid.models.mlp import output_mlp
 
 
 class ESMM(nn.Module):

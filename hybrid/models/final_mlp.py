@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.nets import mlp
+from hybrid.models.mlp import mlp
 
 
 class FeatureGate(nn.Module):

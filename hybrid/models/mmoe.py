@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.nets import mlp, output_mlp
+from hybrid.models.mlp import mlp
 
 
 class Experts(nn.Module):
@@ -54,12 +54,18 @@ class Gate(nn.Module):
         return (shares_BN.unsqueeze(2) * experts_BNH).sum(dim=1)
 
 
+def towers(width: int, hidden: Sequence[int], task_outputs: Sequence[int]) -> nn.ModuleList:
+    """A net for each task, over its mixture of ``width``; see :class:`MMoE`."""
+    widths = (width, *hidden)
+    return nn.ModuleList(mlp(widths).append(nn.Linear(widths[-1], outputs)) for outputs in task_outputs)
+
+
 class MMoE(nn.Module):
-    """Logits of several tasks.
+    """Outputs of several tasks.
 
     Args:
         width: of the inputs.
-        num_tasks: K.
+        task_outputs: how many outputs each of the K tasks has: 1, or one for each of its classes.
         num_experts: N.
         expert: widths of the layers of each expert.
         tower: widths of the layers of each task's tower.
@@ -68,19 +74,18 @@ class MMoE(nn.Module):
     def __init__(
         self,
         width: int,
-        num_tasks: int,
+        task_outputs: Sequence[int],
         num_experts: int = 4,
         expert: Sequence[int] = (32,),
         tower: Sequence[int] = (16,),
     ) -> None:
         super().__init__()
         self.experts = Experts(width, expert, num_experts)
-        self.gates = nn.ModuleList(Gate(width, num_experts) for _ in range(num_tasks))
-        self.towers = nn.ModuleList(output_mlp((expert[-1], *tower)) for _ in range(num_tasks))
+        self.gates = nn.ModuleList(Gate(width, num_experts) for _ in task_outputs)
+        self.towers = towers(expert[-1], tower, task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
-        """``logits_BK``."""
+        """``outputs_BO``, those of each task in turn."""
         experts_BNH = self.experts(inputs_BE)
         mixed = [gate(inputs_BE, experts_BNH) for gate in self.gates]
-        logits = [tower(mixture_BH) for tower, mixture_BH in zip(self.towers, mixed, strict=True)]
-        return torch.stack(logits, dim=1)
+        return torch.cat([tower(mixed[task]) for task, tower in enumerate(self.towers)], dim=1)

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.nets import output_mlp
-from hybrid.models.mmoe import Experts, Gate
+from hybrid.models.mmoe import Experts, Gate, towers
 
 
 class Extraction(nn.Module):
@@ -46,24 +45,24 @@ class Extraction(nn.Module):
         Args:
             inputs: K tensors ``BE``, and the shared one.
         """
-        *of_tasks, shared_BE = inputs
-        shared_BNH = self.shared(shared_BE)
-        own = [experts(x_BE) for experts, x_BE in zip(self.own, of_tasks, strict=True)]
-        outputs: list[Tensor] = [
-            gate(x_BE, torch.cat([own_BNH, shared_BNH], dim=1))
-            for gate, x_BE, own_BNH in zip(self.gates, of_tasks, own, strict=True)
+        shared_BNH = self.shared(inputs[-1])
+        own = [experts(inputs[task]) for task, experts in enumerate(self.own)]
+        outputs = [
+            gate(inputs[task], torch.cat([own[task], shared_BNH], dim=1))
+            for task, gate in enumerate(self.gates)
         ]
         if self.shared_gate is not None:
-            outputs.append(self.shared_gate(shared_BE, torch.cat([*own, shared_BNH], dim=1)))
+            own_BNH = torch.cat(own, dim=1)
+            outputs.append(self.shared_gate(inputs[-1], torch.cat([own_BNH, shared_BNH], dim=1)))
         return outputs
 
 
 class PLE(nn.Module):
-    """Logits of several tasks.
+    """Outputs of several tasks.
 
     Args:
         width: of the inputs.
-        num_tasks: K.
+        task_outputs: how many outputs each of the K tasks has: 1, or one for each of its classes.
         num_experts: in a layer, of each task, and as many shared ones.
         layers: widths of each layer's experts, one layer of the net each.
         tower: widths of the layers of each task's tower.
@@ -72,24 +71,23 @@ class PLE(nn.Module):
     def __init__(
         self,
         width: int,
-        num_tasks: int,
+        task_outputs: Sequence[int],
         num_experts: int = 2,
         layers: Sequence[int] = (32, 32),
         tower: Sequence[int] = (16,),
     ) -> None:
         super().__init__()
-        self.num_tasks = num_tasks
+        self.num_tasks = num_tasks = len(task_outputs)
         widths = (width, *layers)
         self.layers = nn.ModuleList(
             Extraction(before, (after,), num_tasks, num_experts, is_last=number == len(layers))
             for number, (before, after) in enumerate(zip(widths, layers, strict=False), start=1)
         )
-        self.towers = nn.ModuleList(output_mlp((widths[-1], *tower)) for _ in range(num_tasks))
+        self.towers = towers(widths[-1], tower, task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
-        """``logits_BK``."""
+        """``outputs_BO``, those of each task in turn."""
         extracted = [inputs_BE] * (self.num_tasks + 1)
         for layer in self.layers:
             extracted = layer(extracted)
-        logits = [tower(x_BH) for tower, x_BH in zip(self.towers, extracted, strict=True)]
-        return torch.stack(logits, dim=1)
+        return torch.cat([tower(extracted[task]) for task, tower in enumerate(self.towers)], dim=1)

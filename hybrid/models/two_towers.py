@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybrid.dense.nets import mlp
+from hybrid.models.mlp import mlp
 
 
 class Tower(nn.Module):

@@ -4,24 +4,89 @@ Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems" (arXiv 1606.07
 has an embedding v_k and a weight w_k in the wide part::
 
     logit = sum of w_k + a . dense + deep([dense, v_1, ..., v_K])
+
+Where a sample has several outputs, the wide part is a part of each.
 """
+
+# No postponed annotations here: TorchScript checks those of buffers, as types.
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from hybrid.dense.nets import DenseNet, WideAndDeepInputs, WideHead, output_mlp
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.mlp import output_mlp
+
+
+class LinearTerm(nn.Module):
+    """First-order term of a sample: its features' own weights plus a linear map of its dense features."""
+
+    def __init__(self, num_dense: int) -> None:
+        super().__init__()
+        # torch warns when it initialises an empty weight.
+        self.dense_weights = nn.Linear(num_dense, 1, bias=False) if num_dense else None
+
+    def forward(self, dense_BF: Tensor, weights_BK: Tensor) -> Tensor:
+        term_B1 = weights_BK.sum(dim=1, keepdim=True)
+        return term_B1 if self.dense_weights is None else term_B1 + self.dense_weights(dense_BF)
+
+
+class WideAndDeepInputs(nn.Module):
+    """The wide score in column 0, then the deep inputs.
+
+    A feature's vector is its embedding, of any width, followed by its weight in the wide part.
+    """
+
+    wide_K: Tensor
+    deep_E: Tensor
+
+    def __init__(self, widths: Sequence[int], num_dense: int) -> None:
+        super().__init__()
+        ends_K = torch.tensor(widths).cumsum(0)
+        is_wide_E = torch.zeros(sum(widths), dtype=torch.bool)
+        is_wide_E[ends_K - 1] = True
+        self.register_buffer("wide_K", is_wide_E.nonzero().flatten(), persistent=False)
+        self.register_buffer("deep_E", is_wide_E.logical_not().nonzero().flatten(), persistent=False)
+        self.linear = LinearTerm(num_dense)
+
+    def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
+        score_B1 = self.linear(dense_BF, pooled_BE.index_select(1, self.wide_K))
+        return torch.cat([score_B1, dense_BF, pooled_BE.index_select(1, self.deep_E)], dim=1)
+
+
+class WideHead(nn.Module):
+    """Outputs of a net with a wide part: column 0, plus what ``deep`` makes of the others, in each."""
+
+    def __init__(self, deep: nn.Module) -> None:
+        super().__init__()
+        self.deep = deep
+
+    def forward(self, hidden_BH: Tensor) -> Tensor:
+        deep_BO: Tensor = self.deep(hidden_BH[:, 1:])
+        wide_B = hidden_BH[:, 0]
+        return (wide_B if deep_BO.dim() == 1 else wide_B.unsqueeze(1)) + deep_BO
 
 
 class WideAndDeep(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``logits_B``.
+    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
 
     Args:
-        num_dense: F.
+        num_dense: F; may be 0.
         dims: of each feature's embedding; its weight comes after it, so tables are wider by 1.
         deep: widths of the layers of the deep net.
     """
 
-    def __init__(self, num_dense: int, dims: Sequence[int], deep: Sequence[int] = (64, 32)) -> None:
+    def __init__(
+        self,
+        num_dense: int,
+        dims: Sequence[int],
+        deep: Sequence[int] = (64, 32),
+        *,
+        num_outputs: int = 1,
+        remote_width: int = 0,
+    ) -> None:
         inputs = WideAndDeepInputs([dim + 1 for dim in dims], num_dense)
-        super().__init__(nn.Identity(), inputs, WideHead(output_mlp((num_dense + sum(dims), *deep))))
+        widths = (remote_width,) if remote_width else (num_dense + sum(dims), *deep)
+        head = output_mlp(widths, num_outputs)
+        super().__init__(nn.Identity(), inputs, head if remote_width else WideHead(head))

@@ -9,6 +9,8 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,10 +41,16 @@ def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callab
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         place = f"{place}: " if (place := place_of(error)) else ""
         reason = f"cannot be imported: {place}{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(key, reason, name) from error
+        missing = _where_it_is_missing() if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(key, reason + missing, name) from error
     if parameters:
         _check_parameters(key, name, function, parameters)
     return function
+
+
+def _where_it_is_missing() -> str:
+    """What to add where a module is not found: on which host, and where it would be."""
+    return f" on host {socket.gethostname()}; install it there, or put it into {os.getcwd()}, where this runs"
 
 
 def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[str]) -> None:
@@ -129,6 +137,9 @@ def load_own(name: str) -> Any:
         ConfigError: the user's own modules define no such thing.
     """
     module, _, qualified = name.partition(":")
+    top = module.partition(".")[0]
+    if top and top not in sys.modules and importlib.util.find_spec(top) is None:
+        raise ConfigError("FUNCTION", f"there is no such module{_where_it_is_missing()}", name)
     if not _is_own(module):
         raise ConfigError("FUNCTION", "is not in a module of your own", name)
     found = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")

@@ -22,6 +22,8 @@ from hybrid.config.file import load_config, to_toml
 from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
 from hybrid.private_files import own_folder
+from hybrid.storage.files import read_text
+from hybrid.storage.places import Place
 
 _PREFIX = "# own code signed by the user of this run: "
 _KEY_BYTES = 32
@@ -36,7 +38,7 @@ def signed_toml(config: RunConfig) -> str:
     return f"{text}\n{''.join(lines)}"
 
 
-def load_run_config(path: Path, overrides: Sequence[str] = (), trust_code: bool = False) -> RunConfig:
+def load_run_config(path: Place, overrides: Sequence[str] = (), trust_code: bool = False) -> RunConfig:
     """Read the configuration of a run, of which code is to be imported.
 
     Args:
@@ -67,8 +69,8 @@ def _named_code(config: RunConfig) -> list[tuple[str, str]]:
     return named
 
 
-def _is_signed(path: Path, dotted: str, code: str) -> bool:
-    lines = path.read_text(encoding="utf-8").splitlines()
+def _is_signed(path: Place, dotted: str, code: str) -> bool:
+    lines = read_text(path).splitlines()
     found = [line.removeprefix(_PREFIX).strip() for line in lines if line.startswith(_PREFIX)]
     if not found or (key := _key()) is None:
         return False

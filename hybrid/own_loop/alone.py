@@ -17,7 +17,8 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE
-from hybrid.data.prepared import cache_folder, prepare
+from hybrid.data.located import ready, source_of
+from hybrid.data.prepared import cache_folder
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import TableSpec
@@ -27,6 +28,7 @@ from hybrid.own_code.signature import signed_toml
 from hybrid.own_loop.host import Deployed
 from hybrid.own_loop.rules import own_rules
 from hybrid.steps.ticket import Ticket
+from hybrid.storage.places import Place
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -55,11 +57,11 @@ class Alone:
         local = LocalTables(shards)
         return Deployed(placement, rules, {0: local}, [local])
 
-    def prepare(self) -> Path:
+    def prepare(self) -> str:
         """See :meth:`Host.prepare`."""
-        return prepare(self.config, cache_folder(self.config), print)
+        return source_of(ready(self.config, cache_folder(self.config), print))
 
-    def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
         """See :meth:`Host.save`."""
         partial = folders.begin(folder)
         try:

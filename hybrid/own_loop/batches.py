@@ -2,7 +2,8 @@
 
 A batch is any structure of dicts, lists and tuples whose tensors have a first dimension of samples; a
 :class:`Jagged` has any number of values of each. All trainers see the same global batches, and each takes its
-contiguous share, which may be empty.
+contiguous share, which may be empty. Where a column's groups stay whole, a group belongs to the batch, and to
+the share, in whose range its last sample lies (``hybrid/grouping.py``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from hybrid.batch import share
 from hybrid.embedding.trainer.asked import Asked
 from hybrid.errors import DataError
+from hybrid.grouping import group_ends, last_end, split_group, whole_bounds
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.modules import Call
 from hybrid.own_loop.sites import Key, Site, key_of, tensors_of
@@ -63,34 +67,53 @@ class Share:
         return [self]
 
 
-def shares(batches: Iterable[Any], trainer: int, num_trainers: int, sites: Iterable[Site]) -> Iterator[Share]:
-    """The shares of trainer number ``trainer`` of all global batches."""
+def shares(
+    batches: Iterable[Any],
+    trainer: int,
+    num_trainers: int,
+    sites: Iterable[Site],
+    whole: str | None = None,
+) -> Iterator[Share]:
+    """The shares of trainer number ``trainer`` of all global batches.
+
+    Args:
+        whole: the column whose groups have one share each, or None.
+
+    Raises:
+        DataError: the samples of a group do not stand together in a batch.
+    """
     for batch in batches:
         size = size_of(batch)
         start, stop = share(size, trainer, num_trainers)
+        if whole is not None:
+            start, stop = whole_bounds(_ends(batch, whole), start, stop)
         values = batch if num_trainers == 1 else cut(batch, start, stop)
         yield Share(values, stop - start, size, sites)
 
 
-def global_batches(data: Any, size: int | None) -> Iterator[Any]:
+def global_batches(data: Any, size: int | None, whole: str | None = None) -> Iterator[Any]:
     """Batches of ``size`` samples, the last one perhaps smaller; as they come where that is None.
 
     Args:
         data: one structure with all samples, or an iterable of such in any numbers.
+        whole: the column whose groups are whole in batches of ``size``, give or take a group; or None.
 
     Raises:
-        DataError: it is neither.
+        DataError: it is neither, or a group is larger than a batch.
     """
-    if isinstance(data, Mapping | Jagged | Tensor):
-        total = size_of(data)
-        step = size or total
-        yield from (cut(data, start, min(start + step, total)) for start in range(0, total, step))
-        return
-    if not isinstance(data, Iterable):
+    is_one = isinstance(data, Mapping | Jagged | Tensor)
+    if not is_one and not isinstance(data, Iterable):
         raise DataError(
             f"cannot take batches of {type(data).__name__}; give an iterable, such as a DataLoader"
         )
-    yield from data if size is None else _rebatched(data, size)
+    if size is not None and whole is not None:
+        yield from _rebatched_whole([data] if is_one else data, size, whole)
+    elif is_one:
+        total = size_of(data)
+        step = size or total
+        yield from (cut(data, start, min(start + step, total)) for start in range(0, total, step))
+    else:
+        yield from data if size is None else _rebatched(data, size)
 
 
 def _rebatched(batches: Iterable[Any], size: int) -> Iterator[Any]:
@@ -107,6 +130,66 @@ def _rebatched(batches: Iterable[Any], size: int) -> Iterator[Any]:
             num_held += num - start
     if held:
         yield _joined(held)
+
+
+def _rebatched_whole(batches: Iterable[Any], size: int, whole: str) -> Iterator[Any]:
+    """Batches of whole groups: number s has those whose last samples lie from s * size to (s + 1) * size."""
+    held: list[Any] = []
+    start, seen, stop = 0, 0, size  # positions: of the first held sample, after the last, where a range ends
+    for batch, is_last in _with_last(batches):
+        held.append(batch)
+        seen += size_of(batch)
+        if seen <= stop and not is_last:
+            continue
+        joined = _joined(held)
+        groups_B = _column(joined, whole)
+        ends_G = start + group_ends(groups_B)
+        _refuse_larger(groups_B, ends_G - start, size)
+        first = start
+        while stop < seen or (is_last and start < seen):
+            # Of the last group there may be more to come, but not where a range ends before its end.
+            end = last_end(ends_G, stop)
+            yield cut(joined, start - first, end - first)
+            start, stop = end, stop + size
+        held = [cut(joined, start - first, seen - first)]
+
+
+def _refuse_larger(groups_B: npt.NDArray[np.generic], ends_G: npt.NDArray[np.int64], size: int) -> None:
+    sizes_G = np.diff(ends_G, prepend=0)
+    if (largest := int(sizes_G.max(initial=0))) > size:
+        group = groups_B[ends_G[sizes_G.argmax()] - 1]
+        raise DataError(
+            f"group {group} has {largest} samples, more than a batch of {size}: give a larger size"
+        )
+
+
+def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    rest = iter(batches)
+    held = next(rest, None)
+    while held is not None:
+        following = next(rest, None)
+        yield held, following is None
+        held = following
+
+
+def _ends(batch: Any, whole: str) -> npt.NDArray[np.int64]:
+    """Where the groups of a batch end; DataError where one is split."""
+    groups_B = _column(batch, whole)
+    if (split := split_group(groups_B)) is not None:
+        raise DataError(
+            f"group {split} of {whole!r} is split: its samples do not stand together in a batch; sort them"
+        )
+    return group_ends(groups_B)
+
+
+def _column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
+    """The groups of a batch's samples; DataError where it has none."""
+    column = batch.get(whole) if isinstance(batch, Mapping) else None
+    if not isinstance(column, Tensor) or column.dim() != 1:
+        raise DataError(f"whole = {whole!r} is to name a column of every batch, one number a sample")
+    groups_B: npt.NDArray[np.generic] = column.cpu().numpy()
+    return groups_B
 
 
 def size_of(batch: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.file import load_config
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.located import open_split
 from hybrid.own_loop.alone import Alone
 from hybrid.own_loop.host import HOST, Host
 from hybrid.own_loop.loop import Loop
 from hybrid.own_loop.plain import plain_copy
 from hybrid.own_loop.prepared import PreparedData
+from hybrid.storage.places import Place, place
 
 
 def connect(config: str | Path | None = None) -> Cluster:
@@ -58,13 +59,13 @@ class Cluster:
         Raises:
             ConfigError, DataError: as ``hybrid launch`` would say it.
         """
-        folder, config = self._host.prepare(), self._host.config
-        train, test = (PreparedDataset.open(folder, split) for split in ("train", "test"))
+        source, config = self._host.prepare(), self._host.config
+        train, test = (open_split(source, split, config.data) for split in ("train", "test"))
         size, seed = config.train.batch_size, config.run.seed
         tasks = tuple(config.all_tasks)
         return (
-            PreparedData(train, size, seed, config.data.shuffle, tasks),
-            PreparedData(test, size, seed, False, tasks),
+            PreparedData(train, size, seed, config.data.shuffle, config.data.shuffle_lanes, tasks),
+            PreparedData(test, size, seed, False, 0, tasks),
         )
 
     def distribute(self, module: nn.Module) -> Distributed:
@@ -83,7 +84,7 @@ class Cluster:
         self._loop = Loop(self._host, module)
         return Distributed(self._loop)
 
-    def batches(self, data: Any, size: int | None = None) -> Iterator[Any]:
+    def batches(self, data: Any, size: int | None = None, whole: str | None = None) -> Iterator[Any]:
         """This trainer's share of each batch of ``data``; all trainers go through the same ones.
 
         Their lookups leave as soon as a batch is known. Under ``torch.no_grad()`` they are evaluated on.
@@ -92,10 +93,20 @@ class Cluster:
             data: an iterable of dicts (lists, tuples) of tensors, such as a DataLoader; one, whole; or what
                 :meth:`prepare` gives.
             size: samples of a batch of all trainers together; by default as the iterable gives them.
-        """
-        return self._started().batches(data, size)
+            whole: a column of one number a sample, equal ones of which stand together and stay together: in
+                one share, and in batches of ``size`` too; for losses of the order within groups.
 
-    def backward(self, values: Tensor, weights: Tensor | None = None) -> None:
+        Raises:
+            DataError: a group of ``whole`` is split, or larger than ``size``.
+        """
+        return self._started().batches(data, size, whole)
+
+    def backward(
+        self,
+        values: Tensor,
+        weights: Tensor | None = None,
+        more: Sequence[tuple[Tensor, Tensor | None]] = (),
+    ) -> None:
         """Take the gradients of the mean of a loss over the whole batch, of all trainers together.
 
         Parameters then have theirs in ``grad``; those of tables are with the workers.
@@ -103,12 +114,13 @@ class Cluster:
         Args:
             values: the loss of each sample of this trainer's share, (samples,).
             weights: of each sample, not negative; the mean is weighted by them.
+            more: other losses, each with weights of its own or None; their means are added.
 
         Raises:
             DataError: there is not one value, or weight, for each sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
         """
-        self._started().backward(values, weights)
+        self._started().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
         """The mean of all trainers' values, of any shape; NaN of none."""
@@ -124,7 +136,7 @@ class Cluster:
         """
         return self._started().trainers.gathered(values)
 
-    def save(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def save(self, folder: str | Place, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of all tables, the module and its optimizer.
 
         All trainers call it at once, between two steps.
@@ -135,15 +147,15 @@ class Cluster:
         Raises:
             CheckpointError: it exists, or cannot be written; nothing is left of it.
         """
-        self._started().save(Path(folder), optimizer)
+        self._started().save(place(folder), optimizer)
 
-    def load(self, folder: str | Path, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(self, folder: str | Place, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Go on from a checkpoint, of any number of trainers and workers; all trainers call it at once.
 
         Raises:
             CheckpointError: it is of another model, or damaged.
         """
-        self._started().load(Path(folder), optimizer)
+        self._started().load(place(folder), optimizer)
 
     def plain_module(self) -> nn.Module:
         """A copy of the module in plain PyTorch: ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.

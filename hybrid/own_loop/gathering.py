@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid.training.gathering import gathered_parts
+
 
 def gather(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
     """All trainers' tensors, (N, ...), one after another; all of them call it at once.
@@ -46,14 +48,5 @@ class _Gathered(torch.autograd.Function):
 
 def _gathered(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, int]:
     """The whole, on ``device``, and where this trainer's part of it starts."""
-    own = torch.tensor([len(values)], device=device)
-    counted = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(counted, own, group=group)
-    sizes = [int(each) for each in counted]
-    # Collectives take tensors of one shape.
-    padded = torch.zeros(max(sizes), *values.shape[1:], dtype=values.dtype, device=device)
-    padded[: len(values)] = values
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-    return whole, sum(sizes[: group.rank()])
+    parts = gathered_parts(values, group, device)
+    return torch.cat(parts), sum(map(len, parts[: group.rank()]))

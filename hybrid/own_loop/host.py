@@ -17,6 +17,7 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import TableSpec
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.steps.rules import UpdateRules
+from hybrid.storage.places import Place
 from hybrid.training.guard import Decided
 
 
@@ -58,15 +59,17 @@ class Host(Protocol):
         """Put tables in place; all trainers call it at once, with the same ones."""
         ...
 
-    def prepare(self) -> Path:
-        """The folder of the data of the configuration, prepared; all trainers call it at once.
+    def prepare(self) -> str:
+        """Where the data of the configuration are, prepared: what :func:`open_split` opens.
+
+        All trainers call it at once.
 
         Raises:
             ConfigError, DataError: it cannot be.
         """
         ...
 
-    def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of the rows, and of the module; all trainers call it at once.
 
         Args:

@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -34,10 +35,12 @@ from hybrid.own_loop.host import Host
 from hybrid.own_loop.modules import Call, TableModule
 from hybrid.own_loop.passes import Pass, Passes
 from hybrid.own_loop.prepared import PreparedData
+from hybrid.own_loop.rules import check_tables
 from hybrid.own_loop.trainers import Trainers
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.schedule import Schedule
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage.places import Place
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.backward import Graph, recorded_graph
 from hybrid.training.ddp import DdpMode, DdpModel
@@ -86,6 +89,7 @@ class Loop:
         specs = [
             module.spec(name, 8 if config.train.dtype == "float64" else 4) for name, module in modules.items()
         ]
+        check_tables(config, specs)
         deployed = host.deploy(specs)
         self._hosted = deployed.hosted
         self._shapes = deployed.placement.shapes
@@ -124,15 +128,15 @@ class Loop:
         is_nccl = not self._host.is_alone and dist.get_backend(self._host.group) == "nccl"
         return self.device if is_nccl else torch.device("cpu")
 
-    def batches(self, data: Any, size: int | None) -> Iterator[Any]:
+    def batches(self, data: Any, size: int | None, whole: str | None) -> Iterator[Any]:
         """This trainer's shares of all batches, to train on; to evaluate where gradients are disabled."""
         self._seed_pass()
         trainer, num_trainers = self._host.trainer, self._host.group.size()
         if isinstance(data, PreparedData):
-            own = data.shares(trainer, num_trainers, size, self._passes.sites)
+            own = data.shares(trainer, num_trainers, size, self._passes.sites, whole)
         else:
-            batches = self.trainers.checked(global_batches(data, size))
-            own = shares(batches, trainer, num_trainers, self._passes.sites)
+            batches = self.trainers.checked(global_batches(data, size, whole))
+            own = shares(batches, trainer, num_trainers, self._passes.sites, whole)
         if not torch.is_grad_enabled():
             yield from self._evaluating(own)
             return
@@ -202,14 +206,15 @@ class Loop:
         """The vectors of a call of a table, on this trainer's device; see :class:`Asker`."""
         return self._passes.vectors(call, self.step)
 
-    def backward(self, values: Tensor, weights: Tensor | None) -> None:
-        """Take the gradients of the mean over all trainers' samples; see :meth:`Cluster.backward`."""
+    def backward(self, terms: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+        """Take the gradients of the sum of the means of some values, by their weights, over all trainers'
+        samples; see :meth:`Cluster.backward`."""
         current, graph = self._passes.trained, self._graph
         if current is None or graph is None or current.share is None:
             raise RuntimeError("cluster.backward(...) takes the loss of a batch of cluster.batches(...)")
         if self._loss is not None:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
-        part = self._part_of_mean(values, weights, current.share)
+        part = self._part_of_means(terms, current.share)
         current.take_ahead()  # where no table was called, the workers wait for gradients all the same
         loss = part + sum(current.zeros).to(part)  # type: ignore[union-attr]  # there is one at least
         self._passes.expect(current, self._hosted, self.step)
@@ -225,28 +230,21 @@ class Loop:
         if not any(parameter.requires_grad for parameter in self.model.net.parameters()):
             self._decide()  # no optimizer will
 
-    def _part_of_mean(self, values: Tensor, weights: Tensor | None, share: Share) -> Tensor:
-        """This trainer's part of the mean over the global batch.
-
-        A mean times a share, not a sum over a size: with one trainer it has the bits of torch's own mean.
-        """
-        values_B = values.reshape(-1)
-        if values.dim() == 0 or len(values_B) != share.size:
-            raise DataError(
-                f"cluster.backward takes one value a sample, ({share.size},), not {list(values.shape)}; "
-                'have the loss reduce nothing: reduction="none"'
-            )
-        if weights is None:
-            return values_B.mean() * (share.size / share.global_size) if share.size else values_B.sum()
-        weights_B = weights.reshape(-1).to(values_B)
-        if (
-            len(weights_B) != share.size
-            or bool((weights_B < 0).any())
-            or not bool(weights_B.isfinite().all())
-        ):
-            raise DataError("weights are one for each sample, finite and not negative")
-        total = self.trainers.sum(weights_B.sum().double().view(1)).item()
-        return weighted_part(values_B, weights_B, total)
+    def _part_of_means(self, terms: Sequence[tuple[Tensor, Tensor | None]], share: Share) -> Tensor:
+        """This trainer's part of the means over the global batch."""
+        columns = [_columns(values, weights, share) for values, weights in terms]
+        sums = [weights_B.sum().double() for _, weights_B in columns if weights_B is not None]
+        totals = iter(self.trainers.sum(torch.stack(sums)).tolist() if sums else ())
+        parts = []
+        for values_B, weights_B in columns:
+            if weights_B is not None:
+                parts.append(weighted_part(values_B, weights_B, next(totals)))
+            elif share.size:
+                # Not a sum over a size: with one trainer it has the bits of torch's own mean.
+                parts.append(values_B.mean() * (share.size / share.global_size))
+            else:
+                parts.append(values_B.sum())
+        return reduce(add, parts)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Scale, or drop, the gradients that an optimizer of the module's parameters is about to take.
@@ -282,13 +280,13 @@ class Loop:
         """All rows of a table, (rows, D), as they are now."""
         return self._passes.rows(module, self.step)
 
-    def save(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+    def save(self, folder: Place, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.save`."""
         self._feed.settle()
         state = {} if optimizer is None else optimizer.state_dict()["state"]
         self._host.save(folder, self.step, pack_dense(self.model.net.state_dict(), state))
 
-    def load(self, folder: Path, optimizer: torch.optim.Optimizer | None) -> None:
+    def load(self, folder: Place, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.load`."""
         stored = Checkpoint.open(folder)
         if stored.manifest.tables.keys() != self._shapes.keys():
@@ -302,6 +300,22 @@ class Loop:
             DenseOptimizer(optimizer, Schedule()).load(state, folder)
         self._host.load(stored)
         self.step = stored.manifest.step
+
+
+def _columns(values: Tensor, weights: Tensor | None, share: Share) -> tuple[Tensor, Tensor | None]:
+    """One value of each sample of a share, and one weight; DataError where there are others."""
+    values_B = values.reshape(-1)
+    if values.dim() == 0 or len(values_B) != share.size:
+        raise DataError(
+            f"cluster.backward takes one value a sample, ({share.size},), not {list(values.shape)}; "
+            'have the loss reduce nothing: reduction="none"'
+        )
+    if weights is None:
+        return values_B, None
+    weights_B = weights.reshape(-1).to(values_B)
+    if len(weights_B) != share.size or bool((weights_B < 0).any()) or not bool(weights_B.isfinite().all()):
+        raise DataError("weights are one for each sample, finite and not negative")
+    return values_B, weights_B
 
 
 # Those of this process; torch's hook, registered once, outlives each of them.

@@ -7,13 +7,14 @@ with. It can be called once the module that it is part of is distributed.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.config.tables import INITIALISERS
+from hybrid.config.tables import INITIALISERS, POOLERS
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.stored_rows import shape_of
 from hybrid.embedding.trainer.asked import Asked
@@ -187,6 +188,8 @@ class EmbeddingBag(TableModule):
     Args:
         mode: how the rows of a bag become a vector: "sum", "mean" or "max".
         include_last_offset: whether offsets have the end of the last bag, too.
+        pooled_by: who makes a vector of a bag: the "workers" that hold its rows, or the "trainers", which
+            then fetch each distinct row of a call once: less, where bags name the same rows often.
     """
 
     def __init__(
@@ -201,7 +204,10 @@ class EmbeddingBag(TableModule):
         init: str = "uniform",
         initial: str = "",
         include_last_offset: bool = False,
+        pooled_by: str = "workers",
     ) -> None:
+        if pooled_by not in POOLERS:
+            raise ValueError(f"pooled_by is one of {', '.join(POOLERS)}, not {pooled_by!r}")
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -213,6 +219,10 @@ class EmbeddingBag(TableModule):
         )
         self.pooling = Pooling(mode)
         self.include_last_offset = include_last_offset
+        self.pooled_by = pooled_by
+
+    def spec(self, name: str, bytes_per_value: int) -> TableSpec:
+        return replace(super().spec(name, bytes_per_value), pooled_by=self.pooled_by)
 
     def forward(
         self,

@@ -1,23 +1,32 @@
-"""Optimizers of tables, with names and arguments as in ``torch.optim``; ``embedding.worker`` has formulas."""
+"""Optimizers of tables, with names and arguments as in ``torch.optim``; ``embedding.worker`` has formulas.
+
+With ``all_rows``, every row takes every step, as ``torch.optim`` has it for an ``nn.Embedding``; else those
+that the step touches.
+"""
 
 import math
 
 from hybrid.embedding.spec import OptimizerSpec
 
 
-def SGD(lr: float, weight_decay: float = 0.0) -> OptimizerSpec:
+def SGD(lr: float, weight_decay: float = 0.0, *, all_rows: bool = False) -> OptimizerSpec:
     """Stochastic gradient descent."""
-    return _checked(OptimizerSpec("sgd", lr, weight_decay=weight_decay))
+    return _checked(OptimizerSpec("sgd", lr, weight_decay=weight_decay, all_rows=all_rows))
 
 
-def Momentum(lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> OptimizerSpec:
+def Momentum(
+    lr: float, momentum: float = 0.9, weight_decay: float = 0.0, *, all_rows: bool = False
+) -> OptimizerSpec:
     """SGD with momentum; the buffer of a row rests while the row does."""
-    return _checked(OptimizerSpec("momentum", lr, momentum=momentum, weight_decay=weight_decay))
+    spec = OptimizerSpec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
+    return _checked(spec)
 
 
-def Adagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
+def Adagrad(
+    lr: float, eps: float = 1e-10, weight_decay: float = 0.0, *, all_rows: bool = False
+) -> OptimizerSpec:
     """Adagrad, with a sum of squares for each value."""
-    return _checked(OptimizerSpec("adagrad", lr, eps=eps, weight_decay=weight_decay))
+    return _checked(OptimizerSpec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows))
 
 
 def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
@@ -26,17 +35,29 @@ def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> 
 
 
 def Adam(
-    lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    all_rows: bool = False,
 ) -> OptimizerSpec:
     """Adam, which counts the steps of each row by itself."""
-    return _checked(OptimizerSpec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay))
+    spec = OptimizerSpec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+    return _checked(spec)
 
 
 def AdamW(
-    lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled decay of the rows that a step touches."""
-    return _checked(OptimizerSpec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay))
+    """Adam with decoupled decay."""
+    spec = OptimizerSpec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
+    return _checked(spec)
 
 
 def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.0) -> OptimizerSpec:

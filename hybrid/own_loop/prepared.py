@@ -9,7 +9,7 @@ from typing import Any
 from hybrid.batch import Batch, SparseFeatures, by_task
 from hybrid.data.loader import BatchLoader
 from hybrid.data.storage import PreparedDataset
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.own_loop.batches import Share
 from hybrid.own_loop.jagged import Jagged
@@ -31,7 +31,7 @@ class PreparedData:
     Attributes:
         dataset: what is on the disk.
         batch_size: of all trainers together, where none is given.
-        seed, shuffle: how each pass orders the samples.
+        seed, shuffle, lanes: how each pass orders the samples.
         tasks: their names, in the order of the labels.
         passes: how many there have been.
     """
@@ -40,6 +40,7 @@ class PreparedData:
     batch_size: int
     seed: int
     shuffle: bool
+    lanes: int
     tasks: tuple[str, ...]
     passes: int = 0
 
@@ -65,9 +66,24 @@ class PreparedData:
         return self.dataset.input_spec.dense_features
 
     def shares(
-        self, trainer: int, num_trainers: int, size: int | None, sites: Iterable[Site]
+        self,
+        trainer: int,
+        num_trainers: int,
+        size: int | None,
+        sites: Iterable[Site],
+        whole: str | None = None,
     ) -> Iterator[Share]:
-        """The shares of trainer number ``trainer`` of the next pass."""
+        """The shares of trainer number ``trainer`` of the next pass.
+
+        Args:
+            whole: ``group`` where groups stay whole, or None.
+
+        Raises:
+            DataError: they cannot.
+        """
+        if whole not in (None, GROUP):
+            rule = f"is to be {GROUP!r} in prepared data: data.group names its column"
+            raise DataError(f"whole = {whole!r} {rule}")
         loader = BatchLoader(
             self.dataset,
             batch_size=size or self.batch_size,
@@ -75,6 +91,8 @@ class PreparedData:
             num_trainers=num_trainers,
             seed=self.seed,
             shuffle=self.shuffle,
+            lanes=self.lanes,
+            by_group=whole is not None,
         )
         epoch, self.passes = self.passes, self.passes + 1
         with loader.batches(epoch) as stream:

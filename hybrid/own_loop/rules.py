@@ -1,7 +1,10 @@
 """What of a configuration holds for a loop of the user's own."""
 
+from collections.abc import Sequence
+
 from hybrid.config import RunConfig
 from hybrid.config.rules import SCHEDULES_THAT_END
+from hybrid.embedding.spec import TableSpec
 from hybrid.errors import ConfigError
 from hybrid.steps.rules import UpdateRules
 from hybrid.steps.schedule import Schedule
@@ -25,3 +28,11 @@ def own_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
         rule = f"must be set for {section.kind}: how many steps there will be, your loop knows alone"
         raise ConfigError("schedule.steps", rule, section.steps)
     return UpdateRules.of(config, Schedule.of(section, section.steps), num_trainers)
+
+
+def check_tables(config: RunConfig, tables: Sequence[TableSpec]) -> None:
+    """ConfigError where all rows of a table take every step, and trainers have no steps together."""
+    for table in tables:
+        if table.optimizer.all_rows and config.train.update == "async":
+            rule = f"must be sync or pipelined, since all rows of table {table.name} take every step"
+            raise ConfigError("train.update", rule, "async")

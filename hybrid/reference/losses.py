@@ -1,4 +1,5 @@
-"""The loss of a step in plain torch: of each task, the weighted mean over all samples of a global batch."""
+"""The loss of a step in plain torch: of each task, the weighted mean over all samples of a global batch, and
+over all of its groups."""
 
 from collections.abc import Mapping, Sequence
 
@@ -29,6 +30,8 @@ class ReferenceLoss:
     def parts(self, outputs: Sequence[Tensor], shares: Sequence[Batch]) -> list[Tensor]:
         """What each trainer's samples add to the loss of all of them.
 
+        What ranking losses add comes last, of the whole batch: here a group may have samples anywhere in it.
+
         Args:
             outputs: of each trainer's samples, (samples, outputs).
             shares: each trainer's samples.
@@ -43,10 +46,16 @@ class ReferenceLoss:
                 continue
             columns = outputs_BO.split(num_outputs, dim=1)
             of_tasks = [
-                self._part(t, columns[t], share, totals[t], has_weights) * task.weight
+                self._part(t, columns[t], share, totals[t], has_weights) * _weight(task)
                 for t, task in enumerate(self._tasks)
             ]
             parts.append(torch.stack(of_tasks).sum())
+        whole_BO, first = torch.cat(list(outputs)), 0
+        for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
+            if task.ranking_loss:
+                order = _order(task.ranking_loss, whole_BO[:, first], shares, t)
+                parts.append(order * task.weight * task.ranking_share)
+            first += number
         return parts
 
     def _part(self, t: int, outputs_BO: Tensor, share: Batch, total: float, has_weights: bool) -> Tensor:
@@ -76,6 +85,40 @@ class ReferenceLoss:
             case name:
                 assert name == "huber", name
                 return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.huber_delta)
+
+
+def _weight(task: TaskSection) -> float:
+    """Of the loss of a task's samples."""
+    return task.weight * (1 - task.ranking_share if task.ranking_loss else 1.0)
+
+
+def _order(loss: str, scores_N: Tensor, shares: Sequence[Batch], t: int) -> Tensor:
+    """The mean over all groups of the batch that have something to put in order, each by its mean weight."""
+    labels_N = torch.cat([_column(share.labels, t) for share in shares]).to(scores_N)
+    weights_N = torch.cat([_weights(share, t) for share in shares]).to(scores_N)
+    groups = [share.groups for share in shares if share.groups is not None]
+    groups_N = torch.cat([torch.empty(0, dtype=torch.int64), *groups])
+    weighted, total = scores_N.sum() * 0, 0.0
+    for group in set(groups_N.tolist()):
+        mine_N = (groups_N == group) & (weights_N > 0)
+        s, y, w = scores_N[mine_N], labels_N[mine_N], weights_N[mine_N]
+        if len(set(y.tolist())) > 1:
+            value = _pairwise(s, y, w) if loss == "pairwise" else _listwise(s, y, w)
+            weighted, total = weighted + w.mean() * value, total + w.mean().item()
+    return weighted / (total or 1.0)
+
+
+def _pairwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """RankNet's loss of the pairs of a group, from the matrix of all of them."""
+    is_pair = (y[:, None] > y[None, :]).to(s)
+    weights = is_pair * w[:, None] * w[None, :]
+    behind = s[None, :] - s[:, None]
+    return (weights * torch.logaddexp(torch.zeros_like(behind), behind)).sum() / weights.sum()
+
+
+def _listwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The cross-entropy of a group's labels and the softmax of its scores."""
+    return -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
 
 
 def _reduced(values_B: Tensor, reduction: str) -> Tensor:

@@ -2,13 +2,14 @@
 
 Nothing here is shared with ``hybrid/embedding/worker/optimizers.py``, which documents the formulas and which
 this is compared with. Where torch has the optimizer, each rule is the single-tensor code of its class,
-operation by operation, so that a step that touches every row has the bits of torch's.
+operation by operation, so that a step that touches every row has the bits of torch's. Where all rows take
+every step, it is ``torch.optim`` itself (:class:`WholeTable`).
 """
 
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.embedding.spec import OptimizerSpec
 
@@ -118,3 +119,52 @@ _RULES: dict[str, _Rule] = {
     "adamw": _adamw,
     "ftrl": _ftrl,
 }
+
+
+class WholeTable:
+    """A table as ``torch.optim`` trains it: every row takes every step, by a gradient of the table's size.
+
+    Args:
+        table_RD: its rows, which every step updates in place.
+        state: that of :func:`initial_state`, which every step brings up to date.
+    """
+
+    def __init__(self, spec: OptimizerSpec, table_RD: Tensor, state: State) -> None:
+        self._parameter = nn.Parameter(table_RD)
+        self._optimizer = _of_torch(spec, self._parameter)
+        self._state = state
+
+    def step(self, learning_rate: float, ids_U: Tensor, grad_UD: Tensor) -> None:
+        """One step with the gradients of the distinct rows ``ids_U``; those of the others are zero."""
+        self._parameter.grad = torch.zeros_like(self._parameter).index_copy_(0, ids_U, grad_UD)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
+        of_torch = self._optimizer.state[self._parameter]
+        for name, tensor in self._state.items():
+            tensor.copy_(of_torch[_NAMES_IN_TORCH[name]])
+
+
+_NAMES_IN_TORCH = {
+    "buffer": "momentum_buffer",
+    "sum": "sum",
+    "mean": "exp_avg",
+    "square": "exp_avg_sq",
+    "steps": "step",
+}
+
+
+def _of_torch(spec: OptimizerSpec, parameter: nn.Parameter) -> torch.optim.Optimizer:
+    rate, decay = spec.learning_rate, spec.weight_decay
+    match spec.name:
+        case "sgd":
+            return torch.optim.SGD([parameter], rate, weight_decay=decay)
+        case "momentum":
+            return torch.optim.SGD([parameter], rate, spec.momentum, weight_decay=decay)
+        case "adagrad":
+            return torch.optim.Adagrad([parameter], rate, eps=spec.eps, weight_decay=decay)
+        case "adam":
+            return torch.optim.Adam([parameter], rate, spec.betas, spec.eps, decay)
+        case name:
+            assert name == "adamw", name
+            return torch.optim.AdamW([parameter], rate, spec.betas, spec.eps, decay)

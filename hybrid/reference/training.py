@@ -4,13 +4,14 @@ No arithmetic is shared with the system: ordinary autograd, ``F.embedding`` and 
 ``torch.optim`` and its schedulers, ``clip_grad_norm_``. Only the nets are given, and with them their layers'
 products, those of ``dense.matmul``. Every trainer's share of a step is computed here, one after another, and
 one backward pass goes through all of them. Rows that a step touches are leaves of their own, so that tables
-of millions of rows have no gradients of their size.
+of millions of rows have no gradients of their size, unless all of their rows take every step.
 """
 
 import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,12 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import DenseSection, RunConfig
-from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import DenseNet
 from hybrid.reference.losses import ReferenceLoss
-from hybrid.reference.rows import initial_state, update_rows
+from hybrid.reference.rows import WholeTable, initial_state, update_rows
 from hybrid.reference.schedule import learning_rate_factors
 
 
@@ -79,6 +80,11 @@ class Reference:
 
         self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
         self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
+        self._whole = {
+            t.name: WholeTable(t.optimizer, self.tables[t.name], self.table_states[t.name])
+            for t in tables
+            if t.optimizer.all_rows
+        }
         # What a step reads: in pipelined mode the tables without their last update.
         self._visible = self.tables
         self._last_updated: dict[str, Tensor] = {}  # ids_U by table
@@ -177,12 +183,14 @@ class Reference:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")
 
     def _pool(self, sparse: SparseFeatures, feature: int, touched: Mapping[str, _Touched]) -> Tensor:
-        """The vectors of one feature, one a sample."""
+        """The vectors of one feature, one a sample; or those of a sequence."""
         spec = self._features[feature]
         table = self._table_of[spec.name]
         ids_U, rows_UD = touched[table.name]
         ids_L, offsets, weights_L = _bags(sparse, feature)
         index_L = torch.searchsorted(ids_U, ids_L)
+        if table.sequence:
+            return self._sequence(index_L, offsets, weights_L, rows_UD, table.sequence)
         if weights_L is not None:
             weights_L = weights_L.to(self._dtype)
             sums_BD = F.embedding_bag(
@@ -193,6 +201,22 @@ class Reference:
         if sparse.offsets is None or not spec.multi_hot:
             return F.embedding(index_L, rows_UD)
         return F.embedding_bag(index_L, rows_UD, offsets, mode=table.pooling.value, include_last_offset=True)
+
+    def _sequence(
+        self, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None, rows_UD: Tensor, length: int
+    ) -> Tensor:
+        """The vectors of each sample's ids, zeros up to ``length`` of them, and how many ids there are."""
+        padding = len(rows_UD)
+        index_BN = torch.full((len(offsets) - 1, length), padding)
+        weights_BN = torch.ones(index_BN.shape, dtype=self._dtype)
+        for b, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            index_BN[b, : stop - start] = index_L[start:stop]
+            if weights_L is not None:
+                weights_BN[b, : stop - start] = weights_L[start:stop].to(self._dtype)
+        rows_VD = torch.cat([rows_UD, rows_UD.new_zeros(1, rows_UD.size(1))])
+        vectors_BND = F.embedding(index_BN, rows_VD, padding_idx=padding) * weights_BN.unsqueeze(2)
+        lengths_B1 = (index_BN != padding).sum(dim=1, keepdim=True).to(self._dtype)
+        return torch.cat([vectors_BND.flatten(1), lengths_B1], dim=1)
 
     def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
         gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]
@@ -214,7 +238,11 @@ class Reference:
             assert rows_UD.grad is not None, "every table has a feature that reads it"
             rate = spec.optimizer.learning_rate * factor
             table_RD, state = self.tables[spec.name], self.table_states[spec.name]
-            update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
+            if spec.name in self._whole:
+                self._whole[spec.name].step(rate, ids_U, rows_UD.grad)
+                ids_U = torch.arange(len(table_RD))
+            else:
+                update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
             self._last_updated[spec.name] = ids_U
 
 

@@ -191,7 +191,8 @@ def write_preprocessing(model: TrainedModule, folder: Path) -> list[str]:
             {**asdict(how), "source": column.source} for how, column in zip(fitted.dense, dense, strict=True)
         ],
         "sparse": [
-            {**asdict(how), **_made(column)} for how, column in zip(fitted.sparse, sparse, strict=True)
+            {**how.fields, "values": [*how.values], **_made(column)}
+            for how, column in zip(fitted.sparse, sparse, strict=True)
         ],
     }
     text = json.dumps(content, ensure_ascii=False, indent=1)

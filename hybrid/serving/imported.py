@@ -12,9 +12,14 @@ from hybrid.checkpoint.files import Files, is_earlier_file, shard_file, writing
 from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
+from hybrid.data import checksums
+from hybrid.data.encode import FILE_NAME, vocabularies_place
+from hybrid.data.vocabulary_file import VOCABULARIES_FILE
 from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import DataError
 from hybrid.private_files import make_folder
+from hybrid.storage.files import exists, local
+from hybrid.storage.places import Place
 
 _WEIGHT = "weight"
 
@@ -61,7 +66,9 @@ def write_imported(
         with writing(partial):
             for name in kept:
                 make_folder((partial / name).parent)
-                shutil.copyfile(stored.folder / name, partial / name)
+                with stored.local(name) as here:
+                    shutil.copyfile(here, partial / name)
+        kept |= _with_vocabularies(stored.parts, partial)
         for table, name in sources.items():
             count = manifest.tables[table][2]
             for index in range(count):
@@ -69,10 +76,21 @@ def write_imported(
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
         if manifest.best is not None:
             progress[OWES_EVALUATION] = True  # else a run with patience would count from its beginning
-        folders.commit(partial, dataclasses.replace(manifest, files=kept, metrics={}, progress=progress))
+        whole = dataclasses.replace(manifest, files=kept, metrics={}, progress=progress, parts="")
+        folders.commit(partial, whole)
     except BaseException:
         folders.discard(partial)
         raise
+
+
+def _with_vocabularies(parts: Place, partial: Path) -> Files:
+    """Copy the vocabularies that a checkpoint shares with others of its run: the new one may be alone."""
+    if not exists(parts / FILE_NAME) or (source := vocabularies_place(parts)) is None:
+        return {}
+    path = partial / VOCABULARIES_FILE
+    with writing(path), local(source) as here:
+        shutil.copyfile(here, path)
+        return {VOCABULARIES_FILE: (path.stat().st_size, checksums.whole(path))}
 
 
 def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count: int) -> Files:

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +20,18 @@ from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.modules import TableModule
 from hybrid.own_loop.plain import plain_copy
 from hybrid.own_loop.prepared import DENSE
-from hybrid.serving.pooling import pooled
+from hybrid.serving.pooling import pooled, sequences
 from hybrid.serving.predictions import predictions
 from hybrid.serving.raw_values import encoded
 from hybrid.serving.trained import Trained
+from hybrid.storage.places import Place, place
 
 # End the names of tensors beside the ids of a column.
 OFFSETS, WEIGHTS = ".offsets", ".weights"
 SAMPLES, STARTS = "samples", "samples + 1"  # sizes that differ from batch to batch
 
 
-def load(folder: str | Path, module: nn.Module | None = None, *, trust_code: bool = False) -> nn.Module:
+def load(folder: str | Place, module: nn.Module | None = None, *, trust_code: bool = False) -> nn.Module:
     """A trained model as a plain module in this process, its tables among its parameters.
 
     Args:
@@ -48,8 +48,8 @@ def load(folder: str | Path, module: nn.Module | None = None, *, trust_code: boo
         ConfigError: it names code that may not be run.
     """
     if module is not None:
-        return _own(Checkpoint.best_good(Path(folder), warnings.warn), module)
-    return TrainedModule(Trained.read(Path(folder), warnings.warn, trust_code))
+        return _own(Checkpoint.best_good(place(folder), warnings.warn), module)
+    return TrainedModule(Trained.read(place(folder), warnings.warn, trust_code))
 
 
 def _own(stored: Checkpoint, module: nn.Module) -> nn.Module:
@@ -85,13 +85,15 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Feature:
-    """A categorical column: its name, the place of its table, and how its rows become a vector."""
+    """A categorical column: its name, the place of its table, and how its rows become a vector, or of how
+    many at most they are a sequence."""
 
     name: str
     table: int
     is_multi_hot: bool
     is_weighted: bool
     pooling: Pooling
+    sequence: int
 
     @property
     def inputs(self) -> list[Input]:
@@ -151,7 +153,12 @@ class TrainedModule(nn.Module):
         self.num_dense = len(spec.dense_features)
         self._features = [
             _Feature(
-                feature.name, names.index(table.name), feature.multi_hot, feature.weighted, table.pooling
+                feature.name,
+                names.index(table.name),
+                feature.multi_hot,
+                feature.weighted,
+                table.pooling,
+                table.sequence,
             )
             for feature, table in zip(spec.sparse_features, tables_of(spec, blueprint.tables), strict=True)
         ]
@@ -223,7 +230,11 @@ class TrainedModule(nn.Module):
             weights = batch[feature.name + WEIGHTS]
             weights_L = weights.values if isinstance(weights, Jagged) else weights
             rows_LD = rows_LD * weights_L.unsqueeze(1).to(rows_LD)
-        return rows_LD if offsets is None else pooled(rows_LD, offsets, feature.pooling)
+        if offsets is None:
+            return rows_LD
+        if feature.sequence:
+            return sequences(rows_LD, offsets, feature.sequence)
+        return pooled(rows_LD, offsets, feature.pooling)
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)

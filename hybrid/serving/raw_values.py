@@ -40,7 +40,7 @@ def encoded(trained: Trained, columns: Any, offsets: str, weights: str) -> dict[
     arrays = {name: _one_array(table[name]) for name in layout.wanted}
     rows = np.arange(table.num_rows)
     try:
-        block, bad = parse(TableBlock(arrays, rows, rows, table.num_rows, []), layout)
+        block, bad = parse(TableBlock(arrays, rows, rows, table.num_rows, table.num_rows, []), layout)
     except pa.ArrowException as error:
         raise DataError(f"{_PLACE}: {error}") from error
     if bad:

@@ -6,20 +6,21 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from torch import nn
 
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.reader import Checkpoint
-from hybrid.config import RunConfig
+from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.file import CONFIG_FILE
 from hybrid.data.encode import FILE_NAME, FeatureEncoder
 from hybrid.dense.configured import extra_columns
-from hybrid.dense.nets import DenseNet
 from hybrid.errors import CheckpointError
+from hybrid.models.dense_net import DenseNet
 from hybrid.own_code.signature import load_run_config
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 from hybrid.training.build import Blueprint
 from hybrid.training.tables import table_specs
 
@@ -39,7 +40,7 @@ class Trained:
     encoder: FeatureEncoder
 
     @classmethod
-    def read(cls, folder: Path, say: Callable[[str], object], trust_code: bool = False) -> Trained:
+    def read(cls, folder: Place, say: Callable[[str], object], trust_code: bool = False) -> Trained:
         """The model of a run's best checkpoint, or of one that is named.
 
         Args:
@@ -52,11 +53,12 @@ class Trained:
             ConfigError: it names code that may not be run.
         """
         stored = Checkpoint.best_good(folder, say)
-        if not (stored.folder / FILE_NAME).exists():
+        if not storage.exists(stored.parts / FILE_NAME):
             rule = "its module is known to your code alone: hybrid.load(FOLDER, MODULE) takes both"
             raise CheckpointError(f"{stored.folder}: was saved by a loop of your own; {rule}")
-        config = load_run_config(stored.folder / CONFIG_FILE, trust_code=trust_code)
-        return cls(stored, config, FeatureEncoder.load(stored.folder))
+        config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code)
+        encoder = FeatureEncoder.load(stored.parts)
+        return cls(stored, _with_weights(config, encoder), encoder)
 
     @property
     def origin(self) -> str:
@@ -89,3 +91,13 @@ class Trained:
     def _fill(self, net: nn.Module, file: str) -> None:
         load_state(net, unpack_dense(self.stored.tensors(file))[0], self.stored.folder)
         net.eval()
+
+
+def _with_weights(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:
+    """``config``, with a column of weighted ids for each feature that had such in the user's own batches."""
+    weighted = {
+        each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
+        for each in encoder.sparse
+        if each.weighted
+    }
+    return config.replace(columns={**config.columns, **weighted}) if weighted else config

@@ -11,11 +11,11 @@ from hybrid.config import RunConfig
 from hybrid.dense.compiled import compiled
 from hybrid.dense.configured import build_dense_net, build_remote_net
 from hybrid.dense.groups import parameter_groups
-from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import make_optimizer
 from hybrid.dense.remote import HostedNet
 from hybrid.embedding.spec import TableSpec, tables_of
 from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import DenseNet
 from hybrid.steps.rules import UpdateRules
 from hybrid.training.model import HybridModel, RemoteStage
 
@@ -36,8 +36,14 @@ class Blueprint:
 
     @property
     def widths(self) -> list[int]:
-        """Width of each feature's vector, in feature order."""
-        return [table.dim for table in tables_of(self.input_spec, self.tables)]
+        """Width of what the net gets of each feature, in feature order."""
+        return [table.width for table in tables_of(self.input_spec, self.tables)]
+
+    @property
+    def sequences(self) -> tuple[int, ...]:
+        """Numbers of the features that are sequences, whose ids have an order."""
+        tables = tables_of(self.input_spec, self.tables)
+        return tuple(k for k, table in enumerate(tables) if table.sequence)
 
     def dense_net(self) -> DenseNet:
         """The net of a trainer; see :func:`build_dense_net`."""

@@ -6,6 +6,9 @@
 
 Sums go over the global batch, so a trainer's part is its own sum over the whole of the weights, and the parts
 add up. A task of which no sample counts (all its weights are 0) adds 0.
+
+A task with a ranking loss has ``(1 - share) * loss + share * ranking loss`` in place of its loss
+(:mod:`hybrid.training.ranking_losses`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +26,7 @@ from hybrid.errors import ConfigError
 from hybrid.own_code.names import load_function
 from hybrid.own_code.traces import words_of
 from hybrid.training.model import to_device
+from hybrid.training.ranking_losses import RANKING
 
 # Of outputs_B (outputs_BC of C classes), labels_B, and "none" for values_B or "mean" for the mean of these.
 Loss: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
@@ -39,8 +43,8 @@ class Objective:
     """
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
+        self._tasks = list(tasks.values())
         self._losses = [_loss(name, task) for name, task in tasks.items()]
-        self._weights = [task.weight for task in tasks.values()]
         self._num_outputs = [task.num_outputs for task in tasks.values()]
 
     def __call__(self, outputs_BO: Tensor, batch: Batch) -> Tensor:
@@ -65,15 +69,36 @@ class Objective:
     def _part(
         self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
     ) -> Tensor:
+        task = self._tasks[t]
+        if not task.ranking_loss:
+            part = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
+        else:
+            part = task.ranking_share * self._part_of_order(t, outputs_B, batch)
+            if task.ranking_share < 1:
+                mean = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
+                part = part + (1 - task.ranking_share) * mean
+        return part if task.weight == 1 else part * task.weight
+
+    def _part_of_mean(
+        self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
+    ) -> Tensor:
         if weights_B is None:
             # A mean times a share, not a sum over a size: with one trainer the share is 1 and every gradient
             # has the bits of torch's own mean.
-            part = self._losses[t](outputs_B, labels_B, "mean") * (len(labels_B) / batch.global_size)
-        else:
-            assert batch.total_weights is not None, "who gives a batch weights gives their sums too"
-            values_B = self._losses[t](outputs_B, labels_B, "none")
-            part = weighted_part(values_B, weights_B, batch.total_weights[t].item())
-        return part if self._weights[t] == 1 else part * self._weights[t]
+            return self._losses[t](outputs_B, labels_B, "mean") * (len(labels_B) / batch.global_size)
+        assert batch.total_weights is not None, "who gives a batch weights gives their sums too"
+        values_B = self._losses[t](outputs_B, labels_B, "none")
+        return weighted_part(values_B, weights_B, batch.total_weights[t].item())
+
+    def _part_of_order(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
+        assert batch.groups is not None, "who has a ranking loss gives batches groups"
+        assert batch.total_groups is not None, "and their sums"
+        labels_B, weights_B = by_task(batch.labels, len(self._tasks))[:, t], None
+        if batch.weights is not None:
+            weights_B = by_task(batch.weights, len(self._tasks))[:, t]
+        ranking_loss = RANKING[self._tasks[t].ranking_loss]
+        values_B, counts_B = ranking_loss(outputs_B, labels_B, batch.groups, weights_B)
+        return weighted_part(values_B, counts_B, batch.total_groups[t].item())
 
     def _columns(self, values: Tensor, outputs: Tensor) -> Sequence[Tensor]:
         """One for each task, of the precision of ``outputs``, and where these are."""

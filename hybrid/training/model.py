@@ -12,8 +12,8 @@ from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense import replay
 from hybrid.dense.layers import name_layer
-from hybrid.dense.nets import DenseNet
 from hybrid.dense.replay import Given
+from hybrid.models.dense_net import DenseNet
 from hybrid.steps.ticket import Ticket
 
 AnySamples = TypeVar("AnySamples")

@@ -3,9 +3,10 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
+from hybrid.config.columns import sequence_length
+from hybrid.config.data import UNPOOLED
 from hybrid.config.rules import table_of_column
 from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import Placement, place
@@ -22,8 +23,8 @@ def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0
         extra_columns: columns beyond ``embedding.dim`` that the dense net wants of every table.
 
     Raises:
-        ConfigError: a [tables.NAME] section is of no feature, two claim one feature, or one is named
-            after a feature that it leaves out.
+        ConfigError: a [tables.NAME] section is of no feature, two claim one feature, one is named after a
+            feature that it leaves out, or a feature of one id a sample is to be a sequence.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -46,6 +47,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
     num_rows = max(f.num_rows for f in features)
     pooling = Pooling(section.pooling or shared.pooling)
     poolings = tuple(_pooling(config, name, feature, pooling) for feature in features)
+    sequences = tuple(_sequence(config, feature) for feature in features)
     return TableSpec(
         name=name,
         num_rows=num_rows,
@@ -56,17 +58,21 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
         init_scale=section.init_scale or num_rows**-0.5,
         placement=section.placement or shared.placement,
+        pooled_by=section.pooled_by or shared.pooled_by,
         workers=section.workers,
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
         initial=os.path.abspath(section.initial) if section.initial else "",
         init=section.init,
         poolings=poolings if {*poolings} != {pooling} else (),
+        sequences=sequences if any(sequences) else (),
     )
 
 
 def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pooling) -> Pooling:
     """That of a feature; ConfigError where there is none such."""
     own = config.columns.get(feature.name, ColumnSection()).pooling
+    if own == UNPOOLED:
+        return of_table  # of which a sequence makes no use
     found = Pooling(own or of_table)
     if feature.weighted and found is Pooling.MAX:
         of_tables = (
@@ -77,6 +83,15 @@ def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pool
         rule = f"must be sum or mean, since the ids of column {feature.name} have weights"
         raise ConfigError(f"columns.{feature.name}.pooling" if own else of_tables, rule, found.value)
     return found
+
+
+def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
+    """Of how many ids at most a feature is a sequence; ConfigError where it holds one id a sample."""
+    length = sequence_length(feature.name, config.columns.get(feature.name, ColumnSection()))
+    if length and not feature.multi_hot:
+        rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
+        raise ConfigError(f"columns.{feature.name}.pooling", rule, UNPOOLED)
+    return length
 
 
 def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec:
@@ -91,10 +106,11 @@ def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec
         weight_decay=shared.weight_decay,
         ftrl_beta=shared.ftrl_beta,
         ftrl_l1=shared.ftrl_l1,
+        all_rows=shared.all_rows if section.all_rows is None else section.all_rows,
     )
 
 
-def _with_rows(table: TableSpec, data_folder: Path | None) -> TableSpec:
+def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:
     """``table`` with all that is to be known of the file of its first rows."""
     if not table.initial:
         return table
@@ -103,7 +119,7 @@ def _with_rows(table: TableSpec, data_folder: Path | None) -> TableSpec:
         if len(table.features) > 1:
             rule = "must not be Parquet, whose rows go by value, for a table of several columns"
             raise ConfigError(key, rule, found)
-        return replace(table, keys="" if data_folder is None else str(data_folder))
+        return replace(table, keys=data_source or "")
     shape = shape_of(table.initial)
     if shape != (table.num_rows, table.dim):
         rule = (
@@ -117,18 +133,30 @@ def place_tables(
     config: RunConfig,
     input_spec: InputSpec,
     ids_per_sample: Mapping[str, float],
-    data_folder: Path | None = None,
+    data_source: str | None = None,
 ) -> tuple[tuple[TableSpec, ...], Placement]:
-    """The tables of a run, and where its workers hold their rows.
+    """The tables of a run, where its workers hold their rows, and who pools their bags.
 
     Args:
-        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
-        data_folder: of the prepared data, where there are any.
+        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on, and who
+            pools them.
+        data_source: where the prepared data are, where there are any.
 
     Raises:
         ConfigError: as from :func:`table_specs`, or a file of first rows does not fit its table.
         DataError: such a file cannot be read.
     """
     tables = table_specs(config, input_spec, extra_columns(config.dense.net))
-    tables = tuple(_with_rows(table, data_folder) for table in tables)
-    return tables, place(tables, config.cluster.workers, ids_per_sample)
+    tables = tuple(_with_rows(table, data_source) for table in tables)
+    known = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
+    return tables, place(tables, config.cluster.workers, *known)
+
+
+def samples_of_lookup(config: RunConfig) -> float:
+    """How many samples a trainer looks up at once, in the mean."""
+    return config.train.batch_size / config.cluster.trainers / config.train.micro_batches
+
+
+def wire_bytes_per_value(config: RunConfig) -> int | None:
+    """Of vectors and gradients in training; None for that of the rows."""
+    return 2 if config.embedding.wire_dtype == "bfloat16" else None

@@ -1,9 +1,11 @@
 """Whether the dense nets of a job are faster by oneDNN's products than by torch's: measured on a trainer."""
 
 import math
+from collections.abc import Sequence
 
 from torch import nn
 
+from hybrid.config.file import with_own
 from hybrid.config.rules import why_not_onednn
 from hybrid.dense.device import choose_devices
 from hybrid.dense.matmul import layer_shapes, measured_gain
@@ -16,18 +18,20 @@ class MatmulTrial:
     Args:
         index: of the trainer.
         blueprint: of the nets.
+        settings: what this role was given of its own.
     """
 
-    def __init__(self, index: int, blueprint: Blueprint) -> None:
+    def __init__(self, index: int, blueprint: Blueprint, settings: Sequence[str] = ()) -> None:
         self._index = index
         self._blueprint = blueprint
+        self._settings = settings
 
     def gain(self) -> float:
         """How many times as fast as torch's products oneDNN's make the layers that can take them.
 
         1 where none can: of this configuration, on this trainer's device, or of so few samples.
         """
-        config = self._blueprint.config
+        config = with_own(self._blueprint.config, self._settings)
         if why_not_onednn(config):
             return 1.0
         devices = choose_devices(config.dense, self._index)

@@ -52,7 +52,8 @@ class Allowed:
 
     Args:
         data: classes that only hold data, and functions that may be named.
-        created: the project's own classes of which objects may be made here, and functions that make one.
+        created: the project's own classes of which objects may be made here, and functions that make one; a
+            ``partial`` of one goes by its name, and makes them with what this process has to add.
 
     Attributes:
         data: what may be named, by name.
@@ -61,7 +62,7 @@ class Allowed:
 
     def __init__(self, data: Iterable[Callable[..., Any]], created: Iterable[Callable[..., Any]]) -> None:
         self.data = PLAIN | {name_of(each): each for each in data}
-        self._created = {name_of(each): each for each in created}
+        self._created = {name_of(each.func if isinstance(each, partial) else each): each for each in created}
         self.marks = {
             made.__name__: _Callable(self._made),
             class_named.__name__: _Callable(lambda name: partial(self._to_create, name)),

@@ -9,22 +9,18 @@ A slot holds packets::
 """
 
 import io
-import math
 import pickle
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hybrid.trust.allowed import NothingNamed
-from hybrid.trust.signature import memory_of
-from hybrid.wire.carrier.frames import DTYPES, described
+from hybrid.wire.layout import aligned, described, num_bytes, tensors_in, write
 from hybrid.wire.shared_memory import SharedMemory
 
 _NUMBER = struct.Struct("<Q")
-_ALIGNMENT = 64
 
 
 class Packet(NamedTuple):
@@ -50,7 +46,7 @@ def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int
     starts = [0] * len(memory.members)
     end = table = _NUMBER.size * len(starts)
     for place, each in packed.items():
-        starts[place] = _aligned(end)
+        starts[place] = aligned(end)
         end = starts[place] + len(each)
     slot = memory.slot(end)
     slot[:table] = struct.pack(f"<{len(starts)}Q", *starts)
@@ -68,21 +64,22 @@ class _Packed:
     """A packet as bytes."""
 
     def __init__(self, packet: Packet) -> None:
-        self._tensors = [each.contiguous() for each in packet.tensors]
-        self._head = pickle.dumps((packet.values, described(self._tensors)), pickle.HIGHEST_PROTOCOL)
+        self._tensors = packet.tensors
+        self._shapes = described(packet.tensors)
+        self._head = pickle.dumps((packet.values, self._shapes), pickle.HIGHEST_PROTOCOL)
 
     def __len__(self) -> int:
-        return _aligned(_NUMBER.size + len(self._head)) + sum(_aligned(t.nbytes) for t in self._tensors)
+        return self._start + num_bytes(self._shapes)
+
+    @property
+    def _start(self) -> int:
+        """Of the tensors."""
+        return aligned(_NUMBER.size + len(self._head))
 
     def write(self, room: memoryview) -> None:
-        end = _NUMBER.size + len(self._head)
         _NUMBER.pack_into(room, 0, len(self._head))
-        room[_NUMBER.size : end] = self._head
-        for tensor in self._tensors:
-            end = _aligned(end)
-            for part in memory_of(tensor):
-                room[end : end + len(part)] = part
-                end += len(part)
+        room[_NUMBER.size : _NUMBER.size + len(self._head)] = self._head
+        write(self._tensors, room, self._start)
 
 
 def _packet_in(slot: memoryview, place: int) -> Packet | None:
@@ -93,20 +90,4 @@ def _packet_in(slot: memoryview, place: int) -> Packet | None:
     (head,) = _NUMBER.unpack_from(slot, start)
     end = start + _NUMBER.size + head
     values, shapes = NothingNamed(io.BytesIO(slot[start + _NUMBER.size : end])).load()
-    tensors = []
-    for number, shape in shapes:
-        dtype, count = DTYPES[number], math.prod(shape)
-        end = _aligned(end)
-        # torch makes no empty tensor of memory.
-        flat = (
-            torch.frombuffer(slot, dtype=dtype, count=count, offset=end)
-            if count
-            else torch.empty(0, dtype=dtype)
-        )
-        tensors.append(flat.view(shape))
-        end += flat.nbytes
-    return Packet(values, tensors)
-
-
-def _aligned(at: int) -> int:
-    return -(-at // _ALIGNMENT) * _ALIGNMENT
+    return Packet(values, tensors_in(slot, aligned(end), shapes))

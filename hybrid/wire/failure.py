@@ -38,6 +38,10 @@ class RemoteError(ClusterError):
         self.role = role
         self.failure = failure
 
+    @property
+    def kind(self) -> type[Exception]:
+        return error_class(self.failure.kind)
+
 
 class LostError(ClusterError):
     """A role did not answer: it is gone, frozen, or out of reach."""

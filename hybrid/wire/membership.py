@@ -18,8 +18,9 @@ from hybrid.trust.secret import Secret
 from hybrid.trust.signature import Signatures
 from hybrid.trust.sockets import closed_after
 from hybrid.wire.calls import CALLS, CARRIED
+from hybrid.wire.carrier.introduction import Place
 from hybrid.wire.carrier.link import LINKS, Link
-from hybrid.wire.carrier.meeting import Place, meet_trainers, meet_workers
+from hybrid.wire.carrier.meeting import meet_trainers, meet_workers
 from hybrid.wire.carrier.server import Server
 from hybrid.wire.payloads import DATA
 from hybrid.wire.stubs import greet

@@ -16,6 +16,7 @@ from hybrid.own_code.names import OwnFunction, OwnValue
 from hybrid.steps.rules import Staleness, UpdateMode, UpdateRules
 from hybrid.steps.schedule import Schedule
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage.places import RemotePath
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.wire.calls import Vitals, create_module
 from hybrid.wire.failure import Failure
@@ -26,6 +27,6 @@ DATA: tuple[Callable[..., Any], ...] = (
     *(Batch, SparseFeatures, FeatureSpec, InputSpec, Predictions),
     *(Bags, Placement, Shard, OptimizerSpec, Pooling, TableSpec),
     *(Ticket, Purpose, UpdateMode, UpdateRules, Schedule, Staleness, Span),
-    *(Role, RoleKind, Topology, Vitals, Failure, OwnFunction, OwnValue),
+    *(RemotePath, Role, RoleKind, Topology, Vitals, Failure, OwnFunction, OwnValue),
     *(ModuleRef, RemoteNet, RemoteTables, create_module),
 )

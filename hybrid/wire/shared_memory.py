@@ -20,11 +20,9 @@ import mmap
 import os
 import secrets
 import socket
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,6 +31,7 @@ import torch.distributed as dist
 from hybrid.errors import ClusterError
 from hybrid.topology import Role, RoleKind
 from hybrid.trust.sockets import is_own_user
+from hybrid.wire.carrier.host_memory import own_host
 
 MOST_MEMBERS = 8  # every one reads what all have written
 _CARD_BYTES = 256
@@ -86,7 +85,7 @@ class SharedMemory:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind("")  # Linux chooses a name
             listener.listen(socket.SOMAXCONN)
-            host, name = _host() if may_share else "", listener.getsockname().hex()
+            host, name = own_host() if may_share else "", listener.getsockname().hex()
             own = _Card(host, name, token.hex(), trainer)
             cards = _exchange(own, group)
             alike = [each for each in cards if each.host == host] if host else [own]
@@ -174,13 +173,6 @@ class _Card(NamedTuple):
     name: str
     token: str
     trainer: int
-
-
-def _host() -> str:
-    if sys.platform != "linux":
-        return ""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.readlink('/proc/self/ns/net')}"  # names of sockets are those of a network namespace
 
 
 def _exchange(card: _Card, group: dist.ProcessGroup) -> list[_Card]:

@@ -16,7 +16,8 @@ from workers.session.session import Session
 def measure(topology: Topology, config: RunConfig) -> None:
     """Train a workload on the cluster: the steps of the warm-up, then those that are timed."""
     job = Job.from_environment()
-    session = Session(topology, config, job.workload.input_spec, job.num_warm_up + job.num_steps)
+    of, total_steps = job.workload, job.num_warm_up + job.num_steps
+    session = Session(topology, config, of.input_spec, total_steps, ids_per_sample=of.ids_per_sample)
     reports = [session.train_on(partial(batches, job.workload, 0, job.num_warm_up), 0)]
     mark.begin()
     start = time.perf_counter()

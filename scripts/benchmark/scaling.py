@@ -84,7 +84,7 @@ class Point:
         update = "sync" if self.system is OURS_SYNC else "pipelined"
         carrier = "rpc" if self.system is OURS_PIPELINED_RPC else "socket"
         return config.replace(
-            train=dataclasses.replace(config.train, batch_size=self.workload.global_batch, update=update),
+            train=dataclasses.replace(config.train, update=update),
             cluster=dataclasses.replace(config.cluster, carrier=carrier, combine=self.combine),
         )
 
@@ -92,8 +92,7 @@ class Point:
     def demand(self) -> Demand:
         """What a step of it asks for."""
         w = self.workload
-        ids = {f.name: float(w.hotness) for f in w.input_spec.sparse_features if f.multi_hot}
-        return demand(self.config, w.input_spec, ids, hosts=1)
+        return demand(self.config, w.input_spec, w.ids_per_sample, hosts=1)
 
 
 def point(dimension: str, value: int) -> Point:

@@ -35,7 +35,7 @@ _TIMEOUT_SECONDS = 600.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 _LOOKS_AT_MEMORY = 8  # one of so many: it takes the system milliseconds a process
 _HYBRID = (OWN_PYTHON, "-P", "-m", "workers")
-_MASTER_ADDRESS, _PORT = "10.0.0.1", 29500
+_MASTER_ADDRESS = "10.0.0.1"
 # A router, since the neighbours of 64 hosts on one bridge are more than the system keeps for all of them.
 # Makes a host for each line that it reads, which is the command of a role, and waits for the first's end.
 _HOSTS = r"""
@@ -153,12 +153,13 @@ def _settings(topology: Topology, run_folder: Path) -> list[str]:
 
 def _between_hosts(topology: Topology, settings: Sequence[str], file: Path) -> list[str]:
     """The command that starts every role on a host of its own; no word of it has a space."""
-    network = {"interface": "eth0", "master_address": _MASTER_ADDRESS, "master_port": _PORT}
-    shared = [*settings, *(w for key, value in network.items() for w in ("--set", f"cluster.{key}={value}"))]
+    masters = [*settings, "--set", f"cluster.master_address={_MASTER_ADDRESS}"]
+    patience = f"cluster.start_timeout_seconds={_TIMEOUT_SECONDS}"
+    others = ["--master", _MASTER_ADDRESS, "--set", patience]
     with file.open("w") as lines:
-        for role in topology.roles:
-            index = () if role == MASTER else ("--index", str(role.index))
-            print(*_HYBRID, role.kind, *index, *shared, file=lines)
+        print(*_HYBRID, MASTER.kind, *masters, file=lines)
+        for role in (*topology.trainers, *topology.workers):
+            print(*_HYBRID, role.kind, "--index", role.index, *others, file=lines)
     namespaces = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
     return [*namespaces, "bash", "-c", _HOSTS, "bash", str(file)]
 

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from benchmark.durations import PRODUCTS
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig
+from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TrainSection
 from hybrid.dense.configured import build_dense_net
-from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import TableSpec
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.training.tables import table_specs
 
 LEARNING_RATE = 0.1
@@ -87,6 +87,11 @@ class Workload:
         return self.varies or self.hotness > 1
 
     @property
+    def ids_per_sample(self) -> dict[str, float]:
+        """The mean numbers of ids of the multi-hot features."""
+        return {each.name: float(self.hotness) for each in self.input_spec.sparse_features if each.multi_hot}
+
+    @property
     def table_learning_rate(self) -> float:
         return LEARNING_RATES.get(self.optimizer, LEARNING_RATE)
 
@@ -97,6 +102,7 @@ class Workload:
             embedding=EmbeddingSection(
                 dim=self.dim, optimizer=self.optimizer, learning_rate=self.table_learning_rate
             ),
+            train=TrainSection(batch_size=self.global_batch),
             dense=DenseSection(
                 optimizer="SGD",
                 learning_rate=LEARNING_RATE,
@@ -153,13 +159,6 @@ class InBfloat16(nn.Module):
         with torch.autocast("cpu", torch.bfloat16):
             logits_B: Tensor = self.net(dense_BF, pooled_BE)
         return logits_B.float()
-
-
-class Concatenation(nn.Module):
-    """Everything side by side."""
-
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)
 
 
 def concatenation(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:

@@ -1,13 +1,17 @@
 """The command line of ``scripts/chaos``."""
 
+from __future__ import annotations
+
 import argparse
 import random
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,6 +20,9 @@ from chaos_run.running import Kill, Plan, Run
 from chaos_run.sameness import differences
 from hybrid.errors import HybridError
 from workers.launching.restarts import FILE_NAME
+
+if TYPE_CHECKING:  # torch comes with it
+    from chaos_run.on_hosts import HostsRun
 
 FAILED = 1
 INTERRUPTED = 130
@@ -61,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--freeze", type=float, default=0.0, metavar="SHARE", help="of the kills, frozen instead (default: 0)"
     )
+    parser.add_argument(
+        "--hosts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="spread the roles over so many hosts, which are namespaces, and kill these; --freeze is the "
+        "share that is unplugged first; as root",
+    )
     parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and launch again")
     parser.add_argument(
         "--pause", type=float, default=3.0, help="longest, before a kill, in seconds (default: 3)"
@@ -85,8 +100,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     kills: list[Kill] = []
     runs: dict[str, list[str]] = {}
     restarts = 0
+    harmed = _maker(options)
     while len(kills) < options.kills:
-        with Run(folder / f"killed-{len(runs) + 1}", arguments) as killed:
+        with harmed(folder / f"killed-{len(runs) + 1}", arguments) as killed:
             kills += killed.harm(options.kills - len(kills), plan, chance)
             killed.await_end()
         runs[killed.folder.name] = differences(whole.folder, killed.folder)
@@ -95,6 +111,19 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     show(console, kills)
     save(folder / "chaos.json", seed, kills, restarts, runs)
     return _judge(console, len(kills), restarts, runs)
+
+
+def _maker(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
+    """What makes a run that is to be harmed."""
+    if not options.hosts:
+        return Run
+    from support.first_process import hosts_refused
+
+    from chaos_run.on_hosts import HostsRun
+
+    if reason := hosts_refused():
+        raise HybridError(reason)
+    return partial(HostsRun, num_hosts=options.hosts)
 
 
 def _launch_arguments(options: argparse.Namespace) -> list[str]:

@@ -26,7 +26,7 @@ def show(console: Console, kills: Sequence[Kill]) -> None:
         cells = [counts[role, phase] for phase in PHASES]
         table.add_row(role, *map(str, [*cells, len(of_role), frozen]))
     console.print(table)
-    for number, name in (("SIGKILL", "killed"), ("SIGSTOP", "frozen")):
+    for number, name in (("SIGKILL", "killed"), ("SIGSTOP", "frozen"), ("unplugged", "unplugged")):
         seconds = [k.seconds for k in kills if k.signal == number and k.seconds is not None]
         if seconds:
             console.print(

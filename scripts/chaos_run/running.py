@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +56,37 @@ class Plan:
     pause_seconds: float
 
 
-class Run:
+class Harmed(ABC):
+    """A run of which something is killed now and then."""
+
+    def harm(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
+        """Kill some of what it runs on, one after the other; fewer where the run ends before."""
+        kills: list[Kill] = []
+        while len(kills) < count:
+            is_early = chance.random() < plan.early
+            if not is_early and not self._await_step(kills):
+                break
+            if not self._pass_time(chance.uniform(0.0, plan.pause_seconds), kills):
+                break
+            if (kill := self._kill(plan, chance)) is not None:
+                kills.append(kill)
+        self._await_step(kills)
+        return kills
+
+    @abstractmethod
+    def _await_step(self, kills: list[Kill]) -> bool:
+        """Wait until the last kill has been made good; False where the run has ended."""
+
+    @abstractmethod
+    def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
+        """Wait, and note when the last kill has been made good; False where the run has ended."""
+
+    @abstractmethod
+    def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
+        """Kill one; None where it had ended by itself."""
+
+
+class Run(Harmed):
     """A run in a folder of its own; end it by ``with``.
 
     Args:
@@ -86,20 +117,6 @@ class Run:
         """Return when the run has come to its end; HybridError where it fails, or falls silent."""
         while not self._has_ended():
             time.sleep(_POLL_SECONDS)
-
-    def harm(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
-        """Kill some of its roles, one after the other; fewer where the run ends before."""
-        kills: list[Kill] = []
-        while len(kills) < count:
-            is_early = chance.random() < plan.early
-            if not is_early and not self._await_step(kills):
-                break
-            if not self._pass_time(chance.uniform(0.0, plan.pause_seconds), kills):
-                break
-            if (kill := self._kill(plan, chance)) is not None:
-                kills.append(kill)
-        self._await_step(kills)
-        return kills
 
     def _await_step(self, kills: list[Kill]) -> bool:
         """Wait until the last kill has been made good; False where the run has ended."""

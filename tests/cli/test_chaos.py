@@ -10,20 +10,34 @@ import pytest
 from chaos_run.sameness import differences
 from chaos_run.victims import PHASES, phase_of
 from support.commands import ROOT, TrainedRun, settings
+from support.namespaces import needs_hosts
 
 SECONDS = 100
 KILLS = 3
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("update", ["sync", "pipelined"])
-def test_a_short_run(update: str, tiny: list[str], tmp_path: Path) -> None:
-    overrides = settings(train={"epochs": 4, "update": update}, checkpoint={"every_steps": 5})
+@pytest.mark.parametrize(
+    ("update", "victims"),
+    [
+        ("sync", ["--launcher"]),
+        ("pipelined", ["--launcher"]),
+        pytest.param("pipelined", ["--hosts", "2"], marks=needs_hosts),
+    ],
+)
+def test_a_short_run(update: str, victims: list[str], tiny: list[str], tmp_path: Path) -> None:
+    overrides = settings(
+        train={"epochs": 4, "update": update},
+        checkpoint={"every_steps": 5},
+        data={"cache_folder": tmp_path / "chaos/prepared"},  # which hosts share
+        cluster={"heartbeat_timeout_seconds": 3},
+    )
     command = [*(sys.executable, "-m", "chaos_run", "--kills", str(KILLS), "--seed", "1", "--pause", "0.3")]
+    paths = (ROOT / "tests", ROOT / "scripts", ROOT)
     ended = subprocess.run(
-        [*command, "--launcher", "--folder", "chaos", *tiny, *overrides],
+        [*command, *victims, "--folder", "chaos", *tiny, *overrides],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
         capture_output=True,
         text=True,
         timeout=SECONDS,

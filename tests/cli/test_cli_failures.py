@@ -4,6 +4,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.commands import (
     Ended,
     by_hand,
     eventually,
+    free_port,
     fresh_secret,
     output_of,
     run,
@@ -54,7 +56,7 @@ def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path
         assert eventually(lambda: command.stdout.count("\nstep 1/") > starts, COMMAND_SECONDS)
         command.role("master").kill()
         ended = command.wait(STOP_SECONDS)
-    assert ended.code == 1
+    assert ended.code == 75
     cause = rf"worker 0 \(pid {first.pid}\) was killed by SIGKILL; see run/logs/worker-0.log"
     assert re.fullmatch(
         rf"hybrid launch: {cause}; steps 0 to \d+ are lost, starting from the beginning\n"
@@ -111,7 +113,7 @@ def test_roles_by_hand_hear_who_was_killed(endless: list[str], tmp_path: Path) -
         master.await_step()
         worker.process.kill()
         stopped, told = master.wait(STOP_SECONDS), trainer.wait(STOP_SECONDS)
-    assert (stopped.code, told.code) == (1, 1)
+    assert (stopped.code, told.code) == (75, 75)
     pid = worker.process.pid
     pattern = rf"lost worker 0 \(host \S+, pid {pid}\) {DOING}; its log says why, if it could"
     assert re.fullmatch(f"hybrid master: {pattern}", last_line(stopped))
@@ -125,7 +127,7 @@ def test_roles_by_hand_stop_with_their_master(endless: list[str], tmp_path: Path
         assert master.wait(STOP_SECONDS).code == -signal.SIGKILL
         for command, name in zip(others, ("trainer 0", "worker 0"), strict=True):
             ended = command.wait(STOP_SECONDS)
-            assert ended.code == 1
+            assert ended.code == 75
             assert last_line(ended).startswith(f"hybrid {name}: the master went away: ")
 
 
@@ -158,7 +160,7 @@ def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp
     master = ["master", *settings(cluster={"start_timeout_seconds": 6}, run={"folder": "run"})]
     with by_hand([master, TRAINER, TRAINER], [*tiny, *ONE_EACH], tmp_path) as commands:
         endings = [command.wait() for command in commands]
-    assert [ended.code for ended in endings] == [1, 1, 1]
+    assert [ended.code for ended in endings] == [75, 75, 75]
     reason = "missing after 6 s (cluster.start_timeout_seconds): worker 0; started twice: trainer 0\n"
     assert endings[0].stderr == f"hybrid master: {reason}"
     assert sorted(ended.stderr for ended in endings[1:]) == [
@@ -168,18 +170,28 @@ def test_the_master_names_who_is_missing_and_who_came_twice(tiny: list[str], tmp
     assert not (tmp_path / "run").exists()
 
 
-def test_a_role_with_another_configuration(tiny: list[str], tmp_path: Path) -> None:
-    other = [*WORKER, *settings(embedding={"dim": 8})]
-    with by_hand([["master"], TRAINER, other], [*tiny, *ONE_EACH], tmp_path) as commands:
+def test_a_role_has_what_its_own_host_is_to_have(tiny: list[str], tmp_path: Path) -> None:
+    """Elsewhere, with the master's address, the secret, its name, and a GPU that is not there."""
+    port, secret = free_port(), fresh_secret(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    address = ["--master", f"localhost:{port}", *secret]
+    roles = [
+        ["master", *tiny, *ONE_EACH, *settings(cluster={"master_port": port}), *secret],
+        [*TRAINER, *address, *settings(dense={"device": "cuda:77"})],
+        [*WORKER, *address],
+    ]
+    with ExitStack() as stack:
+        commands = [stack.enter_context(started(role, tmp_path / "elsewhere")) for role in roles]
         endings = [command.wait() for command in commands]
     assert [ended.code for ended in endings] == [1, 1, 1]
-    host = os.uname().nodename
-    reason = f"worker 0 on {host} has embedding.dim = 8, the master 16\n"
-    assert [ended.stderr for ended in endings] == [
-        f"hybrid master: {reason}",
-        f"hybrid trainer 0: stopped by the master: {reason}",
-        f"hybrid worker 0: stopped by the master: {reason}",
-    ]
+    why = r"dense.device = 'cuda:77': this machine has \d GPU\(s\)"
+    has_ended = rf"trainer 0 \(host \S+, pid \d+\) has ended: {why}"
+    for ended, words in zip(
+        endings,
+        (f"master: {has_ended}", f"trainer 0: {why}", f"worker 0: stopped by the master: {has_ended}"),
+        strict=True,
+    ):
+        assert re.fullmatch(f"hybrid {words}", last_line(ended)), ended.stderr
 
 
 @pytest.mark.parametrize("command", ["launch", "master"])

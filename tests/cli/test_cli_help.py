@@ -15,7 +15,7 @@ from hybrid.config.page import describe
 from workers.cli import main
 
 COMMANDS = [
-    *("launch", "compare", "run", "master", "trainer", "worker"),
+    *("launch", "compare", "run", "master", "trainer", "worker", "role"),
     *("plan", "evaluate", "predict", "export", "import", "config", "secret"),
 ]
 # Runs a command, then says which slow modules it has imported.

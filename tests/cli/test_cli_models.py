@@ -1,14 +1,18 @@
 """The examples of models: each trains, and docs/models.md has its command, its lines and its scores."""
 
+import random
 import re
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 import torch
-from support.commands import ROOT, code_block, output_of
+from support.commands import ROOT, code_block, output_of, result_of, settings
 
 import hybrid
 
@@ -70,7 +74,8 @@ def test_mmoe_learns_two_labels_of_a_census(
 
 
 def test_the_page_has_every_model() -> None:
-    models = {path.stem for path in (ROOT / "hybrid/models").glob("*.py")} - {"__init__", "histories"}
+    shared = {"__init__", "dense_net", "histories", "mlp"}
+    models = {path.stem for path in (ROOT / "hybrid/models").glob("*.py")} - shared
     assert set(NAMES) == models
     for name in models:
         lines = (ROOT / f"hybrid/models/{name}.py").read_text(encoding="utf-8").count("\n")
@@ -97,7 +102,7 @@ def test_an_example_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
 
 def test_the_module_of_the_page_takes_a_step() -> None:
     found: dict[str, Any] = {"__name__": "page"}
-    exec(code_block("docs/models.md", "python"), found)
+    exec(code_block("docs/models.md", "python", "hybrid.Embedding"), found)
     cluster = hybrid.connect()
     model = cluster.distribute(found["Net"]())
     batch = {
@@ -113,3 +118,54 @@ def test_the_module_of_the_page_takes_a_step() -> None:
         optimizer.step()
         means.append(cluster.mean(loss))
     assert means[1] < means[0]
+
+
+GROUPS, ITEMS = 3, 12
+
+
+def history_columns(num_rows: int) -> dict[str, list[Any]]:
+    """Clicks on items of a group of which the user has seen some already."""
+    draw = random.Random(1)
+    columns: dict[str, list[Any]] = {name: [] for name in ("clicked", "price", "user", "item", "seen")}
+    for _ in range(num_rows):
+        item, seen = draw.randrange(ITEMS), draw.choices(range(ITEMS), k=draw.randrange(6))
+        is_like = any(each % GROUPS == item % GROUPS for each in seen)
+        row = (
+            int(draw.random() < (0.9 if is_like else 0.1)),
+            draw.random(),
+            f"u{draw.randrange(9)}",
+            f"i{item}",
+        )
+        for name, value in zip(columns, (*row, [f"i{each}" for each in seen]), strict=True):
+            columns[name].append(value)
+    return columns
+
+
+def write_page(folder: Path) -> None:
+    (folder / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    (folder / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
+
+
+def test_the_history_of_the_page_trains_a_model(tmp_path: Path) -> None:
+    write_page(tmp_path)
+    pq.write_table(pa.table(history_columns(4000)), tmp_path / "clicks.parquet")
+    parquet = {"format": "parquet", "path": "clicks.parquet", "cache_folder": "prepared"}
+    changed = settings(
+        run={"folder": "trained"},
+        data=parquet,
+        embedding={"dim": 8},
+        dense={"learning_rate": 0.01},
+        train={"batch_size": 100, "epochs": 2},
+    )
+    output_of(["launch", "--config", "clicks.toml", *changed], tmp_path)
+    assert result_of(tmp_path / "trained")["auc"] > 0.75  # 0.5 without what was seen
+
+
+def test_the_history_of_the_page_trains_as_in_one_process(tmp_path: Path) -> None:
+    write_page(tmp_path)
+    columns = history_columns(400)
+    columns["seen"] = ["|".join(seen) for seen in columns["seen"]]
+    pyarrow.csv.write_csv(pa.table(columns), tmp_path / "clicks.csv")
+    changed = settings(train={"batch_size": 100, "update": "pipelined"})
+    cut = ["--set", "columns.seen.max_ids=3"]
+    output_of(["compare", "--config", "clicks.toml", *changed, *cut, "--steps", "6"], tmp_path)  # or it fails

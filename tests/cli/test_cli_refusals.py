@@ -13,7 +13,6 @@ from workers.cli import main
 
 GOOD = [f"{i % 2},{i}.5,v{i % 3}" for i in range(40)]
 HEADER = "label,x,c"
-PORT = "--set cluster.master_port=29999"
 
 
 def refused(*arguments: object) -> str:
@@ -35,7 +34,8 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("launch --set train.epoch=3", "launch: train.epoch: no such key; did you mean train.epochs?"),
         (
             "launch --set dense.net=dlmr",
-            "launch: dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, or module:function",
+            "launch: dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or "
+            "module:function",
         ),
         (
             "launch --config nowhere.toml",
@@ -142,7 +142,7 @@ def test_input_that_cannot_be_used(
 def test_a_folder_that_holds_a_run(command: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious\n")
     before = snapshot(tmp_path)
-    line = refused(command, *PORT.split(), *settings(run={"folder": tmp_path}))
+    line = refused(command, *settings(run={"folder": tmp_path}))
     rule = f"run.folder = '{tmp_path}': holds a run already; choose another, or remove it"
     assert line == f"hybrid {command}: {rule}"
     assert snapshot(tmp_path) == before
@@ -180,20 +180,33 @@ NO_SECRET = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secr
 @pytest.mark.parametrize(
     ("role", "rule"),
     [
+        ("worker --index -1 --master a", "--index = -1: must be at least 0"),
         (
-            f"trainer --index 2 {PORT}",
-            "--index: there is no trainer 2 in a cluster of 1 master, 2 trainer(s), 2 worker(s)",
+            "worker --index 0 --master a:b",
+            "--master = 'a:b': must be HOST or HOST:PORT, an IPv6 address in [ ]",
         ),
+        ("worker --index 0 --master a --set embedding.dim=8", "embedding.dim: is the master's; set it there"),
         (
-            f"worker --index -1 {PORT}",
-            "--index: there is no worker -1 in a cluster of 1 master, 2 trainer(s), 2 worker(s)",
+            "trainer --index 0 --master a --set dense.divice=cpu",
+            "dense.divice: no such key; did you mean dense.device?",
         ),
-        ("worker --index 0", "cluster.master_port: must be set, the same for every role started by hand"),
-        (f"master {PORT}", f"cluster.secret_file: {NO_SECRET}"),
-        (f"worker --index 0 {PORT}", f"cluster.secret_file: {NO_SECRET}"),
+        ("master", f"cluster.secret_file: {NO_SECRET}"),
+        ("worker --index 0 --master a", f"cluster.secret_file: {NO_SECRET}"),
     ],
 )
 def test_a_role_by_hand_that_has_no_place(role: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    name = role.partition(" --set")[0].replace(" --index", "")
+    name = role.partition(" --master")[0].replace(" --index", "")
     assert refused(*role.split()) == f"hybrid {name}: {rule}"
+
+
+@pytest.mark.parametrize("more", ["--config run.toml", "--script train.py", "--resume auto"])
+def test_a_role_by_hand_has_everything_else_from_its_master(
+    more: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["worker", "--index", "0", "--master", "a", *more.split()])
+    assert end.value.code == 2
+    assert f"error: unrecognized arguments: {more}\n" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^hybrid worker 0: --master: must be given: HOST or HOST:PORT"):
+        main(["worker", "--index", "0"])

@@ -29,7 +29,7 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     names = {path.name.partition(".tfevents")[0] for path in trained.folder.iterdir()}
     assert names == {
         *("config.toml", "versions.json", "metrics.jsonl", "result.json", "curves.png", "events.out"),
-        *("checkpoints", "logs"),
+        *("checkpoints", "vocabularies", "logs"),
     }
     assert [step_of(folder) for folder in stored(trained.folder)] == [16, 15]
     assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
@@ -124,11 +124,12 @@ ALL_ROLES = [["master"], *([kind, "--index", i] for kind in ("trainer", "worker"
     "dist_autograd/_master_process", "dist_autograd/_trainer_process", "dist_autograd/_remote_worker_process"
 )
 def test_roles_by_hand_do_what_launch_does(trained: TrainedRun, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with by_hand(ALL_ROLES, [*trained.settings, *settings(run={"folder": folder})], tmp_path) as commands:
+    relative = settings(run={"folder": "run"}, data={"cache_folder": "prepared"})
+    with by_hand(ALL_ROLES, [*trained.settings, *relative], tmp_path) as commands:
         endings = [command.wait() for command in commands]
     assert [(ended.code, ended.stderr) for ended in endings] == [(0, "")] * 5
-    assert differences(trained.folder, folder) == []
+    assert differences(trained.folder, tmp_path / "run") == []
+    assert {path.suffix for path in (tmp_path / "elsewhere").iterdir()} == {".out", ".err"}
 
 
 def check_profile(folder: Path, said: str) -> None:

@@ -60,11 +60,11 @@ def build_never(config, input_spec, widths):
 """
 
 
-def check_saved(ended: Ended, folder: Path, command: str) -> int:
-    """See that a run was stopped in peace, and says so; the step at which it is saved."""
+def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
+    """See that a run was stopped in peace, with that code, and says so; the step at which it is saved."""
     step = step_of(stored(folder)[0])
     said = rf"hybrid {command}: stopped; step {step} is saved; to go on: \S+ {command} --resume run\n"
-    assert ended.code == 130
+    assert ended.code == code
     assert re.fullmatch(said, ended.stderr), ended.stderr
     assert ended.stdout.count(f"\nstopping after step {step}; again to stop at once\n") <= 1
     assert f"\nsaving step {step}; again to stop at once\n" in ended.stdout
@@ -86,7 +86,7 @@ def test_a_signal_saves_and_stops_everything(
             each.send_signal(number)
         command.process.send_signal(number)
         ended = command.wait(STOP_SECONDS)
-    step = check_saved(ended, tmp_path / "run", "launch")
+    step = check_saved(ended, tmp_path / "run", "launch", 128 + number)
     if number is signal.SIGTERM:
         goes_on = ["--set", f"train.max_steps={step + 1}"]
         said = output_of(["launch", "--resume", "run", *goes_on], tmp_path)
@@ -98,10 +98,37 @@ def test_the_master_by_hand_saves_and_stops_all(endless: list[str], tmp_path: Pa
     with by_hand([master, TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as (first, *others):
         first.await_step()
         first.process.send_signal(signal.SIGTERM)
-        check_saved(first.wait(STOP_SECONDS), tmp_path / "run", "master")
-        assert [(ended.code, ended.stderr) for ended in (each.wait(STOP_SECONDS) for each in others)] == [
-            (0, "")
-        ] * 2
+        check_saved(first.wait(STOP_SECONDS), tmp_path / "run", "master", 143)
+        check_that_they_end_in_peace(others, 143)
+
+
+def check_that_they_end_in_peace(others: list[Command], code: int) -> None:
+    """All of them with the master's code, and nothing to say."""
+    endings = [each.wait(STOP_SECONDS) for each in others]
+    assert [(ended.code, ended.stderr) for ended in endings] == [(code, "")] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("number", "heard_by", "code"),
+    [
+        (signal.SIGTERM, ["worker 0"], 143),
+        (signal.SIGTERM, ["worker 0", "trainer 0", "master"], 143),
+        pytest.param(signal.SIGUSR1, ["master", "trainer 0", "worker 0"], 75, marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, ["trainer 0"], 143, marks=pytest.mark.long),
+    ],
+    ids=["a worker alone", "all", "a warning to all", "Ctrl-C in a trainer's terminal"],
+)
+def test_what_roles_by_hand_hear_the_master_does(
+    number: signal.Signals, heard_by: list[str], code: int, endless: list[str], tmp_path: Path
+) -> None:
+    """Save and stop; a scheduler sends its signals to every role."""
+    with by_hand([["master", *RUN], TRAINER, WORKER], [*endless, *ONE_EACH], tmp_path) as commands:
+        commands[0].await_step()
+        by_name = dict(zip(("master", "trainer 0", "worker 0"), commands, strict=True))
+        for name in heard_by:
+            by_name[name].process.send_signal(number)
+        check_saved(commands[0].wait(STOP_SECONDS), tmp_path / "run", "master", code)
+        check_that_they_end_in_peace(commands[1:], code)
 
 
 @contextmanager
@@ -132,7 +159,7 @@ def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path)
     code, said = {
         "again": (130, "stopped"),
         "too long": (130, f"stopped: {bound_said}"),
-        "killed": (1, killed_said),
+        "killed": (75, killed_said),
     }[then]
     assert ended.code == code
     lost = "nothing is saved; steps 0 to 2 are lost"
@@ -151,7 +178,7 @@ def test_a_comparison_has_nothing_to_save(tiny: list[str], tmp_path: Path) -> No
     with blocked(["compare", *tiny], "build_never", tmp_path) as command:
         command.process.send_signal(signal.SIGTERM)
         ended = command.wait(STOP_SECONDS)
-    assert (ended.code, ended.stderr) == (130, "hybrid compare: interrupted\n")
+    assert (ended.code, ended.stderr) == (143, "hybrid compare: interrupted\n")
 
 
 @contextmanager
@@ -182,7 +209,8 @@ def on_a_terminal(arguments: list[str], folder: Path) -> Iterator[tuple[Any, str
     "times", [0, 1, pytest.param(2, marks=pytest.mark.long)], ids=["at the start", "once", "twice"]
 )
 def test_ctrl_c_on_a_terminal(times: int, endless: list[str], tmp_path: Path) -> None:
-    with on_a_terminal(endless, tmp_path) as (terminal, mark):
+    unsaved = [*endless, "--set", "checkpoint.keep_best=none"]  # whatever it has evaluated by then
+    with on_a_terminal(unsaved, tmp_path) as (terminal, mark):
         if times:
             terminal.expect("step [0-9]{2}/")
         else:
@@ -219,5 +247,5 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(endless: list[str], tmp_
         assert eventually(lambda: not marked(mark), STOP_SECONDS), marked(mark)
         _, status = os.waitpid(terminal.pid, 0)
         terminal.closed = terminal.terminated = True  # it would look itself
-    assert os.waitstatus_to_exitcode(status) == 130
+    assert os.waitstatus_to_exitcode(status) == 129
     assert stored(tmp_path / "run")

@@ -4,8 +4,11 @@ import csv
 import json
 import random
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from sklearn.metrics import log_loss, roc_auc_score
 from support.commands import code_block, output_of, result_of, settings
 
 from workers.cli import main
@@ -31,10 +34,13 @@ def write_shop(path: Path) -> None:
 def shop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a finished run of the documented configuration, and what it said."""
     folder = tmp_path_factory.mktemp("shop")
-    (folder / "shop.toml").write_text(code_block("docs/tasks.md", "toml"))
+    (folder / "shop.toml").write_text(code_block("docs/tasks.md", "toml", "tasks.click"))
     write_shop(folder / "shop.csv")
     changed = settings(
-        run={"folder": "run"}, dense={"device": "cpu"}, train={"batch_size": 256}, data={"test_fraction": 0.3}
+        run={"folder": "run"},
+        dense={"device": "cpu"},
+        train={"batch_size": 256},
+        data={"test_fraction": 0.3, "weighted_metrics": "true"},
     )
     return folder, output_of(["launch", "--config", "shop.toml", *changed], folder)
 
@@ -55,6 +61,24 @@ def test_a_run_ends_once_it_gets_no_better_and_keeps_the_best(shop: tuple[Path, 
     }
 
 
+def check_by_weights(folder: Path, result: dict[str, Any], last: Path) -> None:
+    """See that metrics are those of scikit-learn by the importance of each test row."""
+    columns = ["importance", "clicked", "bought", "stars"]
+    main(["predict", str(last), "--output", "test.csv", "--keep", ",".join(columns)])
+    rows = list(csv.DictReader((folder / "test.csv").read_text().splitlines()))
+    found = {name: np.array([float(row[name]) for row in rows]) for name in rows[0]}
+    weights_N, clicked_N = found["importance"], found["clicked"]
+    auc = roc_auc_score(clicked_N, found["click.probability"], sample_weight=weights_N)
+    assert result["click.auc"] == pytest.approx(auc, abs=5e-5)
+    bought = log_loss(found["bought"], found["buy.probability"], sample_weight=weights_N * clicked_N)
+    assert result["buy.log_loss"] == pytest.approx(bought, rel=1e-5)
+    stars_NC = np.stack([found[f"stars.probability.{number}"] for number in range(5)], axis=1)
+    is_right_N = found["stars"] == stars_NC.argmax(axis=1)
+    assert result["stars.accuracy"] == pytest.approx(np.average(is_right_N, weights=weights_N), rel=1e-6)
+    plain = roc_auc_score(clicked_N, found["click.probability"])
+    assert abs(result["click.auc"] - plain) > 5e-4
+
+
 def test_it_goes_on_with_more_patience(shop: tuple[Path, str]) -> None:
     (resume,) = [line for line in shop[1].splitlines() if line.startswith("resume")]
     assert resume.endswith("--resume run --set train.patience=4")
@@ -67,12 +91,15 @@ def test_every_task_has_metrics_and_predictions(
     monkeypatch.chdir(folder)
     last = sorted((folder / "run/checkpoints").iterdir())[-1]
     main(["evaluate", str(last)])
-    said = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:-1])
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    assert len({line.rindex("  ") + 2 if "  " in line else line.rindex(" ") + 1 for line in lines}) == 1
+    said = dict(line.rsplit(maxsplit=1) for line in lines[1:])
     result = result_of(folder / "run")
     for name in ("click.auc", "click.ndcg@10", "buy.log_loss", "spent.rmse", "stars.accuracy"):
         assert said[name.replace("_", " ")] == f"{result[name]:.4f}"
     assert result["buy.num_samples"] < result["click.num_samples"]
     assert result["stars.accuracy"] > 0.3  # a fifth of the rows has each
+    check_by_weights(folder, result, last)
     main(["predict", str(last), "--input", "shop.csv", "--output", "p.csv"])
     rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
     assert len(rows) == NUM_ROWS

@@ -31,11 +31,19 @@ def build(config, spec, widths):
 
 
 def test_compare_finds_the_same_in_one_process(tiny: list[str], tmp_path: Path) -> None:
-    said = output_of(["compare", "--steps", 25, *tiny, *settings(train={"update": "pipelined"})], tmp_path)
-    assert "table C1 " in said
-    assert "trainer 1: head.0.weight" in said
-    assert re.search(r"test AUC: cluster (0\.\d+), one process \1\n", said)
-    assert re.search(r"\d+ of \d+ tensors are the same bit for bit", said)
+    """In metrics that count samples by their weights, too."""
+    found = set()
+    for is_weighted in ("false", "true"):
+        data = {"weight": "weight", "weighted_metrics": is_weighted}
+        how = settings(train={"update": "pipelined"}, data=data)
+        said = output_of(["compare", "--steps", 25, *tiny, *how], tmp_path)
+        assert "table C1 " in said
+        assert "trainer 1: head.0.weight" in said
+        same = re.search(r"test AUC: cluster (0\.\d+), one process \1\n", said)
+        assert same is not None
+        assert re.search(r"\d+ of \d+ tensors are the same bit for bit", said)
+        found.add(same[1])
+    assert len(found) == 2
 
 
 def test_an_error_that_points_to_a_log_leaves_that_log(
@@ -49,7 +57,7 @@ def test_an_error_that_points_to_a_log_leaves_that_log(
         command.role("worker 1").kill()
         ended = command.wait()
     log = re.search(r"worker 1 \(pid \d+\) was killed by SIGKILL; see (\S+worker-1.log)$", ended.stderr)
-    assert ended.code == 1
+    assert ended.code == 75
     assert log is not None
     assert Path(log[1]).is_file()
 

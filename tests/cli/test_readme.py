@@ -3,8 +3,6 @@
 import dataclasses
 import random
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from hybrid.config import RunConfig
 from hybrid.config.file import load_config
 from hybrid.config.sections import NAMED_KEYS
 from workers.cli import main
-from workers.stopping import STOP_SIGNALS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTIONS = dataclasses.asdict(RunConfig())
@@ -73,34 +70,6 @@ def check_that_another_user_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "my_net" not in sys.modules
     main(["predict", "trained", *predict, "--trust-code"])
     assert len(Path("q.csv").read_text().splitlines()) == 2001
-
-
-@pytest.mark.upstream("dist_autograd/_do_test")
-@pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
-@pytest.mark.parametrize(
-    ("rank", "role"),
-    [
-        (0, "master"),
-        (1, "trainer --index 0"),
-        (2, "trainer --index 1"),
-        (3, "worker --index 0"),
-        (4, "worker --index 1"),
-    ],
-)
-def test_its_role_script_starts_the_role_of_a_rank(
-    variable: str, rank: int, role: str, tmp_path: Path
-) -> None:
-    command = tmp_path / "hybrid"
-    command.write_text('#!/bin/sh\necho "$@"\nsed -n "s/SigIgn:[^0-9a-f]*//p" /proc/$$/status\n')
-    command.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", variable: str(rank)}
-    arguments = ["bash", "-c", code_block("README.md", "bash"), "role.sh", "--set", "run.name=a b"]
-    ended = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
-    started, ignored = ended.stdout.splitlines()
-    assert started == f"{role} --set run.name=a b"
-    # A scheduler may send it to all: the master saves.
-    for number in STOP_SIGNALS if rank else (signal.SIGTERM,):
-        assert bool(int(ignored, 16) >> number - 1 & 1) == bool(rank)
 
 
 def test_every_file_it_names_is_there() -> None:

@@ -1,8 +1,10 @@
 """A trained model elsewhere, by the real commands, and by the lines of docs/serving.md."""
 
+import os
 import runpy
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.commands import TrainedRun, code_block, output_of, settings
+from support.descriptors import redirected
 from support.trained import (
     clicks_config,
+    history_config,
     predicted_columns,
     shop_config,
     write_clicks,
@@ -31,7 +35,7 @@ PAGE = "docs/serving.md"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    return write_trained(folder / "run", clicks_config(folder))
+    return write_trained(folder / "run", clicks_config(folder, **{"columns.tags": {"max_ids": 3}}))
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,29 @@ def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_trained(folder / "run", shop_config(folder))
 
 
+@pytest.fixture(scope="module")
+def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("history")
+    return write_trained(folder / "run", history_config(folder))
+
+
 @pytest.mark.parametrize(
-    ("fixture", "write", "more"),
+    ("fixture", "write", "more", "bad"),
     [
-        ("run", write_clicks, ["0,,3,nobody,7.00,a|other||b", "1,1e1,0,?, 7,"]),
+        (
+            "run",
+            write_clicks,
+            ["0,,3,nobody,7.00,a|other||b", "1,1e1,0,?, 7,"],
+            [
+                "0,much,3,u1,i1,a",
+                "0,1_0,3,u1,i1,a",
+                "0,1e39,3,u1,i1,a",
+                "0,1,nan,u1,i1,a",
+                "0,1,2,u1",
+                "0,1,2,u1,i1,a,b",
+                "0,1,2,u1,i1,a|b|c|d",
+            ],
+        ),
         (
             "shop_run",
             write_shop,
@@ -51,6 +74,23 @@ def shop_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "?,?,?,?,?,,,0,0,0,0,1",
                 "2024-02-29T23:59:59.5+02:00,1,65,u1,i1,a:b:1|?:2| a:1e-1,i1|?|i2|zz,0,0,0,0,1",
             ],
+            [
+                "2024-02-30,1,65,u1,i1,a:1,i1,0,0,0,0,1",
+                "24:00,1,65,u1,i1,a:1,i1,0,0,0,0,1",
+                "1706693400000,1,65,u1,i1,a:1,i1,0,0,0,0,1",
+                "2024-02-01,1,old,u1,i1,a:1,i1,0,0,0,0,1",
+                "2024-02-01,1,65,u1,i1,a:1|b,i1,0,0,0,0,1",
+                "2024-02-01,1,65,u1,i1,a:-1,i1,0,0,0,0,1",
+            ],
+        ),
+        (
+            "history_run",
+            write_shop,
+            [
+                "?,?,?,?,?,,,0,0,0,0,1",
+                "0,1,65,u1,i1,a:0.5|zz:2,i1|?|i2|zz|i1|i3,0,0,0,0,1",
+            ],
+            ["0,1,65,u1,i1,a:-1,i1,0,0,0,0,1"],
         ),
     ],
 )
@@ -59,14 +99,15 @@ def test_the_server_of_the_page_gives_what_predict_writes(
     fixture: str,
     write: Callable[..., Path],
     more: list[str],
+    bad: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also of values that are missing, unknown, or written otherwise."""
-    run, new = request.getfixturevalue(fixture), write(tmp_path / "new.csv", 60, seed=8)
+    """Also of values that are missing, unknown, or written otherwise; and none of rows that are bad."""
+    run, new = request.getfixturevalue(fixture), write(tmp_path / "new.csv", 80, seed=8)
     with new.open("a") as file:
-        file.writelines(f"{line}\n" for line in more)
+        file.writelines(f"{line}\n" for line in (*bad, *more))
     expected = predicted_columns(run, new)
     main(["export", str(run), "--output", str(tmp_path / "served"), "--format", "onnx"])
     assert f"wrote               {tmp_path / 'served/model.onnx'}\n" in capsys.readouterr().out
@@ -75,8 +116,11 @@ def test_the_server_of_the_page_gives_what_predict_writes(
     (tmp_path / "serve.py").write_text(code)
     monkeypatch.setattr(sys, "argv", ["serve.py", str(tmp_path / "served"), str(new)])
     runpy.run_path(str(tmp_path / "serve.py"))
-    printed = [[float(each) for each in line.split(",")] for line in capsys.readouterr().out.splitlines()]
-    assert [row for row, *_ in printed] == list(range(62))
+    lines = capsys.readouterr().out.splitlines()
+    stop = 80 + len(bad)
+    assert all(line.startswith(f"{row},bad row: ") for row, line in enumerate(lines[80:stop], start=80))
+    printed = [[float(each) for each in line.split(",")] for line in lines[:80] + lines[stop:]]
+    assert [row for row, *_ in printed] == [*range(80), stop, stop + 1]
     for place, values in enumerate(expected.values(), start=1):
         assert [line[place] for line in printed] == pytest.approx(values.tolist(), abs=1e-6)
     assert len(printed[0]) == 1 + len(expected)
@@ -93,6 +137,43 @@ def test_the_notebook_of_the_page_gives_what_predict_writes(
     found: dict[str, Any] = {}
     exec(code_block(PAGE, "python", "hybrid.load"), found)
     assert found["probabilities"].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_rows_that_come_are_answered_before_the_next_ones(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A client that writes a row, and waits for its line before it writes another one."""
+    header, *rows = write_clicks(tmp_path / "new.csv", 5, seed=4).read_text().splitlines()
+    (rows_read, rows_written), (read, written) = os.pipe(), os.pipe()
+    answers: list[str] = []
+
+    def ask() -> None:
+        with os.fdopen(rows_written, "w") as questions, os.fdopen(read) as lines:
+            questions.write(f"{header}\n")
+            for number, row in enumerate(rows):
+                questions.write(f"{row}\n")
+                questions.flush()
+                while not (answers and answers[-1].startswith(f"{number},")):
+                    answers.append(lines.readline())
+
+    client = threading.Thread(target=ask, daemon=True)
+    client.start()
+    with redirected(0, rows_read), redirected(1, written):
+        main(["predict", str(run), "--input", "-", "--keep", "user"])
+    client.join(10)
+    for descriptor in (rows_read, written):
+        os.close(descriptor)
+    assert answers[0] == "row,user,probability\n"
+    assert [line.split(",")[:2] for line in answers[1:]] == [
+        [str(number), row.split(",")[3]] for number, row in enumerate(rows)
+    ]
+    assert "wrote 5 predictions to standard output" in capfd.readouterr().err
+
+
+def test_standard_input_is_read_alone(run: Path) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["predict", str(run), "--input", "-", "new.csv"])
+    assert str(end.value.code).startswith("hybrid predict: --input = '-': names standard input, which cannot")
 
 
 class Bags(nn.Module):

@@ -19,7 +19,8 @@ from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import Secret
 from hybrid.wire import membership
-from workers.joining.bootstrap import join
+from workers.joining.address import Address
+from workers.joining.bootstrap import join, lead
 from workers.joining.listener import listen
 
 START_SECONDS = 20.0
@@ -33,7 +34,7 @@ def take_part(
     is_freezing: bool,
     config: RunConfig,
     secret: Secret,
-    listener: socket | None,
+    listener: socket | Address,
     said: Connection,
 ) -> None:
     """Join a cluster and say why that failed; one that freezes does so before all are connected."""
@@ -48,7 +49,11 @@ def take_part(
         if is_freezing:
             stack.enter_context(mock.patch.object(membership, "_connect", freeze))
         try:
-            with join(role, config, secret, listener):
+            with (
+                join(role, listener, secret)
+                if isinstance(listener, Address)
+                else lead(config, secret, listener)
+            ):
                 said.send("joined")
         except ClusterError as error:
             said.send(str(error))
@@ -64,13 +69,13 @@ def endings(frozen: Role) -> dict[Role, str]:
             cluster={
                 "trainers": 1,
                 "workers": 1,
-                "master_port": listener.getsockname()[1],
                 "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
             }
         )
+        address = Address(*listener.getsockname())
         for role in config.cluster.topology.roles:
             said[role], theirs = context.Pipe()
-            rest = (config, secret, listener if role == MASTER else None, theirs)
+            rest = (config, secret, listener if role == MASTER else address, theirs)
             processes[role] = context.Process(target=take_part, args=(role, role == frozen, *rest))
             processes[role].start()
             theirs.close()

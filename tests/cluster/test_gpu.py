@@ -8,6 +8,8 @@ import torch
 from support.cluster import Clusters, small_config
 from support.jobs import compare
 
+from hybrid.config import TaskSection
+
 STEPS = 20
 
 pytestmark = [
@@ -34,6 +36,20 @@ def test_it_equals_one_process_on_the_cpu(
     trainers: int, update: str, clusters: Clusters, cache: Path
 ) -> None:
     trained_on_a_gpu(clusters, cache, trainers, {"device": "cuda"}, update)
+
+
+def test_losses_of_the_order_in_groups_equal_one_process_too(clusters: Clusters, cache: Path) -> None:
+    config = small_config(
+        cluster={"trainers": 2, "workers": 2},
+        data={"group": "C26"},
+        dense={"device": "cuda"},
+        train={"dtype": "float64", "micro_batches": 2},
+    )
+    tasks = {
+        "click": TaskSection(label="label", ranking_loss="listwise"),
+        "spent": TaskSection(kind="regression", ranking_loss="pairwise"),
+    }
+    clusters.get(2, 2, device="cuda").run(compare, config.replace(tasks=tasks), cache, STEPS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from support.stopped_runs import calls_of, checksums, lines, stop, train
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.folders import step_folder
 from hybrid.config import RunConfig, TableSection
+from workers.endings import ExitCode
 
 TOTAL = 31  # 24 steps make an epoch
 
@@ -33,7 +34,8 @@ def write_clicks(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """Every way to pool, tables whole and split, micro-batches, and vectors that are rounded on the wire."""
+    """Every way to pool, tables whole and split, one of which all rows take every step, micro-batches, and
+    vectors that are rounded on the wire."""
     path = tmp_path_factory.mktemp("input") / "clicks.csv"
     write_clicks(path)
     columns = {"label": "clicked", "dense": ("price",), "sparse": ("user", "brand", "tag", "word")}
@@ -50,12 +52,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         },
         checkpoint={"every_steps": 4, "keep_last": 99, "keep_best": "none"},
         dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
-        embedding={"optimizer": "adam", "dim": 4, "wire_dtype": "bfloat16"},
+        embedding={"optimizer": "adam", "dim": 4, "weight_decay": 0.01, "wire_dtype": "bfloat16"},
     ).replace(
         tables={
             "user": TableSection(placement="row", optimizer="sgd", learning_rate=0.5),
             "tag": TableSection(pooling="mean", placement="row"),
-            "brand": TableSection(pooling="sum", placement="table"),
+            "brand": TableSection(pooling="sum", placement="table", all_rows=True),
             "word": TableSection(pooling="max", placement="row"),
         }
     )
@@ -139,8 +141,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     tmp_path: Path,
 ) -> None:
     run, cluster = tmp_path / "run", clusters.get(2, 2)
-    has_ended, _ = cluster.run(stop, config, cache, run, moment)
-    assert not has_ended
+    code, _ = cluster.run(stop, config, cache, run, moment)
+    assert code is ExitCode.TERMINATED
     assert folders.step_of(folders.stored(run)[0]) == step
     cluster.run(train, config, cache, run, resume=True)
     assert_same_run(run, whole)
@@ -154,3 +156,14 @@ def test_one_goes_on_bit_for_bit_on_any_number_of_workers(
     config = config.replace(tables={**config.tables, **pooled})
     clusters.get(2, 2).run(train, config, cache, tmp_path / "whole")
     assert_goes_on_when_killed(config, tmp_path / "whole", clusters, cache, tmp_path / "run", (3, 1, 2))
+
+
+@pytest.mark.parametrize("moment", [("counting staleness", 5), ("saving", 4)], ids=str)
+def test_a_run_is_asked_to_stop_while_it_waits_for_workers(
+    moment: tuple[str, int], config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
+) -> None:
+    """Whoever asks is answered at once, even where a worker is frozen."""
+    code, statuses = clusters.get(2, 2).run(stop, config, cache, tmp_path / "run", moment)
+    assert code is ExitCode.TERMINATED
+    said = [f"{doing} step {moment[1]}; again to stop at once" for doing in ("stopping after", "saving")]
+    assert statuses[-2:] == said

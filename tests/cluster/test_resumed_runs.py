@@ -1,5 +1,6 @@
 """Checkpoints of a running cluster: each of one moment, and what goes on from one is as if never stopped."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 from support.checkpoints import flip_a_bit
 from support.cluster import CaseError, Clusters, small_config
+from support.far import in_store
 from support.jobs import opened
 from support.stopped_runs import calls_of, checksums, lines, stop, train
+from support.stores import BUCKET, Proxy, Store
 
 from hybrid import wire
 from hybrid.checkpoint import folders
@@ -18,6 +21,10 @@ from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.data.prepared import cache_folder
+from hybrid.storage.files import exists, write_bytes
+from hybrid.storage.places import place
+from workers.endings import ExitCode
 from workers.joining.bootstrap import Cluster
 from workers.session.trainer import Trainer
 
@@ -28,6 +35,12 @@ CONFIG = small_config(
     dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
     schedule={"kind": "cosine", "warmup_steps": 4},
 )
+
+
+def tensors_of(stored: Checkpoint) -> dict[str, str]:
+    """As :func:`checksums`, of an open one."""
+    files = stored.manifest.files
+    return {name: sha256 for name, (_, sha256) in files.items() if name.endswith(".safetensors")}
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +83,22 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     assert not list(run.glob("checkpoints/*.partial"))
     for folder in folders.stored(run):
-        here, there = (Checkpoint.open(step_folder(each, folders.step_of(folder))) for each in (run, whole))
-        assert here.manifest.metrics == there.manifest.metrics
-        assert checksums(here.folder) == checksums(there.folder)
+        here, there = (step_folder(each, folders.step_of(folder)) for each in (run, whole))
+        assert Checkpoint.open(here).manifest.metrics == Checkpoint.open(there).manifest.metrics
+        assert checksums(here) == checksums(there)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     for key in ("auc", "steps", "skipped_steps"):
         assert results[0][key] == results[1][key]
+
+
+def test_one_with_its_data_in_a_store_goes_on_as_one_that_has_them_in_a_folder(
+    whole: Path, clusters: Clusters, store: Store, tmp_path: Path
+) -> None:
+    run, cluster, config = tmp_path / "run", clusters.get(2, 2), in_store(CONFIG, store, tmp_path)
+    cluster.run(train, config, cache_folder(config), run, last_step=15, saved_step=CUT)
+    cluster.run(train, config, cache_folder(config), run, resume=True)
+    assert lines(run) == lines(whole)
+    assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
 
 
 @pytest.mark.parametrize(
@@ -94,8 +117,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     moment: tuple[str, int], step: int, whole: Path, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
     run, cluster = tmp_path / "run", clusters.get(2, 2)
-    has_ended, statuses = cluster.run(stop, CONFIG, cache, run, moment)
-    assert not has_ended
+    code, statuses = cluster.run(stop, CONFIG, cache, run, moment)
+    assert code is ExitCode.TERMINATED
     assert statuses[-1] == f"saving step {step}; again to stop at once"
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
     assert folders.step_of(folders.stored(run)[0]) == step
@@ -253,3 +276,28 @@ def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
     said = cluster.run(train, config(3), cache, run, resume=True)
     assert said == [f"going on from step 8: {step_folder(run, 8)}", ended(8, 3)]
     assert json.loads((run / "result.json").read_text())["steps"] == 8
+
+
+@pytest.mark.long
+def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
+    whole: Path, clusters: Clusters, cache: Path, tmp_path: Path, store: Store
+) -> None:
+    config = CONFIG.replace(checkpoint=dataclasses.replace(CONFIG.checkpoint, every_steps=CUT))
+    with Proxy(store) as proxy:
+        query = f"scheme=http&endpoint_override={proxy.address}"
+        there, run, cluster = place(f"s3://{BUCKET}/resumed?{query}"), tmp_path / "run", clusters.get(2, 2)
+        run.mkdir()
+        (run / ".store").write_text(str(there))
+        proxy.plan = lambda method, path: "503" if len(proxy.seen) % 100 == 30 else None
+        cluster.run(train, config, cache, run, last_step=15, saved_step=CUT)
+        left = folders.begin(step_folder(there, 16))
+        write_bytes(left / DENSE_FILE, b"left by a kill")
+        said = [f"going on from step {CUT}: {step_folder(there, CUT)}"]
+        assert cluster.run(train, config, cache, run, resume=True) == said
+        assert not (run / "checkpoints").exists()
+        assert lines(run) == lines(whole)
+        for found in folders.stored(there):
+            folder = step_folder(whole, folders.step_of(found))
+            assert tensors_of(Checkpoint.open(found)) == checksums(folder)
+        assert not exists(left)
+        assert len(proxy.seen) > 30  # of which some were refused

@@ -16,7 +16,8 @@ from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.topology import MASTER, Role
 from hybrid.trust.secret import Secret
-from workers.joining.bootstrap import Cluster, announce_stop, join
+from workers.joining.address import Address
+from workers.joining.bootstrap import Cluster, announce_stop, lead
 from workers.joining.listener import listen
 from workers.roles.run import serve
 
@@ -86,16 +87,16 @@ def live(
     config: RunConfig,
     secret: Secret,
     told: SimpleQueue[tuple[str, Any]],
-    listener: socket | None = None,
+    listener: socket | Address,
 ) -> None:
     """Be a role from start to end, and tell which process group is left; the master, who was in one."""
-    if role == MASTER:
-        with join(role, config, secret, listener) as cluster:
+    if not isinstance(listener, Address):
+        with lead(config, secret, listener) as cluster:
             members = [place.call(Place.membership) for place in places(cluster).values()]
             told.put(("during", wire.gather(members)))
             announce_stop(cluster)
     else:
-        serve(role, config, secret)
+        serve(role, listener, secret)
     told.put((str(role), dist.is_initialized()))
 
 
@@ -111,11 +112,13 @@ def test_trainers_form_a_group_until_the_master_says_stop() -> None:
     told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
-        config = small_config(cluster={"trainers": 2, "workers": 1, "master_port": listener.getsockname()[1]})
-        roles = config.cluster.topology.roles
+        config = small_config(cluster={"trainers": 2, "workers": 1})
+        address = Address(*listener.getsockname())
         processes = [
-            context.Process(target=live, args=(r, config, secret, told, *([listener] if r == MASTER else [])))
-            for r in roles
+            context.Process(
+                target=live, args=(role, config, secret, told, listener if role == MASTER else address)
+            )
+            for role in config.cluster.topology.roles
         ]
         for process in processes:
             process.start()
@@ -129,4 +132,4 @@ def test_trainers_form_a_group_until_the_master_says_stop() -> None:
             process.join(STOP_SECONDS)
     everything = dict(told.get() for _ in range(5) if not told.empty())
     assert everything.pop("during") == [None, (0, 2), (1, 2), None]
-    assert everything == dict.fromkeys(map(str, roles), False)
+    assert everything == dict.fromkeys(map(str, config.cluster.topology.roles), False)

@@ -10,7 +10,7 @@ from support.cluster import Clusters, running_cluster, small_config
 from hybrid import wire
 from hybrid.wire import Vitals
 from workers.joining.bootstrap import Cluster
-from workers.launching.open_files import files_needed
+from workers.joining.open_files import files_needed
 
 # Eight run calls of RPC; the others are torch's loops, signs of life, the rendezvous, readers of the carrier.
 MOST_THREADS = 22

@@ -6,31 +6,68 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.cluster import Clusters, small_config
-from support.jobs import compare
+import torch
+from support.cluster import CaseError, Clusters, small_config
+from support.far import in_store
+from support.jobs import compare, evaluate, opened
+from support.stores import Proxy, Store
 
-from hybrid.config import ColumnSection, DenseGroupSection, TableSection, TaskSection
+from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
+from hybrid.data.prepared import cache_folder
+from workers.joining.bootstrap import Cluster
 
 STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
 
 
 @pytest.mark.parametrize(
-    ("trainers", "update"),
+    ("trainers", "update", "lanes"),
     [
-        pytest.param(1, "sync", marks=pytest.mark.long),
-        (2, "pipelined"),
-        (3, "sync"),
-        pytest.param(3, "pipelined", marks=pytest.mark.long),
+        pytest.param(1, "sync", 0, marks=pytest.mark.long),
+        (2, "pipelined", 0),
+        (3, "sync", 16),
+        pytest.param(3, "pipelined", 0, marks=pytest.mark.long),
     ],
 )
-def test_it_trains_as_one_process(trainers: int, update: str, clusters: Clusters, cache: Path) -> None:
+def test_it_trains_as_one_process(
+    trainers: int, update: str, lanes: int, clusters: Clusters, cache: Path
+) -> None:
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
+        data={"shuffle_lanes": lanes},
         dense={"optimizer": "Adam"},
         train={"epochs": 2, "update": update, "dtype": "float64"},
         schedule={"kind": "cosine", "warmup_steps": 5},
     )
     clusters.get(trainers, 2).run(compare, config, cache, STEPS)
+
+
+@pytest.mark.parametrize("lanes", [16, pytest.param(0, marks=pytest.mark.long)])
+def test_data_in_a_store_train_and_evaluate_bit_for_bit_as_on_the_disk(
+    lanes: int, clusters: Clusters, store: Store, cache: Path, tmp_path: Path
+) -> None:
+    data = {"shuffle_lanes": lanes, "synthetic_rows": 15_000, "weight": "weight"}
+    config = small_config(cluster={"trainers": 3, "workers": 2}, data=data)
+    far = in_store(config, store, tmp_path)
+    cluster = clusters.get(3, 2)
+    rows, metrics = cluster.run(evaluate, config, cache, STEPS)
+    far_rows, far_metrics = cluster.run(evaluate, far, cache_folder(far), STEPS)
+    assert far_metrics == metrics
+    assert far_rows.keys() == rows.keys()
+    assert all(torch.equal(far_rows[name], values) for name, values in rows.items())
+
+
+def test_a_store_that_refuses_in_the_middle_is_told_in_a_line(
+    clusters: Clusters, store: Store, tmp_path: Path
+) -> None:
+    config = small_config(cluster={"trainers": 3, "workers": 2}, data={"synthetic_rows": 15_000})
+    with Proxy(store) as proxy:
+        proxy.plan = lambda method, path: (
+            "403" if method == "GET" and path.endswith("/train/samples") else None
+        )
+        far = in_store(config, store, tmp_path, proxy.address)
+        message = r"^RemoteError: s3://open/.*/train/samples\?.*: cannot be read: .*ACCESS_DENIED"
+        with pytest.raises(CaseError, match=message):
+            clusters.get(3, 2).run(evaluate, far, cache_folder(far), STEPS)
 
 
 @pytest.mark.parametrize("update", ["sync", pytest.param("pipelined", marks=pytest.mark.long)])
@@ -51,6 +88,40 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
     clusters.get(3, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 
 
+@pytest.mark.parametrize(
+    ("trainers", "update", "shuffle"),
+    [(3, "sync", True), (2, "pipelined", True), pytest.param(3, "pipelined", False, marks=pytest.mark.long)],
+)
+def test_losses_of_the_order_in_groups_train_as_in_one_process(
+    trainers: int, update: str, shuffle: bool, clusters: Clusters, cache: Path
+) -> None:
+    """Of 3000 rows, a group has from one to some 60: shares are uneven, and parts of them often empty."""
+    config = small_config(
+        cluster={"trainers": trainers, "workers": 2},
+        data={"weight": "weight", "group": "C26", "shuffle": shuffle},
+        train={"epochs": 2, "update": update, "dtype": "float64", "micro_batches": 2},
+    )
+    tasks = {
+        "click": TaskSection(label="label", metrics=("gauc",), ranking_loss="listwise"),
+        "buy": TaskSection(label="converted", mask="label", weight=0.5, ranking_loss="pairwise"),
+        "spent": TaskSection(kind="regression", ranking_loss="pairwise", ranking_share=1.0),
+    }
+    clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
+
+
+def test_a_group_larger_than_a_batch_is_told_before_training(clusters: Clusters, cache: Path) -> None:
+    config = small_config(cluster={"trainers": 2, "workers": 2}, data={"group": "C1"})
+    config = config.replace(tasks={"click": TaskSection(label="label", ranking_loss="pairwise")})
+    message = r"^DataError: the largest group of data\.group has 1,\d+ training rows, more than a batch of"
+    with pytest.raises(CaseError, match=message):
+        clusters.get(2, 2).run(compare, config, cache, 1)
+
+
+def pooled_by_trainers(cluster: Cluster, config: RunConfig, cache: Path) -> tuple[str, ...]:
+    with opened(cluster, config, cache) as session:
+        return session.placement.pooled_by_trainers
+
+
 COLUMNS = {
     "age": ColumnSection(kind="buckets", quantiles=5),
     "hour": ColumnSection(kind="hour", source=("time",)),
@@ -58,11 +129,13 @@ COLUMNS = {
     "tags": ColumnSection(kind="weighted"),
     "seen": ColumnSection(kind="weighted", max_ids=2, too_many_ids="keep_last"),
     "mean_likes": ColumnSection(source=("likes",), pooling="mean"),
+    "last_likes": ColumnSection(source=("likes",), pooling="none", max_ids=2, too_many_ids="keep_last"),
+    "one_tag": ColumnSection(kind="weighted", source=("tags",), pooling="none", max_ids=3),
 }
 TABLES = {
     "tags": TableSection(pooling="mean", placement="row", init="normal", init_scale=0.1),
     "seen": TableSection(placement="row"),
-    "likes": TableSection(features=("likes", "mean_likes"), pooling="max"),
+    "likes": TableSection(features=("likes", "mean_likes", "last_likes"), pooling="max"),
 }
 
 GROUPS = {
@@ -77,8 +150,9 @@ GROUPS = {
 def test_columns_of_every_kind_train_as_in_one_process(
     update: str, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:
-    """Weighted bags that are summed and averaged, of split tables and whole ones, beside plain ones; and a
-    table that is frozen, with rows of a file; and dense parameters at rates of their own."""
+    """Weighted bags that are summed and averaged, of split tables and whole ones, beside plain ones, and
+    sequences of the same; a table that is frozen, with rows of a file; and dense parameters at rates of
+    their own."""
     draw = random.Random(5)
 
     def bag(with_weights: bool) -> str:
@@ -100,7 +174,7 @@ def test_columns_of_every_kind_train_as_in_one_process(
         data={
             "format": "csv",
             "path": (str(path),),
-            "sparse": ("age", "hour", "user", "both", "tags", "seen", "likes", "mean_likes"),
+            "sparse": ("age", "hour", "user", "both", "tags", "seen", "likes", *list(COLUMNS)[-3:]),
             "multi_hot_separator": "|",
         },
         embedding={"dim": 4},
@@ -110,3 +184,5 @@ def test_columns_of_every_kind_train_as_in_one_process(
     tables = {**TABLES, "user": TableSection(initial=str(users), frozen=True)}
     config = config.replace(tables=tables, columns=COLUMNS, dense_groups=GROUPS)
     clusters.get(2, 2).run(compare, config, cache, 14)
+    # Of ten rows each: the planner has had all that hold any number of ids pooled by trainers.
+    assert clusters.get(2, 2).run(pooled_by_trainers, config, cache) == ("tags", "seen", "likes")

@@ -20,6 +20,7 @@ CHOICES = {
     "workers": (1, 2, 3),
     "ddp": ("none", "inside", "outside"),
     "placement": ("table", "row"),
+    "pooled_by": ("workers", "trainers"),
     "optimizer": TABLE_OPTIMIZERS,
     "inputs": ("even", "uneven"),
     "features": FEATURES,
@@ -30,12 +31,13 @@ CHOICES = {
     "clip_norm": (None, 0.2),
     "schedule": SCHEDULES,
     "weight_decay": (0.0, 0.01),
+    "all_rows": (False, True),
     "dense_optimizer": ("SGD", "AdamW"),
     "all_reduce": ("auto", "group"),
     "combine": ("off", "on"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
-    "tasks": ("one", "weighted", "several"),
+    "tasks": ("one", "weighted", "several", "ranked"),
 }
 # By cluster, so that one lives on until another is wanted; the last is the first of those below.
 CASES = sorted((Case(**row) for row in covering_rows(CHOICES)), key=lambda c: (c.trainers, c.workers % 3))
@@ -44,20 +46,41 @@ CASES = sorted((Case(**row) for row in covering_rows(CHOICES)), key=lambda c: (c
 # own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The
 # rate is constant, since torch's schedulers multiply up what ours compute at once. The bits of every row
 # optimizer have a test of their own, in unit/embedding/worker/test_optimizers.py.
-SAME_BITS = [
-    Case(
-        trainers=1,
-        workers=3,
-        optimizer="adam",
-        features=features,
-        dtype=("float32", "float64")[number % 2],
-        remote=number % 2 == 0,
-        update=("sync", "pipelined")[number // 2 % 2],
-        dense_optimizer="AdamW",
-        shared_table=False,
-    )
-    for number, features in enumerate(FEATURES)
-] + [Case(trainers=1, workers=3, dtype="float32", autocast="bfloat16", remote=True, shared_table=False)]
+SAME_BITS = (
+    [
+        Case(
+            trainers=1,
+            workers=3,
+            optimizer="adam",
+            features=features,
+            dtype=("float32", "float64")[number % 2],
+            remote=number % 2 == 0,
+            update=("sync", "pipelined")[number // 2 % 2],
+            dense_optimizer="AdamW",
+            shared_table=False,
+        )
+        for number, features in enumerate(FEATURES)
+    ]
+    + [
+        # Pooled by the trainer, rows come in the order of their bags wherever they are.
+        Case(
+            trainers=1,
+            workers=3,
+            placement="row",
+            pooled_by="trainers",
+            features=features,
+            update=("sync", "pipelined")[number % 2],
+            shared_table=False,
+        )
+        for number, features in enumerate(FEATURES[1:])
+    ]
+    + [
+        Case(trainers=1, workers=3, dtype="float32", autocast="bfloat16", remote=True, shared_table=False),
+        Case(
+            trainers=1, workers=3, dtype="float32", features="sequences", optimizer="adam", shared_table=False
+        ),
+    ]
+)
 
 
 def trained(clusters: Clusters, case: Case) -> Outcome:
@@ -126,6 +149,7 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
     "case",
     [
         Case(trainers=3, workers=2, update="pipelined", features="mean", inputs="uneven", placement="row"),
+        Case(trainers=3, workers=2, update="pipelined", features="max", pooled_by="trainers"),
         pytest.param(
             Case(trainers=3, workers=2, update="pipelined", micro_batches=2, dtype="float32"),
             marks=pytest.mark.long,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from comparison.cases import model_script
 from support.cluster import Clusters, small_config
+from support.matrix import Case, check_against_one_process, train_case
 from support.seeded import random
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from hybrid.models.wide_deep import WideAndDeep
 from workers.jobs.script import ScriptJob
 from workers.joining.bootstrap import Cluster
 from workers.screen.terminal import TerminalView
+from workers.session.reach import Reach
 
 
 def run_script(cluster: Cluster, output: Path, update: str) -> None:
@@ -31,7 +33,7 @@ def run_script(cluster: Cluster, output: Path, update: str) -> None:
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, model_script.__file__, (str(output),)).run(cluster.topology, Path, view)
+        ScriptJob(config, model_script.__file__, (str(output),)).run(cluster.topology, Path, view, Reach([]))
 
 
 @pytest.mark.parametrize("update", ["sync", "pipelined"])
@@ -43,6 +45,18 @@ def test_a_cluster_trains_them_as_one_process_does(update: str, clusters: Cluste
     assert len(expected["losses"]) == sum(model_script.SIZES)
     for name in ("losses", "net", "tables"):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(trainers=3, net="mmoe", tasks="several", inputs="uneven"),
+        Case(trainers=3, net="ple", tasks="several", inputs="uneven", update="pipelined", remote=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_configured_run_with_experts_equals_one_process(case: Case, clusters: Clusters) -> None:
+    check_against_one_process(case, clusters.get(3, 2).run(train_case, case))
 
 
 def some(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -59,8 +73,8 @@ IS_ITEM = torch.tensor([[True, True, False]] * 4)
         (DIN(3, 2), (*some((4, 3), (4, 3, 3)), IS_ITEM, *some((4, 2)))),
         (SelfAttention(4, 5), (*some((4, 3, 4)), IS_ITEM)),
         (TwoTowers(3, 4), some((4, 3), (4, 4))),
-        (MMoE(6, 2), some((4, 6))),
-        (PLE(6, 2), some((4, 6))),
+        (MMoE(6, (1, 3)), some((4, 6))),
+        (PLE(6, (1, 3)), some((4, 6))),
         (ESMM(6), some((4, 6))),
         (FinalMLP(6, (2, 3)), some((4, 6), (4, 2), (4, 3))),
         (DLRM(2, 3, 4), some((4, 2), (4, 12))),

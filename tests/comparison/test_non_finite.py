@@ -27,6 +27,7 @@ def spoiled(case: Case, value: float, trainer: int) -> list[Batch]:
         Case(ddp="outside", remote=True, optimizer="adam", dense_optimizer="AdamW"),
         Case(ddp="none", optimizer="momentum", micro_batches=2, clip_norm=0.2),
         Case(ddp="inside", optimizer="adagrad", update="pipelined", schedule="cosine"),
+        Case(optimizer="adam", update="pipelined", weight_decay=0.05, all_rows=True),
     ],
     ids=lambda case: case.name,
 )

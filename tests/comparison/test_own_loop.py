@@ -19,10 +19,25 @@ from hybrid.embedding.worker.initial import initialise_rows
 from workers.jobs.script import ScriptJob
 from workers.joining.bootstrap import Cluster
 from workers.screen.terminal import TerminalView
+from workers.session.reach import Reach
 
 SCRIPT = own_script.__file__
 SEED = RunConfig().run.seed
 ALL = ("weights", "computed", "condition")
+
+
+def of_groups(scores: Tensor, labels: Tensor, groups: Tensor, weights: Tensor) -> Tensor:
+    """The listwise loss and the pairwise one, group by group."""
+    total, over = scores.sum() * 0, 0.0
+    for group in groups.unique():
+        s, y, w = (each[groups == group] for each in (scores, labels, weights))
+        if len(y.unique()) > 1:
+            listwise = -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
+            front, back = y == 1, y == 0
+            pairs = w[front].unsqueeze(1) * w[back]
+            pairwise = -(pairs * (s[front].unsqueeze(1) - s[back]).sigmoid().log()).sum() / pairs.sum()
+            total, over = total + w.mean() * (listwise + pairwise), over + w.mean().item()
+    return total / (over or 1.0)
 
 
 class Plain:
@@ -51,7 +66,7 @@ class Plain:
             torch.optim.Adagrad([t["user"]], lr=0.1, eps=1e-4),
             torch.optim.SGD([t["item"]], lr=0.3),
             torch.optim.SGD([t["tags"]], lr=0.2),
-            torch.optim.Adagrad([t["seen"]], lr=0.05, eps=1e-3),
+            torch.optim.AdamW([t["seen"]], lr=0.05, eps=1e-3, weight_decay=0.3),
             *([torch.optim.SGD([t["pair"]], lr=0.3)] if "pair" in t else []),
         ]
         self.before = {name: table.detach().clone() for name, table in t.items()}
@@ -93,11 +108,13 @@ class Plain:
         losses = []
         for step, batch in enumerate(own_script.batches()):
             rows = self.rows(step)
-            values = binary_cross_entropy_with_logits(
-                self.logits(batch, step, rows), batch["label"], reduction="none"
-            )
+            logits = self.logits(batch, step, rows)
+            values = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
             weights = batch["weight"] if "weights" in self.options else torch.ones_like(values)
-            ((values * weights).sum() / weights.sum()).backward()
+            loss = (values * weights).sum() / weights.sum()
+            if "ranked" in self.options:
+                loss = loss + of_groups(logits, batch["label"], batch["group"], weights)
+            loss.backward()
             for name, table in self.tables.items():
                 self.before[name] = table.detach().clone()
                 table.grad = rows[name].grad
@@ -118,7 +135,7 @@ def run_script(cluster: Cluster, output: Path, options: tuple[str, ...], update:
         train={"update": update, "dtype": "float64"},
     )
     with TerminalView() as view:
-        ScriptJob(config, SCRIPT, (str(output), *options)).run(cluster.topology, Path, view)
+        ScriptJob(config, SCRIPT, (str(output), *options)).run(cluster.topology, Path, view, Reach([]))
 
 
 def check(output: Path, options: tuple[str, ...], update: str) -> None:
@@ -133,7 +150,7 @@ def check(output: Path, options: tuple[str, ...], update: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:table pair is called with ids that are in no batch")
 @pytest.mark.parametrize("update", ["sync", "pipelined"])
-@pytest.mark.parametrize("options", [(), ALL], ids=["plain", "all"])
+@pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
 def test_alone_it_is_plain_torch(
     options: tuple[str, ...], update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +168,11 @@ def test_alone_it_is_plain_torch(
         (3, 2, (), "sync"),
         (3, 2, ALL, "sync"),
         (3, 2, ALL, "pipelined"),
+        (3, 2, ("pooled", "condition"), "sync"),
+        (3, 2, ("pooled", "weights"), "pipelined"),
         (2, 2, ("weights",), "pipelined"),
+        (3, 2, ("ranked", "weights"), "sync"),
+        (2, 2, ("ranked",), "pipelined"),
     ],
 )
 def test_a_cluster_is_plain_torch(

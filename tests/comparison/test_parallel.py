@@ -29,12 +29,15 @@ CASES = [
     split(
         features="sum",
         inputs="uneven",
+        tasks="ranked",
         tensor_plan=("interaction.layers.0 = colwise_gathered", "head.[04] = colwise", "head.[26] = rowwise"),
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
     Case(parallel="replicas", compile="script", matmul="onednn", dtype="float32", top_mlp=LARGE),
     Case(remote=True, matmul="onednn", dtype="float32", remote_mlp=LARGE),
+    split(net="mmoe", tasks="several", inputs="uneven"),
+    Case(parallel="replicas", net="ple", tasks="several", compile="script"),
 ]
 LONG_CASES = [
     split(net="dlrm", dtype="float32"),
@@ -43,6 +46,8 @@ LONG_CASES = [
     Case(parallel="replicas", net="dlrm", dtype="float32"),
     Case(compile="aot_eager", net="dlrm", dtype="float32"),
     Case(parallel="replicas", compile="aot_eager"),
+    split(net="ple", tasks="several", ddp="inside", clip_norm=0.2),
+    Case(compile="aot_eager", net="mmoe", tasks="several"),
 ]
 
 

@@ -16,6 +16,7 @@ ROUNDS = 3
         Case(trainers=3, inputs="uneven", features="sum", optimizer="adagrad", ddp="outside"),
         Case(trainers=3, inputs="uneven", tasks="weighted", ddp="inside"),
         Case(trainers=3, inputs="uneven", update="pipelined", remote=True, ddp="inside", clip_norm=0.2),
+        Case(trainers=3, inputs="uneven", micro_batches=3, tasks="ranked", features="mean"),
         Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, combine="on", tasks="several"),
         pytest.param(
             Case(trainers=3, inputs="uneven", update="pipelined", micro_batches=2, ddp="none"),
@@ -62,6 +63,39 @@ def with_an_unknown_id(trainer: int) -> list[Batch]:
 def with_signs_as_labels(trainer: int) -> list[Batch]:
     first, second, *others = Case().batches(trainer)
     return [first, second._replace(labels=2 * (torch.arange(6) > 3).float() - 1), *others]
+
+
+RANKED = Case(trainers=3, workers=2, tasks="ranked")
+
+
+def with_groups_apart(trainer: int) -> list[Batch]:
+    first, *others = RANKED.batches(trainer)
+    assert first.groups is not None
+    return [first._replace(groups=torch.tensor([1, 1, 2, 2, 1, 1])), *others]
+
+
+def with_a_group_of_all(trainer: int) -> list[Batch]:
+    first, second, *others = RANKED.batches(trainer)
+    return [first, second._replace(groups=torch.full((6,), 7 if trainer else 8)), *others]
+
+
+def without_groups(trainer: int) -> list[Batch]:
+    return [batch._replace(groups=None) for batch in RANKED.batches(trainer)]
+
+
+@pytest.mark.parametrize(
+    ("make_batches", "message"),
+    [
+        (with_groups_apart, "batch 0: group 1 is split: its samples do not stand together in the batch"),
+        (with_a_group_of_all, "group 7 is split: trainers 1 and 2 have samples of it in one step"),
+        (without_groups, "batch 0: a batch has no groups, and a ranking loss needs those of its 6 samples"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_groups_that_are_split_are_refused(make_batches: object, message: str, clusters: Clusters) -> None:
+    with pytest.raises(CaseError) as caught:
+        clusters.get(3, 2).run(train_case, RANKED, make_batches)  # type: ignore[arg-type]
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

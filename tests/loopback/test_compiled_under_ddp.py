@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
 from hybrid.dense.compiled import compiled
-from hybrid.dense.nets import DenseNet, DotInteraction
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.dlrm import DotInteraction
 from hybrid.topology import MASTER
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.seeded import random, seeded
-from support.vectors import Concatenation, micro_batch
+from support.vectors import micro_batch
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.nets import DenseNet
+from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.training import ddp
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel

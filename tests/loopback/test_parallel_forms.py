@@ -6,14 +6,14 @@ import pytest
 import torch
 from support.cluster import small_config
 from support.seeded import random, seeded
-from support.vectors import Concatenation, micro_batch
+from support.vectors import micro_batch
 from torch import Tensor, nn
 
 from hybrid.clock import StepClock
 from hybrid.config import RunConfig
-from hybrid.dense.nets import DenseNet
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.build import Blueprint
 from hybrid.training.forms import arrange

@@ -1,6 +1,7 @@
 """A session whose roles are all this process: what the master sees of work that is still on its way."""
 
 import functools
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,11 +19,17 @@ from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.files import shard_file
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config.file import CONFIG_FILE, load_config
+from hybrid.data.encode import FeatureEncoder
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.own_loop.jagged import Jagged
+from hybrid.own_loop.prepared import features_of
+from hybrid.serving.module import TrainedModule, load
+from hybrid.serving.trained import Trained
 from hybrid.steps.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
 from hybrid.training import trial
+from workers.offline.predictions import TrainedModel, predict
 from workers.session.session import Session
 
 pytestmark = pytest.mark.usefixtures("loopback")
@@ -58,9 +65,9 @@ def make_batches(trainer: int) -> list[Batch]:
 
 
 @contextmanager
-def opened(mode: str, **sections: dict[str, Any]) -> Iterator[Session]:
+def opened(mode: str, spec: InputSpec = INPUT, **sections: dict[str, Any]) -> Iterator[Session]:
     config = small_config(cluster={"trainers": 1, "workers": 1}, train={"update": mode}, **sections)
-    session = Session(Here(1, 1), config, INPUT, STEPS)
+    session = Session(Here(1, 1), config, spec, STEPS)
     try:
         yield session
     finally:
@@ -134,6 +141,74 @@ def test_one_trainer_measures_for_all_and_what_is_saved_says_what(
     products = {(SIZE, 2048, 2048), (2048, SIZE, 2048)}  # forward, and of the input; of the weight
     assert set(computed) == (products if taken == "onednn" else set())
     assert load_config(tmp_path / "saved" / CONFIG_FILE).dense.matmul == taken
+
+
+# What no feature says: that of those with bags the ids of one will have weights.
+BAGS = InputSpec(
+    ("x",), (FeatureSpec("ids", ROWS), FeatureSpec("tags", 4, multi_hot=True), FeatureSpec("seen", 5, True))
+)
+
+
+def weighted_batches(trainer: int) -> list[Batch]:
+    draw = random.Random(trainer)
+    batches = []
+    for batch in make_batches(trainer):
+        bags = [
+            [[draw.randrange(each.num_rows) for _ in range(1 + each.multi_hot)] for _ in range(SIZE)]
+            for each in BAGS.sparse_features
+        ]
+        weights = [
+            [[draw.random() + 0.2 if each.name == "tags" else 1.0 for _ in bag] for bag in of_feature]
+            for each, of_feature in zip(BAGS.sparse_features, bags, strict=True)
+        ]
+        batches.append(batch._replace(sparse_features=SparseFeatures.from_bags(bags, weights)))
+    return batches
+
+
+def test_weights_of_ids_are_in_what_is_saved(tmp_path: Path) -> None:
+    """Of the feature that had some, though its columns were not announced to: in files, and in exports."""
+    with opened("sync", BAGS, data={"multi_hot_separator": "|"}) as session:
+        session.train_on(weighted_batches, 0)
+        session.save(tmp_path / "saved", STEPS, 0)
+    model = load(tmp_path / "saved")
+    assert isinstance(model, TrainedModule)
+    names = ["dense", "ids", "tags", "tags.weights", "tags.offsets", "seen", "seen.offsets"]
+    assert list(model.input_names) == names
+    batch = weighted_batches(7)[0]
+    given = features_of(batch, model.trained.encoder.input_spec)
+    ours = TrainedModel(Trained.read(tmp_path / "saved", print)).outputs(batch).double()
+    found = model(given)["probability"].double()
+    assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
+    given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)
+    assert (model(given)["probability"] - found).abs().max() > 1e-3
+    check_file(tmp_path, batch, ours.sigmoid())
+
+
+def check_file(folder: Path, batch: Batch, expected_B: Tensor) -> None:
+    """See that predict reads the weights of a file, and gives what is expected."""
+    ids, tags, seen = batch.sparse_features.ids_L.split([SIZE, 2 * SIZE, 2 * SIZE])
+    assert batch.sparse_features.weights_L is not None
+    weights = batch.sparse_features.weights_L[SIZE : 3 * SIZE].tolist()
+    texts = [f"{tag}:{weight}" for tag, weight in zip(tags.tolist(), weights, strict=True)]
+    lines = ["x,ids,tags,seen"]
+    for b, x in enumerate(batch.dense_features[:, 0].tolist()):
+        lines.append(f"{x},{ids[b]},{'|'.join(texts[2 * b : 2 * b + 2])},{seen[2 * b]}|{seen[2 * b + 1]}")
+    (folder / "new.csv").write_text("\n".join(lines) + "\n")
+    predict(folder / "saved", [str(folder / "new.csv")], folder / "p.csv")
+    rows = (folder / "p.csv").read_text().splitlines()[1:]
+    assert [float(row.split(",")[1]) for row in rows] == pytest.approx(expected_B.tolist(), abs=1e-6)
+
+
+def test_weights_that_were_there_before_stay(tmp_path: Path) -> None:
+    """Of a model that goes on with batches that have none."""
+    with opened("sync", BAGS) as session:
+        session.train_on(weighted_batches, 0)
+        session.save(tmp_path / "saved", STEPS, 0)
+    with opened("sync", BAGS) as session:
+        session.load(Checkpoint.open(tmp_path / "saved"))
+        session.save(tmp_path / "again", STEPS, 0)
+    sparse = FeatureEncoder.load(tmp_path / "again").sparse
+    assert {each.name for each in sparse if each.weighted} == {"tags"}
 
 
 def test_what_is_told_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,12 @@ import torch
 import torch.distributed as dist
 from support.seeded import seeded
 from support.shards import PATIENCE_SECONDS
-from support.vectors import Concatenation
 from torch import Tensor, nn
 
 from hybrid import wire
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.clock import PHASES, StepClock
 from hybrid.config import DenseSection, RunConfig, TrainSection
-from hybrid.dense.nets import DenseNet
 from hybrid.dense.optimizer import DenseOptimizer
 from hybrid.dense.remote import HostedNet
 from hybrid.embedding.placement import place
@@ -32,6 +30,7 @@ from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import NonFiniteError
 from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.own_code.traces import words_of
 from hybrid.reference.training import Reference
 from hybrid.steps.rules import UpdateMode, UpdateRules

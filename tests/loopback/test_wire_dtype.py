@@ -1,5 +1,6 @@
 """Vectors and gradients that travel as bfloat16, while rows and evaluation keep every bit."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,8 +39,11 @@ MODES = pytest.mark.parametrize("mode", [UpdateMode.SYNC, UpdateMode.PIPELINED])
 class Job:
     """Two tables across RPC, and a trainer that fits the sums of their vectors to numbers."""
 
-    def __init__(self, mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
-        rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), place(TABLES, 1)
+    def __init__(
+        self, mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype, pooled_by: str
+    ) -> None:
+        tables = [dataclasses.replace(table, pooled_by=pooled_by) for table in TABLES]
+        rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), place(tables, 1)
         module = wire.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
         self.tables = wire.RemoteTables(MASTER, module)
         self.tables.call(TableShards.initialise, 5).wait()
@@ -70,9 +74,12 @@ class Job:
 
 @contextmanager
 def running(
-    mode: UpdateMode, wire_dtype: torch.dtype | None, dtype: torch.dtype = torch.float32
+    mode: UpdateMode,
+    wire_dtype: torch.dtype | None,
+    dtype: torch.dtype = torch.float32,
+    pooled_by: str = "workers",
 ) -> Iterator[Job]:
-    job = Job(mode, wire_dtype, dtype)
+    job = Job(mode, wire_dtype, dtype, pooled_by)
     try:
         yield job
     finally:
@@ -106,28 +113,39 @@ def arriving(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @MODES
+@pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_vectors_and_gradients_are_rounded_on_the_way_and_rows_are_not(
-    mode: UpdateMode, dtype: torch.dtype, arriving: list[Tensor]
+    mode: UpdateMode, dtype: torch.dtype, pooled_by: str, arriving: list[Tensor]
 ) -> None:
+    """Where trainers pool, the vectors on the way are rows, and the gradients those of rows."""
     (batch,) = make_batches(1)
     ids, offsets, _, _ = batch.sparse_features
     assert offsets is not None
     one, bags = ids[:SIZE], ids[SIZE:].view(SIZE, 3) + ROWS
-    with running(mode, BFLOAT16, dtype) as job:
+    with running(mode, BFLOAT16, dtype, pooled_by) as job:
         before = job.rows.clone()
         ((pooled_BE,), _) = job.train([batch])
-        rounded_BE = torch.cat([before[one], before[bags].sum(1)], dim=1).to(BFLOAT16)
-        assert torch.equal(pooled_BE, rounded_BE.float())
+        vectors_BD = _rounded(before[bags].sum(1))
+        if pooled_by == "trainers":
+            vectors_BD = _rounded(before[bags]).sum(1)
+        assert torch.equal(pooled_BE, torch.cat([_rounded(before[one]), vectors_BD], dim=1))
         assert {grad.dtype for grad in arriving} == {BFLOAT16}
         assert job.rows.dtype == dtype
 
         grad_B1 = 2 / SIZE * (pooled_BE.sum(1, keepdim=True) - batch.labels[:, None])
-        one_RD = torch.zeros(ROWS, DIM).index_add(0, one, grad_B1.expand(-1, DIM)).to(BFLOAT16).to(dtype)
-        each_LD = grad_B1.to(BFLOAT16).to(dtype).repeat_interleave(3, 0).expand(-1, DIM)
-        bags_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_add(0, bags.flatten() - ROWS, each_LD)
+        one_RD = _rounded(torch.zeros(ROWS, DIM).index_add(0, one, grad_B1.expand(-1, DIM))).to(dtype)
+        each_LD, bags_L = grad_B1.repeat_interleave(3, 0).expand(-1, DIM), bags.flatten() - ROWS
+        if pooled_by == "trainers":
+            bags_RD = _rounded(torch.zeros(ROWS, DIM).index_add(0, bags_L, each_LD)).to(dtype)
+        else:
+            bags_RD = torch.zeros(ROWS, DIM, dtype=dtype).index_add(0, bags_L, _rounded(each_LD).to(dtype))
         torch.testing.assert_close(before - job.rows, RATE * torch.cat([one_RD, bags_RD]))
         assert not torch.equal(job.rows, job.rows.to(BFLOAT16).to(dtype))
+
+
+def _rounded(values: Tensor) -> Tensor:
+    return values.to(BFLOAT16).float()
 
 
 @MODES

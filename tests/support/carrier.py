@@ -5,7 +5,8 @@ import socket
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.trust.secret import Secret
 from hybrid.wire.carrier.frames import Frames, Kind
-from hybrid.wire.carrier.meeting import Connection, Place
+from hybrid.wire.carrier.host_memory import BorrowedMemory, HostMemory, LentMemory
+from hybrid.wire.carrier.introduction import Connection, Place
 
 SECRET = Secret.fresh()
 ONE_OF_EACH = Topology(1, 1)
@@ -23,17 +24,30 @@ def place(
     return Place(role, topology, secret, run_id, timeout_seconds)
 
 
-def frames() -> tuple[Frames, Frames]:
+def shared() -> tuple[HostMemory, HostMemory]:
+    """Memory as both ends of a connection have it."""
+    lent = LentMemory(), LentMemory()
+    borrowed = [BorrowedMemory(each.descriptor) for each in lent]
+    for each in lent:
+        each.close()
+    return HostMemory(lent[0], borrowed[1]), HostMemory(lent[1], borrowed[0])
+
+
+def frames(is_one_host: bool = False) -> tuple[Frames, Frames]:
     """A trainer's and a worker's, of one connection."""
     there, back = place(TRAINER).directions(WORKER, b"random")
     answering, hearing = place(WORKER).directions(TRAINER, b"random")
-    return Frames(there, back, Kind.ANSWER, Kind.FAILED), Frames(answering, hearing, Kind.CALL)
+    ours, theirs = shared() if is_one_host else (None, None)
+    return (
+        Frames(there, back, Kind.ANSWER, Kind.FAILED, memory=ours),
+        Frames(answering, hearing, Kind.CALL, memory=theirs),
+    )
 
 
-def connection() -> tuple[Connection, Connection]:
+def connection(is_one_host: bool = False) -> tuple[Connection, Connection]:
     """A trainer's end and a worker's."""
     sockets = socket.socketpair()
     for each in sockets:
         each.setblocking(False)
-    trainers, workers = frames()
+    trainers, workers = frames(is_one_host)
     return Connection(sockets[0], trainers), Connection(sockets[1], workers)

@@ -10,12 +10,13 @@ from hybrid.checkpoint import folders
 from hybrid.checkpoint.files import DENSE_FILE, Files, shard_file
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.storage.places import PlaceT
 
 SHAPES = {"C1": (5, 3, 2)}
 SHARDS = [shard_file("C1", index, 2) for index in range(2)]
 
 
-def write_checkpoint(folder: Path, step: int = 1) -> Path:
+def write_checkpoint(folder: PlaceT, step: int = 1) -> PlaceT:
     """A whole checkpoint of one table and a net; its folder."""
     partial = folders.begin(folder)
     files: Files = {}
@@ -25,7 +26,7 @@ def write_checkpoint(folder: Path, step: int = 1) -> Path:
     return folders.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
 
 
-def write_run(run: Path, *steps: int) -> Path:
+def write_run(run: PlaceT, *steps: int) -> PlaceT:
     """A run folder with checkpoints after these steps."""
     for step in steps:
         write_checkpoint(folders.step_folder(run, step), step)

@@ -20,7 +20,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from hybrid.config import RunConfig
 from hybrid.topology import MASTER, Role
 from hybrid.trust.secret import Secret
-from workers.joining.bootstrap import Cluster, announce_stop, join
+from workers.joining.address import Address
+from workers.joining.bootstrap import Cluster, announce_stop, lead
 from workers.joining.listener import listen
 from workers.roles.run import serve
 
@@ -31,6 +32,7 @@ STOP_SECONDS = 20.0
 CASE_SECONDS = 60.0
 PRELOAD = [
     "torch._dynamo",
+    "workers.roles.master",
     "workers.roles.run",
     "support.cluster",
     "support.reporting",
@@ -73,15 +75,15 @@ class RunningCluster:
 
 
 def _serve(
-    role: Role, config: RunConfig, secret: Secret, listener: socket | None, cases: Connection | None
+    role: Role, config: RunConfig, secret: Secret, listener: socket | Address, cases: Connection | None
 ) -> None:
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if role != MASTER:
-        serve(role, config, secret)
+    if isinstance(listener, Address):
+        serve(role, listener, secret)
     else:
         assert cases is not None
-        with join(MASTER, config, secret, listener) as cluster:
+        with lead(config, secret, listener) as cluster:
             while (sent := cases.recv()) is not None:
                 cases.send(_run(cluster, *sent))
             announce_stop(cluster)
@@ -102,11 +104,10 @@ def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
     ours, theirs = context.Pipe()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-        config = config.replace(cluster=dataclasses.replace(config.cluster, master_port=port))
+        address = Address(*listener.getsockname())
         processes = []
         for role in config.cluster.topology.roles:
-            extra = (listener, theirs) if role == MASTER else (None, None)
+            extra = (listener, theirs) if role == MASTER else (address, None)
             processes.append(
                 context.Process(target=_serve, args=(role, config, secret, *extra), name=str(role))
             )

@@ -27,6 +27,7 @@ COMMAND_SECONDS = 60.0
 LEFT_SECONDS = 0.5
 # What a run that goes on and on was doing when it was stopped, as a regular expression.
 DOING = r"(at step \d+|while evaluating after step \d+)"
+NOTHING: Mapping[str, str] = {}
 _POLL_SECONDS = 0.02
 _PORTS_NOT_HANDED_OUT = (20_000, 32_000)  # by Linux, as it comes
 _MARK = "HYBRID_TEST_MARK"
@@ -47,7 +48,7 @@ TRAINER, WORKER = ["trainer", "--index", "0"], ["worker", "--index", "0"]
 
 
 def free_port() -> int:
-    """A port that is free now; roles started by hand must all be told one beforehand.
+    """A port that is free now, to tell roles that are started by hand beforehand.
 
     It is none of those that the system hands out, which another process could have by the time it is used.
     """
@@ -169,24 +170,38 @@ def fresh_secret(folder: Path) -> list[str]:
 def by_hand(
     roles: Sequence[Sequence[object]], arguments: Sequence[object], folder: Path, *, afresh: bool = False
 ) -> Iterator[list[Command]]:
-    """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port."""
-    port = [*settings(cluster={"master_port": free_port()}), *fresh_secret(folder)]
+    """Roles such as ``["trainer", "--index", 0]``, each started by its own command, on one free port.
+
+    The master is in ``folder``, the others in an empty one.
+
+    Args:
+        arguments: of the master; the others have all from it.
+    """
+    port, secret = free_port(), fresh_secret(folder)
+    masters = [*arguments, *settings(cluster={"master_port": port}), *secret]
+    others = ["--master", f"127.0.0.1:{port}", *secret]
+    (elsewhere := folder / "elsewhere").mkdir()
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(started([*role, *arguments, *port], folder, afresh=afresh)) for role in roles
-        ]
+        commands = []
+        for role in roles:
+            more, here = (masters, folder) if role[0] == "master" else (others, elsewhere)
+            commands.append(stack.enter_context(started([*role, *more], here, afresh=afresh)))
+        yield commands
 
 
 @contextmanager
-def started(arguments: Sequence[object], folder: Path, *, afresh: bool = False) -> Iterator[Command]:
+def started(
+    arguments: Sequence[object], folder: Path, *, afresh: bool = False, variables: Mapping[str, str] = NOTHING
+) -> Iterator[Command]:
     """A command started in ``folder``; whatever is left of it at the end of the block is killed.
 
     Args:
+        variables: of its environment, beside those of this one.
         afresh: by a new interpreter, as a user starts it; else see :mod:`support.forked_commands`.
     """
     output = folder / f"output-{uuid.uuid4().hex[:8]}"
     text = [str(argument) for argument in arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     start = _start_afresh if afresh else ForkedCommand
     command = Command(start(text, folder, environment, output), output)
     try:

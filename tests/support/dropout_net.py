@@ -1,11 +1,10 @@
 """A net of one's own that draws random numbers, has running statistics, and an optimizer with state."""
 
-from support.vectors import Concatenation
 from torch import nn
 
 from hybrid.config import RunConfig
-from hybrid.dense.nets import DenseNet
 from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
 
 
 def build(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> DenseNet:

@@ -100,8 +100,9 @@ def _launch(arguments: Sequence[str]) -> Ended:
         try:
             main(["launch", *arguments])
         except SystemExit as error:
-            code = 1
-            print(error.code, file=said)
+            code = 1 if isinstance(error.code, str) else int(error.code or 0)
+            if isinstance(error.code, str):
+                print(error.code, file=said)
     ended_at = time.time()
     left = _grandchildren() - before
     assert not left, f"left behind: {left}"

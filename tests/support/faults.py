@@ -8,7 +8,7 @@ FAULTS_FILE, STRUCK_FILE, STEPPED_FILE = "faults.json", "struck.txt", "stepped.t
 WORDS = "as the test wants it"
 ERRORS = {"ValueError": ValueError, "MemoryError": MemoryError}
 # The signals on which every role raises these in its main thread.
-RAISING = {"ValueError": signal.SIGUSR1, "MemoryError": signal.SIGUSR2}
+RAISING = {"ValueError": signal.SIGVTALRM, "MemoryError": signal.SIGUSR2}
 RAISED = tuple(ERRORS)
 STARVED = "out of memory"  # and the kernel ends a process for it
 

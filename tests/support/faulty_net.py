@@ -15,13 +15,12 @@ from typing import Any
 
 from support.faults import ERRORS, FAULTS_FILE, RAISING, STARVED, STEPPED_FILE, STRUCK_FILE, WORDS, read_times
 from support.memory_group import starve
-from support.vectors import Concatenation
 from torch import Tensor, nn
 from torch.distributed import rpc
 
 from hybrid.config import RunConfig
-from hybrid.dense.nets import DenseNet
 from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import Concatenation, DenseNet
 
 _ME = "trainer 0"
 _STEPS_BEFORE = 2

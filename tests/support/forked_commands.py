@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,23 +27,33 @@ _POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output
 
 
+def _stay() -> None:
+    """Where this process is."""
+
+
 class ForkedCommand:
     """A command in a session of its own; what there is of it is as of :class:`subprocess.Popen`.
 
     Args:
         arguments: of the command, after ``hybrid``.
         output: of this name with the suffixes ``.out`` and ``.err``.
+        enter: called by its process once its output is open, and before it goes to its folder.
     """
 
     def __init__(
-        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: Path,
+        enter: Callable[[], None] = _stay,
     ) -> None:
         for file in _files(output):
             file.touch()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._process = context.Process(
-            target=_main, args=(list(arguments), folder, dict(environment), output), name="hybrid"
+            target=_main, args=(list(arguments), folder, dict(environment), output, enter), name="hybrid"
         )
         self._process.start()
         self.pid: int = self._process.pid or 0
@@ -65,19 +75,26 @@ class ForkedCommand:
         self._process.kill()
 
 
-def _main(arguments: list[str], folder: Path, environment: dict[str, str], output: Path) -> None:
+def _main(
+    arguments: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    output: Path,
+    enter: Callable[[], None],
+) -> None:
     os.setsid()
     # These tests may run under nohup or in the background, where signals are ignored; the command does not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, path in enumerate((Path(os.devnull), *_files(output))):
         opened = os.open(path, os.O_WRONLY | os.O_APPEND if descriptor else os.O_RDONLY)
         os.dup2(opened, descriptor)
         os.close(opened)
+    enter()
+    os.chdir(folder)
     with mock.patch.object(launch, "ForkServer", _ForkedServer):
         main(arguments)
 

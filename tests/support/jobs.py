@@ -13,12 +13,15 @@ from torch import Tensor
 from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.checkpoint.files import DENSE_FILE
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
+from hybrid.data.located import ready
+from hybrid.metrics import Metrics
+from hybrid.storage.places import Place
 from workers.jobs.compare import Comparison
 from workers.jobs.snapshot import Snapshot, snapshot
 from workers.joining.bootstrap import Cluster
 from workers.screen.terminal import TerminalView
 from workers.session.dataset import DatasetSession
+from workers.session.reach import Reach
 from workers.session.trainer import Trainer
 
 
@@ -39,16 +42,16 @@ class Trained:
 
 
 @contextmanager
-def opened(cluster: Cluster, config: RunConfig, cache: Path) -> Iterator[DatasetSession]:
+def opened(cluster: Cluster, config: RunConfig, cache: Place) -> Iterator[DatasetSession]:
     """A job on a running cluster."""
-    session = DatasetSession(cluster.topology, config, prepare(config, cache))
+    session = DatasetSession(cluster.topology, config, ready(config, cache))
     try:
         yield session
     finally:
         session.close()
 
 
-def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_steps: int) -> Trained:
+def train(cluster: Cluster, config: RunConfig, cache: Place, scratch: Path, num_steps: int) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
         before = snapshot(session)
@@ -63,8 +66,15 @@ def train(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path, num_s
     return Trained(losses, before, after, nets)
 
 
-def compare(cluster: Cluster, config: RunConfig, cache: Path, num_steps: int) -> None:
+def evaluate(cluster: Cluster, config: RunConfig, cache: Place, num_steps: int) -> tuple[Snapshot, Metrics]:
+    """All rows after the first steps of an epoch, and the metrics of the test samples."""
+    with opened(cluster, config, cache) as session:
+        session.train(0, 0, num_steps, 0)
+        return snapshot(session), session.evaluate(num_steps)
+
+
+def compare(cluster: Cluster, config: RunConfig, cache: Place, num_steps: int) -> None:
     """Train here and in one process; DifferenceError where the results differ."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         view = TerminalView(Console(file=nowhere))
-        Comparison(config, num_steps).run(cluster.topology, lambda: prepare(config, cache), view)
+        Comparison(config, num_steps).run(cluster.topology, lambda: ready(config, cache), view, Reach([]))

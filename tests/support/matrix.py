@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,10 +12,12 @@ from support.cluster import small_config
 from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.config import RunConfig, TableSection, TaskSection
+from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
+from hybrid.config.tables import OPTIMIZERS_OF_ALL_ROWS
 from hybrid.dense.configured import build_dense_net, build_remote_net
-from hybrid.dense.nets import DenseNet
+from hybrid.embedding.spec import tables_of
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import DenseNet
 from hybrid.reference.training import Reference
 from hybrid.steps.rules import Staleness
 from hybrid.training.tables import place_tables
@@ -29,6 +31,8 @@ STEPS = 12
 TOLERANCE = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-6)}
 ROWS = {"a": 7, "b": 12, "c": 9, "d": 5}
 _LARGEST_BAG = 4
+# Sequences of a table of their own, and of one that is also read by a feature of one id.
+SEQUENCES = {name: ColumnSection(pooling="none", max_ids=_LARGEST_BAG - 1) for name in ("a", "b")}
 TASKS: dict[str, dict[str, TaskSection]] = {
     "one": {},
     "weighted": {},
@@ -37,6 +41,11 @@ TASKS: dict[str, dict[str, TaskSection]] = {
         "stars": TaskSection(kind="classes", classes=3, weight=0.5),
         "spent": TaskSection(kind="regression", loss="huber", huber_delta=0.5),
         "skip": TaskSection(loss="focal", weight=2.0),
+    },
+    "ranked": {
+        "click": TaskSection(ranking_loss="pairwise", weight=2.0),
+        "spent": TaskSection(kind="regression", ranking_loss="listwise", ranking_share=0.3),
+        "stars": TaskSection(kind="classes", classes=3),
     },
 }
 
@@ -49,6 +58,7 @@ class Case:
     workers: int = 2
     ddp: str = "outside"
     placement: str = "table"
+    pooled_by: str = "workers"
     optimizer: str = "sgd"
     inputs: str = "even"
     features: str = "one_hot"
@@ -60,6 +70,7 @@ class Case:
     non_finite: str = "stop"
     schedule: str = "constant"
     weight_decay: float = 0.0
+    all_rows: bool = False  # of the optimizers that can have it
     dense_optimizer: str = "SGD"
     autocast: str = "none"
     matmul: str = "auto"
@@ -97,10 +108,12 @@ class Case:
                 "dim": 4,
                 "pooling": self._pooling,
                 "placement": self.placement,
+                "pooled_by": self.pooled_by,
                 "optimizer": self.optimizer,
                 "learning_rate": 0.1,
                 "eps": 1e-2,
                 "weight_decay": self.weight_decay,
+                "all_rows": self.all_rows and self.optimizer in OPTIMIZERS_OF_ALL_ROWS,
             },
             dense={
                 "net": self.net,
@@ -113,6 +126,8 @@ class Case:
                 "all_reduce": self.all_reduce,
                 "compile": self.compile,
                 "cross_layers": 1,
+                "experts": 2,
+                "expert_mlp": (5, 3),
                 "ddp": self.ddp,
                 "autocast": self.autocast,
                 "matmul": self.matmul,
@@ -135,7 +150,12 @@ class Case:
         tables = {"d": TableSection(dim=2)} if self.net == "dcn_v2" else {}
         if self.shared_table:
             tables["bc"] = TableSection(features=("b", "c"))
-        return config.replace(tables=tables, tasks=TASKS[self.tasks])
+        columns = SEQUENCES if self._has_sequences else {}
+        return config.replace(tables=tables, tasks=TASKS[self.tasks], columns=columns)
+
+    @property
+    def _has_sequences(self) -> bool:
+        return self.features in ("sequences", "weighted_sequences")
 
     @property
     def _pooling(self) -> str:
@@ -143,8 +163,10 @@ class Case:
 
     @property
     def input_spec(self) -> InputSpec:
-        is_bag = self.features != "one_hot"
-        features = tuple(FeatureSpec(name, rows, is_bag and name != "d") for name, rows in ROWS.items())
+        bags: Collection[str] = SEQUENCES if self._has_sequences else ("a", "b", "c")
+        if self.features == "one_hot":
+            bags = ()
+        features = tuple(FeatureSpec(name, rows, name in bags) for name, rows in ROWS.items())
         return InputSpec(("x", "y"), features)
 
     def batches(self, trainer: int) -> list[Batch]:
@@ -168,7 +190,7 @@ class Case:
             rows = feature.num_rows
             bags.append([torch.randint(rows, (n,), generator=generator).tolist() for n in lengths])
             weights.append([(torch.rand(n, generator=generator) + 0.5).tolist() for n in lengths])
-        sparse = SparseFeatures.from_bags(bags, weights if self.features == "weights" else None)
+        sparse = SparseFeatures.from_bags(bags, weights if self.features.startswith("weight") else None)
         if self.features == "one_hot":
             sparse = sparse._replace(offsets=None)
         dense_BF = torch.randn(size, 2, generator=generator)
@@ -182,7 +204,17 @@ class Case:
             sample_weights = torch.rand(size, generator=generator) * torch.randint(
                 0, 2, (size,), generator=generator
             )
-        return Batch(dense_BF, sparse, labels, total, weights=sample_weights)
+        groups = None
+        if self.tasks == "ranked":
+            grades = torch.randint(0, 3, (2, size), generator=generator)
+            labels = torch.stack([labels, *grades], dim=1)
+            if size != 3:
+                sample_weights = torch.rand(labels.shape, generator=generator)
+                sample_weights *= torch.randint(0, 4, labels.shape, generator=generator) > 0
+            # No two trainers have one of them.
+            drawn = torch.randint(0, 3, (size,), generator=generator)
+            groups = generator.initial_seed() + 1000 * drawn.sort().values
+        return Batch(dense_BF, sparse, labels, total, weights=sample_weights, groups=groups)
 
     def skipping(self) -> Case:
         """The same, but that it skips steps that are not finite."""
@@ -203,8 +235,7 @@ class Case:
         """The dense net that every trainer starts from, and the remote net."""
         config, spec = self.config, self.input_spec
         tables, _ = place_tables(config, spec, {})
-        table_of = {feature: table for table in tables for feature in table.features}
-        widths = [table_of[feature.name].dim for feature in spec.sparse_features]
+        widths = [table.width for table in tables_of(spec, tables)]
         remote_net = build_remote_net(config, spec, widths) if self.remote else None
         return build_dense_net(config, spec, widths), remote_net
 

@@ -12,7 +12,6 @@ from workers.launching.fork_server import is_alive
 
 _HIERARCHY = Path("/sys/fs/cgroup/memory")  # version 1; a group of version 2 with processes has no children
 _MORE_BYTES = 8 << 20
-_MOST_BYTES = 64 << 20
 _NO_LIMIT = -1
 
 
@@ -58,10 +57,13 @@ def _starve(pid: int) -> None:
     assert group is not None
     Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
     limit = group / "memory.limit_in_bytes"
-    limit.write_text(str(int((group / "memory.usage_in_bytes").read_text()) + _MORE_BYTES))
+    most = int((group / "memory.usage_in_bytes").read_text()) + _MORE_BYTES
+    limit.write_text(str(most))
     try:
-        with mmap.mmap(-1, _MOST_BYTES) as memory:
-            for offset in range(0, _MOST_BYTES, mmap.PAGESIZE):
+        with mmap.mmap(
+            -1, most
+        ) as memory:  # what the group has read of files is let go of first, and may be much
+            for offset in range(0, most, mmap.PAGESIZE):
                 memory[offset] = 1
                 if not is_alive(pid):  # the next would be another process
                     break

@@ -64,7 +64,7 @@ def plain_mlp(parameters: Parameters, prefix: str, x_H: Tensor, ends_linear: boo
 
 
 def plain_logit(parameters: Parameters, prefix: str, x_H: Tensor) -> Tensor:
-    """The one number at the end of an MLP."""
+    """The number at the end of an MLP, or all of them where there are several."""
     logit_1 = plain_mlp(parameters, prefix, x_H, ends_linear=True)
     return logit_1.squeeze(0)
 

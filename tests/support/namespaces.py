@@ -4,6 +4,7 @@ import subprocess
 from functools import cache
 
 import pytest
+from support.first_process import hosts_refused
 
 
 @cache
@@ -15,3 +16,4 @@ def _is_allowed() -> bool:
 needs_namespaces = pytest.mark.skipif(
     not _is_allowed(), reason="needs user and network namespaces, which this system does not allow"
 )
+needs_hosts = pytest.mark.skipif(bool(hosts_refused()), reason=hosts_refused())

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from hybrid.errors import ClusterError
-from hybrid.topology import Role, RoleKind
+from hybrid.errors import ClusterError, HybridError
+from hybrid.topology import Role, RoleKind, Topology
 from hybrid.trust.secret import Secret
+from workers.joining.admission import Admission, Claim, Welcome
 from workers.joining.channel import GREETING, KEY_BYTES, Channel
-from workers.joining.heartbeat import Pulse
+from workers.joining.heartbeat import Pulse, claim_place
 from workers.joining.listener import listen
 from workers.joining.rendezvous import Rendezvous
 from workers.joining.rhythm import Rhythm
@@ -19,6 +20,8 @@ from workers.joining.store import Store
 SECONDS = 5.0
 ADDRESS = "127.0.0.1"
 WORKER = Role(RoleKind.WORKER)
+TOPOLOGY = Topology(2, 2)
+WELCOME = Welcome("", "there", "network", "lo")
 
 
 class Quick(Rhythm):
@@ -42,7 +45,7 @@ class Meeting:
     secret: Secret
     port: int
     rhythm: Rhythm
-    lost: list[ClusterError] = field(default_factory=list)
+    lost: list[HybridError] = field(default_factory=list)
     heard: list[ClusterError] = field(default_factory=list)
 
     def channel(self, patience_seconds: float | None = None) -> Channel:
@@ -53,7 +56,7 @@ class Meeting:
         """
         channel = Channel(ADDRESS, self.port, self.secret, self.rhythm)
         if patience_seconds is not None:
-            channel._rhythm = Rhythm(patience_seconds)
+            channel.rhythm = Rhythm(patience_seconds)
         return channel
 
     @contextmanager
@@ -66,8 +69,14 @@ class Meeting:
             store.close()
 
     def pulse(self, role: Role = WORKER, patience_seconds: float | None = None) -> Pulse:
-        """A role's signs of life."""
-        return Pulse(self.channel(patience_seconds), role, self.rhythm, self.heard.append)
+        """A role's signs of life, once its place is its own."""
+        channel = self.channel(patience_seconds)
+        try:
+            claim_place(channel, Claim.of(role))
+        except BaseException:
+            channel.close()
+            raise
+        return Pulse(channel, self.heard.append)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -88,11 +97,12 @@ class Meeting:
 
 
 @contextmanager
-def meeting(timeout_seconds: float | None = None) -> Iterator[Meeting]:
+def meeting(timeout_seconds: float | None = None, welcome: Welcome = WELCOME) -> Iterator[Meeting]:
     """An open rendezvous; its roles may be silent for so long, or for a minute, with quick signs of life."""
     rhythm = Quick(60.0) if timeout_seconds is None else Rhythm(timeout_seconds)
-    secret, lost = Secret.fresh(), list[ClusterError]()
+    secret, lost = Secret.fresh(), list[HybridError]()
+    admission = Admission(TOPOLOGY, welcome, lost.append)
     with listen(ADDRESS, 0) as listener:
         port = listener.getsockname()[1]
-        with Rendezvous(listener, secret, rhythm, lost.append) as rendezvous:
+        with Rendezvous(listener, secret, admission, rhythm, lost.append) as rendezvous:
             yield Meeting(rendezvous, secret, port, rhythm, lost)

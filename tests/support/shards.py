@@ -152,9 +152,16 @@ def cluster(
 
 
 @contextmanager
-def hosting(rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6) -> Iterator[TableShards]:
-    """One table of ``num_rows`` rows of two values, on one worker; a step of 1.0 times the gradient."""
-    table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), OptimizerSpec(optimizer, 1.0), 1.0)
+def hosting(
+    rules: UpdateRules, optimizer: str = "sgd", num_rows: int = 6, **settings: Any
+) -> Iterator[TableShards]:
+    """One table of ``num_rows`` rows of two values, on one worker; a step of 1.0 times the gradient.
+
+    Args:
+        settings: of the optimizer, besides.
+    """
+    spec = OptimizerSpec(optimizer, 1.0, **settings)
+    table = TableSpec("t", num_rows, 2, Pooling.SUM, ("t",), spec, 1.0)
     host = TableShards(place([table], 1), 0, dataclasses.replace(rules, timeout_seconds=PATIENCE_SECONDS))
     host.initialise(seed=7)
     try:

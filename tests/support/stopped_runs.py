@@ -15,17 +15,23 @@ from support.cluster import CASE_SECONDS
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.folders import step_folder, stored
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
+from hybrid.data.located import ready
 from hybrid.metrics import Predictions
+from hybrid.steps.rules import Staleness
+from hybrid.storage.places import Place
+from workers.endings import ExitCode
 from workers.jobs.training import Training
 from workers.joining.bootstrap import Cluster
+from workers.run_folder.stored_run import store_of
 from workers.screen.progress import Progress
 from workers.screen.terminal import TerminalView
 from workers.session.dataset import DatasetSession
 from workers.session.job import Report
+from workers.session.reach import Reach
+from workers.session.saving import Saving
 from workers.stopping import ASK_SIGNAL
 from workers.task import TrainTask
 
@@ -60,7 +66,9 @@ class View(TerminalView):
 
     def progress(self, progress: Progress) -> None:
         if progress.step == self._last_step:
-            assert eventually(step_folder(self._run, self._saved_step).exists, PATIENCE_SECONDS)
+            there = store_of(self._run)
+            saved = step_folder(there, self._saved_step)
+            assert eventually(lambda: saved in stored(there), PATIENCE_SECONDS)
             raise InterruptedRunError
 
 
@@ -68,7 +76,7 @@ class Asking(DatasetSession):
     """A session in the midst of which its run is asked to stop.
 
     Attributes:
-        moment: while it trains or evaluates, and at or after which step.
+        moment: while it trains, evaluates, counts or saves, and at or after which step.
         calls: how many steps trainers were to take at a time.
     """
 
@@ -86,6 +94,19 @@ class Asking(DatasetSession):
             signal.raise_signal(ASK_SIGNAL)
         yield from super().evaluation(steps_before)
         if self.moment == ("done evaluating", steps_before):
+            signal.raise_signal(ASK_SIGNAL)
+
+    def take_staleness(self, step: int) -> Staleness:
+        self._ask_if_it_is(("counting staleness", step))
+        return super().take_staleness(step)
+
+    def begin_save(self, folder: Place, step: int, *args: Any) -> Saving:
+        self._ask_if_it_is(("saving", step))
+        return super().begin_save(folder, step, *args)
+
+    def _ask_if_it_is(self, moment: tuple[str, int]) -> None:
+        if self.moment == moment:
+            self.moment = ("", 0)  # it may come again
             signal.raise_signal(ASK_SIGNAL)
 
 
@@ -109,7 +130,7 @@ def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
 def train(
     cluster: Cluster,
     config: RunConfig,
-    cache: Path,
+    cache: Place,
     run: Path,
     resume: bool = False,
     last_step: int = 0,
@@ -119,28 +140,29 @@ def train(
     view = View(run, last_step, saved_step)
     with view, sessions_closed(("", 0)):
         task = TrainTask(run, resume, time.time())
-        Training(config, task).run(cluster.topology, lambda: prepare(config, cache), view)
+        Training(config, task).run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
     return view.notes
 
 
 def stop(
-    cluster: Cluster, config: RunConfig, cache: Path, run: Path, moment: tuple[str, int]
-) -> tuple[bool, list[str]]:
+    cluster: Cluster, config: RunConfig, cache: Place, run: Path, moment: tuple[str, int]
+) -> tuple[ExitCode, list[str]]:
     """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
     view = View(run)
     signal.signal(ASK_SIGNAL, signal.default_int_handler)
     # However slow the machine is, a call goes as far as the next thing that is due.
     with view, sessions_closed(moment), patch("workers.jobs.training._CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))
-        return training.run(cluster.topology, lambda: prepare(config, cache), view), view.statuses
+        return training.run(cluster.topology, lambda: ready(config, cache), view, Reach([])), view.statuses
 
 
-def calls_of(cluster: Cluster, config: RunConfig, cache: Path, run: Path, seconds: float) -> list[int]:
+def calls_of(cluster: Cluster, config: RunConfig, cache: Place, run: Path, seconds: float) -> list[int]:
     """Train where a call of the trainers is to take so long; the steps of each call."""
     view = View(run)
     with view, sessions_closed(("", 0)) as sessions, patch("workers.jobs.training._CALL_SECONDS", seconds):
         training = Training(config, TrainTask(run, False, time.time()))
-        assert training.run(cluster.topology, lambda: prepare(config, cache), view)
+        has_ended = training.run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
+        assert has_ended is ExitCode.DONE
         return sessions[0].calls
 
 

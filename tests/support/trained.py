@@ -104,6 +104,23 @@ def shop_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
     return clicks_config(folder, **given)
 
 
+def history_config(folder: Path, **sections: Mapping[str, object]) -> RunConfig:
+    """Of a run on such a file in ``folder``: sequences, of items as candidates are, and of weighted ids."""
+    data = {
+        "path": write_shop(folder / "shop.csv"),
+        "dense": ["price"],
+        "sparse": ["user", "item", "seen", "tags"],
+    }
+    given: dict[str, Mapping[str, object]] = {
+        "columns.seen": {"max_ids": 3, "too_many_ids": "keep_last", "pooling": "none"},
+        "columns.tags": {"kind": "weighted", "max_ids": 3, "pooling": "none"},
+        "tables.item": {"features": ["item", "seen"]},
+        **sections,
+        "data": {**data, **sections.get("data", {})},
+    }
+    return clicks_config(folder, **given)
+
+
 def predicted_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]]:
     """What ``hybrid predict`` writes for the rows of a file, by column."""
     output = inputs.with_suffix(".predicted")

@@ -1,7 +1,7 @@
-"""Parts of a model for tests that need no workers: vectors at hand, and the plainest interaction."""
+"""Samples for tests that need no workers: with vectors at hand."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import Batch
@@ -15,10 +15,3 @@ def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 
     vectors: Future[Tensor] = Future()
     vectors.set_result(pooled_BE)
     return MicroBatch(batch, Ticket(0, step, step, part), lambda: vectors)
-
-
-class Concatenation(nn.Module):
-    """Both inputs side by side."""
-
-    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
-        return torch.cat([bottom_BH, pooled_BE], dim=1)

@@ -76,6 +76,41 @@ def test_the_parts_of_a_batch_are_the_whole(batch: Batch, num_parts: int) -> Non
         assert (part.sparse_features.weights_L is None) == (batch.sparse_features.weights_L is None)
 
 
+@given(batches(), st.integers(1, 9), st.data())
+def test_parts_keep_groups_whole_where_a_loss_reads_them(
+    batch: Batch, num_parts: int, data: st.DataObject
+) -> None:
+    steps = [data.draw(st.integers(0, 1)) for _ in batch.labels]
+    groups = torch.tensor(steps, dtype=torch.int64).cumsum(0)
+    batch = batch._replace(groups=groups, total_groups=torch.ones(1, dtype=torch.float64))
+    parts = batch.split(num_parts)
+    assert len(parts) == num_parts
+    found = [part.groups for part in parts if part.groups is not None]
+    assert torch.equal(torch.cat(found), groups)
+    assert sum(len(each.unique()) for each in found) == len(groups.unique())
+    for part in parts:
+        part.check(NUM_DENSE, batch.sparse_features.num_features)
+        part.check_groups()
+        assert part.total_groups is batch.total_groups
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (None, "^a batch has no groups, and a ranking loss needs those of its 4 samples$"),
+        ([1, 2], r"^a batch has groups of shape \[2\], and a ranking loss needs those of its 4 samples$"),
+        ([5, 5, 1, 5], "^group 5 is split: its samples do not stand together in the batch$"),
+    ],
+)
+def test_groups_that_are_none_or_split_are_refused(groups: list[int] | None, message: str) -> None:
+    batch = Batch.empty(0, 1)._replace(labels=torch.ones(4))
+    batch._replace(groups=torch.tensor([5, 5, 5, 1])).check_groups()
+    Batch.empty(0, 1).check_groups()
+    assert Batch.empty(0, 1).order_totals(2).tolist() == [0, 0]
+    with pytest.raises(DataError, match=message):
+        batch._replace(groups=None if groups is None else torch.tensor(groups)).check_groups()
+
+
 def described(batch: Batch) -> list[object]:
     """What each sample is, but for its label and the order of its ids."""
     bags = bags_of(batch.sparse_features)
@@ -103,6 +138,30 @@ def test_samples_have_the_same_key_where_they_are_equal(batch: Batch, data: st.D
     for i, j in product(range(len(keys)), repeat=2):
         assert (keys[i] == keys[j]) == (samples[i] == samples[j])
     assert [key for part in batch.split(3) for key in part.row_keys().tolist()] == keys
+
+
+def test_of_a_sequence_the_order_counts() -> None:
+    bags = [[[1, 2], [2, 1], [1, 2], [1], [1, 1]], [[3, 4], [3, 4], [4, 3], [], []]]
+    sparse = SparseFeatures.from_bags(bags)
+    batch = Batch(torch.zeros(5, NUM_DENSE), sparse, torch.zeros(5), 5)
+
+    def which_are_equal(*sequences: int) -> list[int]:
+        keys = batch.row_keys(sequences).tolist()
+        return [keys.index(key) for key in keys]
+
+    assert which_are_equal() == [0, 0, 0, 3, 4]
+    assert which_are_equal(0) == [0, 1, 0, 3, 4]
+    assert which_are_equal(1) == [0, 0, 2, 3, 4]
+    assert which_are_equal(0, 1) == [0, 1, 2, 3, 4]
+    parts = [key for part in batch.split(3) for key in part.row_keys((0, 1)).tolist()]
+    assert parts == batch.row_keys((0, 1)).tolist()
+    one_id = Batch(
+        torch.zeros(2, NUM_DENSE),
+        SparseFeatures(torch.tensor([5, 6, 7, 7]), None, None, 2),
+        torch.zeros(2),
+        2,
+    )
+    assert len(one_id.row_keys((0, 1)).unique()) == 2
 
 
 def test_keys_of_many_samples_differ() -> None:

@@ -10,7 +10,8 @@ from hybrid.config import RunConfig
 from hybrid.data.prepared import prepare
 from hybrid.errors import DataError, HybridError
 from hybrid.private_files import make_folder, open_file, own_folder
-from workers.launching.outcome import Cause, Outcome
+from workers.endings import Cause
+from workers.launching.outcome import Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import _log_to
 from workers.run_folder.folder import RunFolder

@@ -29,7 +29,7 @@ def test_imports_go_down() -> None:
     ("file", "planted", "rooms"),
     [
         ("hybrid/steps/ticket.py", "hybrid.embedding.spec", ("hybrid.steps", "hybrid.embedding")),
-        ("hybrid/embedding/spec.py", "hybrid.dense.nets", ("hybrid.embedding", "hybrid.dense")),
+        ("hybrid/embedding/spec.py", "hybrid.dense.configured", ("hybrid.embedding", "hybrid.dense")),
         ("workers/session/job.py", "workers.roles.master", ("workers.session", "workers.roles")),
         ("hybrid/memory.py", "workers.task", ("hybrid", "workers")),
     ],

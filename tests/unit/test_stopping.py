@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.stopping import ASK_SIGNAL, STOP_SIGNALS, Stop
+from workers.endings import WARNING, ExitCode
+from workers.stopping import ASK_SIGNAL, HEARD, STOP_SIGNALS, Stop, passing_on
 
-ALL = (*STOP_SIGNALS, ASK_SIGNAL)
+ALL = (*HEARD, ASK_SIGNAL)
 SECONDS = 10.0
 
 
@@ -22,18 +23,46 @@ def heard() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("first", ALL, ids=lambda number: number.name)
+@pytest.mark.parametrize("first", STOP_SIGNALS, ids=lambda number: number.name)
 def test_the_first_is_noted_and_the_second_is_not(first: signal.Signals, heard: list[int]) -> None:
-    asked: list[bool] = []
-    stop = Stop(SECONDS, lambda: asked.append(stop.is_asked))
+    asked: list[ExitCode] = []
+    stop = Stop(SECONDS, asked.append)
     with stop.listening():
         assert not stop.is_asked
         signal.raise_signal(first)
-        assert (stop.is_asked, asked, heard) == (True, [True], [])
+        assert (stop.is_asked, asked, heard) == (True, [stop.code], [])
         signal.raise_signal(signal.SIGTERM)
         assert heard == [signal.SIGTERM]
     signal.raise_signal(first)
-    assert (asked, heard) == ([True], [signal.SIGTERM, first])
+    assert (asked, heard) == ([128 + first], [signal.SIGTERM, first])
+
+
+@pytest.mark.parametrize(
+    ("first", "code"), [(ASK_SIGNAL, ExitCode.TERMINATED), (WARNING, ExitCode.AGAIN)], ids=["asked", "warned"]
+)
+def test_what_is_not_for_this_process_alone_is_no_first_one(
+    first: signal.Signals, code: ExitCode, heard: list[int]
+) -> None:
+    """A scheduler sends its signal to all roles; who hears it passes it on to who has heard it as well."""
+    stop = Stop(SECONDS)
+    with stop.listening():
+        for number in (first, first, signal.SIGTERM, ASK_SIGNAL, WARNING):
+            signal.raise_signal(number)
+        assert (stop.code, heard) == (code, [])
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+
+
+def test_a_role_passes_on_what_stops_it_and_ctrl_c_again_ends_it(heard: list[int]) -> None:
+    passed: list[int] = []
+    with passing_on(passed.append):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, WARNING):
+            signal.raise_signal(number)
+        assert (passed, heard) == ([signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, WARNING], [])
+        signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_what_is_ignored_stays_so() -> None:

@@ -93,7 +93,8 @@ def test_a_fresh_folder_goes_with_its_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [["launch"], ["compare"], ["run", "own:main"], ["plan"], ["evaluate", "nothing"], ["master"],
-     ["predict", "nothing", "--output", "p.csv"], ["trainer", "--index", "0"], ["worker", "--index", "0"]],
+     ["predict", "nothing", "--output", "p.csv"], ["trainer", "--index", "0", "--master", "a"],
+     ["worker", "--index", "0", "--master", "a"]],
     ids=lambda arguments: arguments[0],
 )  # fmt: skip
 def test_every_command_that_may_import_torch_sets_it_first(

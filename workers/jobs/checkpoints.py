@@ -15,12 +15,14 @@ from hybrid.checkpoint.files import MANIFEST_FILE
 from hybrid.checkpoint.manifest import BEST, OWES_EVALUATION, Best, Manifest
 from hybrid.config import CheckpointSection
 from hybrid.config.tasks import is_lower_better
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, StorageError
 from hybrid.metrics import Metrics
 from workers.jobs.tally import Tally
 from workers.run_folder.folder import RunFolder
 from workers.session.saving import Saving
 from workers.session.session import Session
+
+_POLL_SECONDS = 0.05
 
 
 class Moment(NamedTuple):
@@ -163,7 +165,7 @@ class Checkpoints:
                 self._begin(now, best, time.perf_counter(), in_background=False)
                 self._end()
         except CheckpointError as error:
-            before = folders.stored(self._run.path)
+            before = folders.stored(self._run.store)
             left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
             raise CheckpointError(f"{error}; {why}, and {left}") from error
 
@@ -176,10 +178,10 @@ class Checkpoints:
 
     def _add_evaluation(self, now: Moment, best: Best | None) -> None:
         """To the checkpoint of this step, where the run had stopped before its evaluation."""
-        folder = folders.step_folder(self._run.path, now.step)
+        folder = folders.step_folder(self._run.store, now.step)
         there = Manifest.read(folder / MANIFEST_FILE)
         if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
-            self._run.sync()
+            self._sync()
             metrics = dict(now.metrics or {})
             progress = {**there.progress, BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
@@ -188,7 +190,7 @@ class Checkpoints:
         self.best = best
 
     def _is_there(self, now: Moment) -> bool:
-        return folders.step_folder(self._run.path, now.step) in folders.stored(self._run.path)
+        return folders.step_folder(self._run.store, now.step) in folders.stored(self._run.store)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
@@ -196,7 +198,7 @@ class Checkpoints:
         packed = now.tally.pack()
         more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **more})
-        folder = folders.step_folder(self._run.path, now.step)
+        folder = folders.step_folder(self._run.store, now.step)
         saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()
         # A thread that does not keep a process alive which fails meanwhile.
@@ -204,7 +206,7 @@ class Checkpoints:
             target=self._write, args=(saving, best, written), name="checkpoint", daemon=True
         ).start()
         if not saving.is_copied:
-            wait([written])
+            self._await(written)
             if in_background and not self._has_said_that_it_waits:
                 self._has_said_that_it_waits = True
                 self._say("no memory for copies of the tables: training waits while checkpoints are written")
@@ -213,7 +215,7 @@ class Checkpoints:
     def _write(self, saving: Saving, best: Best | None, written: Future[_Written]) -> None:
         start = time.perf_counter()
         try:
-            self._run.sync()
+            self._sync()
             sealed = saving.write()
             seconds = time.perf_counter() - start
             trouble = self._prune(best)
@@ -222,9 +224,16 @@ class Checkpoints:
         except BaseException as error:  # raised where the checkpoint is waited for
             written.set_exception(error)
 
+    def _sync(self) -> None:
+        """See what has been logged where it is kept, before a checkpoint that a run may go on from."""
+        try:
+            self._run.sync()
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+
     def _prune(self, best: Best | None) -> str:
         try:
-            folders.prune(self._run.path, self._section.keep_last, best and best.step)
+            folders.prune(self._run.store, self._section.keep_last, best and best.step)
         except CheckpointError as error:
             return f"an old checkpoint is left: {error}"
         return ""
@@ -233,12 +242,17 @@ class Checkpoints:
         """Wait for the one under way."""
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
+        self._await(under_way.written)
         written = under_way.written.result()
         self.best = under_way.best
         stopped = under_way.seconds_stopped
         self._run.log_checkpoint(under_way.step, stopped, written.seconds, written.num_bytes)
         if written.trouble:
             self._say(written.trouble)
+
+    def _await(self, written: Future[_Written]) -> None:
+        while not wait([written], _POLL_SECONDS).done:
+            self._session.meanwhile()
 
     def _make_room(self) -> bool:
         """Wait for the one under way: if it does not find room itself, what it has written is removed.

@@ -13,10 +13,12 @@ from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.config.tasks import metric_name, metric_title
 from hybrid.data.loader import BatchLoader
+from hybrid.data.located import open_split
 from hybrid.data.storage import PreparedDataset
 from hybrid.metrics import Metrics, Predictions
 from hybrid.reference.training import Reference
 from hybrid.topology import Topology
+from workers.endings import ExitCode
 from workers.jobs.snapshot import (
     TOLERANCES,
     VALUE,
@@ -29,6 +31,7 @@ from workers.jobs.snapshot import (
 )
 from workers.screen.terminal import TerminalView
 from workers.session.dataset import DatasetSession
+from workers.session.reach import Reach
 
 # Epoch, first step in it, number of steps, steps before.
 Run: TypeAlias = tuple[int, int, int, int]
@@ -47,13 +50,14 @@ class Comparison:
         self._steps = steps
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Train on the cluster, then here, and print what differs.
 
         Raises:
             DifferenceError: something does, by more than rounding.
         """
         data_folder = data()
+        reach.check_data(data_folder)
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
         self._config = session.config
@@ -78,7 +82,7 @@ class Comparison:
         same = sum(each.largest == 0 for each in found)
         evaluated = []
         if metrics is not None:
-            alone = self._evaluate_here(reference, data_folder)
+            alone = self._evaluate_here(reference, data_folder, session.blueprint.sequences)
             evaluated = [
                 f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
                 for name in self._scores
@@ -89,7 +93,7 @@ class Comparison:
             f"{same} of {len(found)} tensors are the same bit for bit",
         )
         judge(found, self._config.train.dtype)
-        return True
+        return ExitCode.DONE
 
     def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
         blueprint = session.blueprint
@@ -104,7 +108,7 @@ class Comparison:
         return [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
 
     def _train_here(self, reference: Reference, data_folder: Path, runs: Sequence[Run]) -> Iterator[float]:
-        dataset = PreparedDataset.open(data_folder, "train")
+        dataset = open_split(data_folder, "train", self._config.data)
         for epoch, _, count, _ in runs:
             reference.see_all_updates()
             for shares in _shares(self._config, dataset, epoch, count):
@@ -115,11 +119,12 @@ class Comparison:
         tasks = self._config.all_tasks
         return [metric_name(tasks, name, task.score) for name, task in tasks.items()]
 
-    def _evaluate_here(self, reference: Reference, data_folder: Path) -> Metrics:
-        dataset = PreparedDataset.open(data_folder, "test")
+    def _evaluate_here(self, reference: Reference, data_folder: Path, sequences: Sequence[int]) -> Metrics:
+        dataset = open_split(data_folder, "test", self._config.data)
         with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
-            parts = [Predictions.of(batch, reference.outputs(batch)) for batch in batches]
-        return Predictions.concatenate(parts).metrics(self._config.all_tasks)
+            parts = [Predictions.of(batch, reference.outputs(batch), sequences) for batch in batches]
+        is_weighted = self._config.data.weighted_metrics
+        return Predictions.concatenate(parts).metrics(self._config.all_tasks, is_weighted=is_weighted)
 
 
 def judge(found: Sequence[Difference], dtype: str) -> None:
@@ -175,6 +180,8 @@ def _shares(
             num_trainers=config.cluster.trainers,
             seed=config.run.seed,
             shuffle=config.data.shuffle,
+            lanes=config.data.shuffle_lanes,
+            by_group=config.has_ranking_loss,
         )
         for index in range(config.cluster.trainers)
     ]

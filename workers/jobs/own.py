@@ -6,7 +6,9 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.own_code.names import load_function
 from hybrid.topology import Topology
+from workers.endings import ExitCode
 from workers.screen.terminal import TerminalView
+from workers.session.reach import Reach
 
 
 class OwnJob:
@@ -18,8 +20,8 @@ class OwnJob:
         self._config = config
         self._function = load_function("FUNCTION", function, ("topology", "config"))
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Call it; the run ends when it returns."""
         view.close()
         self._function(topology, self._config)
-        return True
+        return ExitCode.DONE

@@ -1,5 +1,6 @@
 """A script of the user's own on every trainer, and the master as its servant."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -8,16 +9,20 @@ from hybrid.checkpoint.files import Files
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE
+from hybrid.data.located import source_of
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import TableSpec
-from hybrid.errors import ClusterError
+from hybrid.errors import HybridError
 from hybrid.hosting.hosted import Hosted
 from hybrid.own_code.signature import signed_toml
 from hybrid.own_loop.rules import own_rules
+from hybrid.storage.places import Place
 from hybrid.topology import Topology
+from workers.endings import ExitCode
 from workers.screen.terminal import TerminalView
 from workers.session.capacity import check_memory
 from workers.session.deployment import BULK_TIMEOUT_SECONDS, deploy_tables, table_holders
+from workers.session.reach import Reach
 from workers.session.saving import Saving
 from workers.session.script import (
     Answer,
@@ -56,10 +61,10 @@ class ScriptJob:
         self._tables: dict[int, wire.RemoteTables] = {}
         self._placement: Placement
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Run it to its end on every trainer."""
         view.close()  # the screen is the script's, on trainer 0
-        what = (self._config, self._path, self._arguments, self._snapshot)
+        what = (self._config, os.path.abspath(self._path), self._arguments, self._snapshot)
         created = [
             wire.create(role, Script, role.index, *what, timeout_seconds=BULK_TIMEOUT_SECONDS)
             for role in topology.trainers
@@ -71,14 +76,16 @@ class ScriptJob:
             if isinstance(wanted, TablesWanted):
                 answer = self._deploy(topology, wanted.tables)
             elif isinstance(wanted, DataWanted):
-                answer = DataPrepared(data())
+                folder = data()
+                reach.check_data(folder)
+                answer = DataPrepared(source_of(folder))
             elif isinstance(wanted, SaveWanted):
                 self._save(wanted, scripts[0])
             else:
                 self._load(wanted)
             wire.gather([script.call(Script.answer, answer) for script in scripts])
         wire.gather([tables.call(Hosted.close) for tables in self._tables.values()])
-        return True
+        return ExitCode.DONE
 
     def _deploy(self, topology: Topology, tables: Sequence[TableSpec]) -> TablesPlaced:
         self._placement = placement = place(tables, topology.num_workers)
@@ -92,7 +99,7 @@ class ScriptJob:
         tables, bulk = list(self._tables.values()), BULK_TIMEOUT_SECONDS
         wire.gather([each.call(Hosted.begin_save, False, timeout_seconds=bulk) for each in tables])
 
-        def start(partial: Path) -> list[wire.Pending[Files]]:
+        def start(partial: Place) -> list[wire.Pending[Files]]:
             own = first.call(Script.write, partial, timeout_seconds=bulk)
             return [own, *(each.call(Hosted.write, partial, timeout_seconds=bulk) for each in tables)]
 
@@ -110,7 +117,7 @@ def _agreed(scripts: Sequence[wire.Remote[Script]]) -> Request:
     """What all scripts ask for next; they may come to it at any time.
 
     Raises:
-        ClusterError: they ask for different things.
+        HybridError: they ask for different things.
     """
     requests: dict[int, Request] = {}
     while len(requests) < len(scripts):
@@ -132,7 +139,7 @@ def _refuse_different(requests: dict[int, Request]) -> None:
             what = "have distributed modules with different tables: every trainer must build the same one"
         else:
             what = f"do different things: {_words(first)}, and {_words(request)}"
-        raise ClusterError(f"the scripts of trainers {first_trainer} and {trainer} {what}")
+        raise HybridError(f"the scripts of trainers {first_trainer} and {trainer} {what}")
 
 
 def _words(request: Request) -> str:

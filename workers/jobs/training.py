@@ -15,17 +15,20 @@ from hybrid.config.tasks import leading_score, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
+from workers.endings import ExitCode
 from workers.jobs.checkpoints import Checkpoints, Moment
 from workers.jobs.patience import Patience
 from workers.jobs.tally import Interval, Tally
 from workers.run_folder.folder import RunFolder
 from workers.run_folder.paths import RESULT_FILE, own_command
 from workers.run_folder.resume import as_decided
+from workers.run_folder.stored_run import store_of
 from workers.screen.data_notes import data_notes
 from workers.screen.progress import Progress
 from workers.screen.terminal import ProfileSummary, Summary, TerminalView
 from workers.session.dataset import DatasetSession
 from workers.session.job import Report
+from workers.session.reach import Reach
 from workers.stopping import Stop
 from workers.task import TrainTask
 
@@ -50,6 +53,7 @@ class Training:
         self._config = config
         self._tasks = config.all_tasks
         self._task = task
+        self._run = store_of(task.folder)
         self._folder: RunFolder
         self._checkpoints: Checkpoints
         self._seconds_to_first_step = math.nan
@@ -61,9 +65,11 @@ class Training:
         self._seconds_per_step = _CALL_SECONDS
         self._stop = Stop(config.cluster.rpc_timeout_seconds)
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
-        """Train, evaluate, write checkpoints and the report; whether the run has come to its end."""
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
+        """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""
         data_folder = data()
+        reach.check_data(data_folder)
+        reach.check_checkpoints(folders.folder_of(self._run))
         view.status("placing tables and building nets")
         config = as_decided(self._task.folder, self._config) if self._task.resume else self._config
         session = DatasetSession(topology, config, data_folder)
@@ -82,12 +88,12 @@ class Training:
             self._train(session, view)
             if not self._is_over(session):
                 self._save_for_later(session, view)
-                return False
+                return self._stop.code
             # Killed between its last checkpoint and its end, it has no step to take.
             if self._metrics is None and session.has_test_rows:
                 self._metrics = session.evaluate(self._step)
             self._finish(session, view)
-        return True
+        return ExitCode.DONE
 
     def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
         """Load the newest good checkpoint, if the run has one; what it says of the run's progress.
@@ -98,12 +104,12 @@ class Training:
         """
         if not self._task.resume:
             return {}
-        if not folders.stored(self._task.folder):
-            view.note(f"{self._task.folder} has no checkpoint: starting from the beginning")
+        if not folders.stored(self._run):
+            view.note(f"{self._run} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_good(self._task.folder, view.note)
+        checkpoint = Checkpoint.newest_good(self._run, view.note)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
@@ -127,7 +133,7 @@ class Training:
     def _open_folder(self) -> RunFolder:
         if not self._task.resume:
             return RunFolder.create(self._task.folder, self._config)
-        folders.drop_later(self._task.folder, self._step)
+        folders.drop_later(self._run, self._step)
         return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
@@ -190,6 +196,7 @@ class Training:
     def _save_for_later(self, session: DatasetSession, view: TerminalView) -> None:
         """Leave a run that was asked to stop so that it can go on."""
         self.doing = "while writing the checkpoint"
+        session.meanwhile = lambda: None  # what it would say is said here
         view.status(f"saving step {self._step}{_AGAIN}")
         self._checkpoints.write_stop(self._moment(session))
         session.close()
@@ -263,7 +270,9 @@ class Training:
                 return False
             parts += some
         self._owes_evaluation = False
-        self._metrics = metrics = Predictions.concatenate(parts).metrics(self._tasks)
+        is_weighted = session.config.data.weighted_metrics
+        metrics = Predictions.concatenate(parts).metrics(self._tasks, is_weighted=is_weighted)
+        self._metrics = metrics
         self._folder.log_evaluation(self._step, metrics)
         view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
         return True
@@ -287,7 +296,7 @@ class Training:
             "seconds_to_first_step": self._seconds_to_first_step,
         }
         self._folder.finish(result, leading_score(self._tasks))
-        run_folder, train = self._folder.path, self._config.train
+        run_folder, train = self._folder.store, self._config.train
         limit = session.limit if self._step == session.total_steps else _PATIENCE
         more = {
             "train.epochs": train.epochs + 1,

@@ -11,22 +11,26 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from hybrid.errors import ClusterError, first_line
+from hybrid.errors import ClusterError, HybridError, first_line
+from workers.endings import ExitCode, ToldError, exit_code
 from workers.screen.visible import visible
 
-FAILED, INTERRUPTED = 1, 130  # what a process ends with
 _SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with
 
 
-class StoppedError(ClusterError):
-    """The run failed elsewhere; this role is only told so."""
+class StoppedError(ToldError):
+    """The run failed, or had ended, elsewhere; this role is only told so."""
 
 
 class LostRoleError(ClusterError):
     """A role is gone, or gives no sign of life."""
 
 
-class EndedRoleError(LostRoleError):
+class LostHostError(LostRoleError):
+    """All roles of a host are gone or out of reach, or the master's host was: no log says why."""
+
+
+class EndedRoleError(ToldError, LostRoleError):
     """A role has ended with an error, and tells it itself."""
 
 
@@ -39,11 +43,15 @@ class Alarm:
 
     Args:
         name: of the process, for that.
+        code_of: the exit code of a process that is ended by an error.
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
+    def __init__(
+        self, name: str, seconds: float, code_of: Callable[[BaseException], ExitCode] = exit_code
+    ) -> None:
         self._name = name
         self._seconds = seconds
+        self._code_of = code_of
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._last_resort: threading.Timer | None = None
@@ -59,14 +67,14 @@ class Alarm:
         except BaseException as error:
             self._disarm(previous)
             self._end_soon(error)
-            atexit.register(end_now, INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED)
+            atexit.register(end_now, self._code_of(error))
             raise
         else:
             self._disarm(previous)
             if self._last_resort is not None:
                 self._last_resort.cancel()
 
-    def ring(self, error: ClusterError) -> None:
+    def ring(self, error: HybridError) -> None:
         """Raise ``error`` in the main thread; called by another thread. Only the first error counts."""
         with self._lock:
             if not self._is_armed or self._error is not None:
@@ -95,7 +103,7 @@ class Alarm:
         try:
             print(f"{self._name}: {visible(last_words(self._error))}", file=sys.stderr)
         finally:  # the log may be full
-            end_now(FAILED)
+            end_now(self._code_of(self._error))
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:

@@ -4,61 +4,85 @@
 
     master                                   trainer i, worker j
     ──────                                   ───────────────────
-    listens on the rendezvous port           connects, claims its role (once only)
-    waits for every role, names those        writes: host, pid, configuration
+    listens on the rendezvous port           connects, claims its role
+    refuses one that is taken, or of other
+      versions; else: the configuration ───► takes it, chooses its interface
+    waits for every role, names those        writes: host, pid, mounts
       that are missing after a stated time
-    compares configurations, says "go"  ───► waits for the master's word
+    says "go"                           ───► waits for the master's word
                      all: join the RPC group
 
 Every connection begins with a proof of the cluster's secret (:mod:`workers.joining.channel`). The claim is
-a role's first sign of life (:mod:`workers.joining.heartbeat`).
+a role's first sign of life (:mod:`workers.joining.heartbeat`); what is said of it is in
+:mod:`workers.joining.admission`.
 """
 
 import dataclasses
 import json
 import os
 import secrets
+import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybrid import wire
-from hybrid.config import ClusterSection, RunConfig
-from hybrid.config.file import decisive_values
+from hybrid.config import RunConfig
+from hybrid.config.file import read_toml_text, to_toml, with_own
 from hybrid.dense.device import choose_backend, choose_devices
-from hybrid.errors import ClusterError, ConfigError, first_line
+from hybrid.errors import ClusterError, first_line
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.trust.secret import Secret
 from hybrid.trust.sockets import closed_after
+from hybrid.wire.carrier.host_memory import own_network
+from workers.endings import WARNING, ExitCode, Word, exit_code
+from workers.joining.address import Address
+from workers.joining.admission import Admission, Claim, Welcome
 from workers.joining.alarm import Alarm, StoppedError, last_words, run_interruptibly
 from workers.joining.channel import Channel
-from workers.joining.heartbeat import Pulse
+from workers.joining.connecting import connect
+from workers.joining.heartbeat import Pulse, claim_place
+from workers.joining.interface import check_reachable, choose_interface
+from workers.joining.open_files import allow_open_files
 from workers.joining.rendezvous import STOP, TWICE, VERDICT, Rendezvous
 from workers.joining.rhythm import Rhythm
 from workers.joining.store import Store
-from workers.session.deployment import CREATED, DATA
+from workers.joining.ways import tell_places, try_ways
+from workers.session.deployment import CREATED, DATA, created_with
+from workers.session.reach import own_files
+from workers.stopping import ASK_SIGNAL, passing_on
 
-_POLL_SECONDS = 0.05
 _FAREWELL_SECONDS = 1.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
 _GO = "go"
-_DONE = "done"
+_DONE = Word()
+# How long a master may say nothing, until it has said how long it may.
+_FIRST_RHYTHM = Rhythm(RunConfig().cluster.heartbeat_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One role as it presented itself."""
+    """One role as it presented itself.
+
+    Attributes:
+        files: see :func:`own_files`; the same for those who see the same ones.
+        network: see :func:`own_network`; the same for those who reach each other by loopback.
+    """
 
     host: str
     pid: int
+    files: str
+    network: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +103,108 @@ class Cluster:
 
 
 @contextmanager
-def join(
-    role: Role, config: RunConfig, secret: Secret, listener: socket.socket | None = None
+def lead(
+    config: RunConfig,
+    secret: Secret,
+    listener: socket.socket,
+    code_of: Callable[[BaseException], ExitCode] = exit_code,
 ) -> Iterator[Cluster]:
-    """Join the cluster as ``role``, and leave it at the end.
+    """Gather the cluster of a configuration as its master, and leave it at the end; see :func:`join`.
+
+    Args:
+        listener: a listening socket, which becomes the rendezvous.
+        code_of: the exit code of a cluster that is ended by an error.
+
+    Raises:
+        ClusterError: a role is missing, or was lost.
+        ConfigError: this host has no such interface.
+        HybridError: a role has other versions.
+    """
+    section = config.cluster
+    address, port, *_ = listener.getsockname()
+    interface = choose_interface(section.interface, address)
+    torch.set_num_threads(section.threads)
+    alarm = Alarm(f"hybrid {MASTER}", section.stop_timeout_seconds, code_of)
+    rhythm = Rhythm(section.heartbeat_timeout_seconds)
+    welcome = Welcome(to_toml(config), socket.gethostname(), own_network(), interface)
+    admission = Admission(section.topology, welcome, alarm.ring)
+    meeting = Rendezvous(listener, secret, admission, rhythm, alarm.ring, _stop_as_well)
+    with alarm.armed(), meeting as rendezvous:
+        reach = partial(
+            connect, Address(address, port), secret, rhythm, timeout_seconds=section.start_timeout_seconds
+        )
+        with _connected(reach, section.start_timeout_seconds) as store:
+            try:
+                members = _gather(store, section.topology, section.start_timeout_seconds)
+                cluster = Cluster(MASTER, section.topology, store, members, rendezvous)
+                with _in_groups(cluster, config, secret, interface, CREATED):
+                    yield cluster
+            except BaseException as error:
+                rendezvous.stop(Word(code_of(error), last_words(error)), _FAREWELL_SECONDS)
+                raise
+            # To leave the RPC group in peace takes the store, until the last role has left.
+            rendezvous.await_left(section.rpc_timeout_seconds)
+
+
+@contextmanager
+def join(role: Role, address: Address, secret: Secret, settings: Sequence[str] = ()) -> Iterator[Cluster]:
+    """Join a cluster as a trainer or a worker, and leave it at the end.
 
     After an error the process is to end at once, and not as Python ends one: threads of torch may wait for a
     role that is gone, and Python for them.
 
     Args:
-        listener: the master's listening socket, which becomes the rendezvous; None for other roles.
+        address: of the master, which has everything else to say.
+        settings: what this role was given of its own; see :func:`with_own`.
 
     Raises:
-        ClusterError: a role is missing or taken, runs another configuration, or was lost.
-        ConfigError: this host has no such interface, or the master has another secret.
+        ClusterError: there is no master, the role is taken, or another one was lost.
+        ConfigError: a setting is not for a role to have, this host has no such interface, or others cannot
+            reach it there, or the master has another secret.
+        HybridError: there is no such role, or the master has other versions.
+        StoppedError: the run is over; its code says how.
     """
-    section = config.cluster
-    _choose_interface(section.interface)
-    alarm = Alarm(f"hybrid {role}", section.stop_timeout_seconds)
-    with alarm.armed():
-        if role == MASTER:
-            assert listener is not None, "the master brings its socket"
-            membership = _host(config, secret, listener, alarm)
-        else:
-            membership = _enter(role, config, secret, alarm)
-        with membership as cluster:
-            run_interruptibly(partial(_start_torch, cluster, config, secret))
+    own = with_own(RunConfig(), settings).cluster
+    channel = connect(address, secret, _FIRST_RHYTHM, own.start_timeout_seconds)
+    try:
+        welcome = claim_place(channel, Claim.of(role))
+        config = read_toml_text(welcome.config)
+        channel.rhythm = rhythm = Rhythm(config.cluster.heartbeat_timeout_seconds)
+    except BaseException:
+        channel.close()
+        raise
+    alarm = Alarm(f"hybrid {role}", config.cluster.stop_timeout_seconds)
+    with ExitStack() as stack:
+        stack.enter_context(alarm.armed())
+        pulse = stack.enter_context(Pulse(channel, alarm.ring))
+        stack.enter_context(passing_on(pulse.pass_on))
+        config = with_own(config, settings)
+        section = config.cluster
+        allow_open_files(section)
+        interface = choose_interface(section.interface, channel.local_address)
+        if own_network() != welcome.network:
+            check_reachable(role, interface, welcome)
+        torch.set_num_threads(section.threads)
+        reach = partial(connect, address, secret, rhythm, timeout_seconds=section.start_timeout_seconds)
+        store = stack.enter_context(_connected(reach, section.start_timeout_seconds))
+        member = Member(socket.gethostname(), os.getpid(), own_files(), own_network())
+        store.set(f"member/{role}", json.dumps(dataclasses.astuple(member)))
+        _await_go(store, section.start_timeout_seconds)
+        cluster = Cluster(role, section.topology, store, {})
+        with _in_groups(cluster, config, secret, interface, created_with(settings)):
             yield cluster
-            _leave(section.rpc_timeout_seconds)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+
+
+@contextmanager
+def _in_groups(
+    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, created: Iterable[Callable[..., Any]]
+) -> Iterator[None]:
+    """Torch's groups, from when every role has joined to when all leave."""
+    run_interruptibly(partial(_start_torch, cluster, config, secret, interface, created))
+    yield
+    _leave(config.cluster.rpc_timeout_seconds)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _leave(timeout_seconds: float) -> None:
@@ -119,66 +215,9 @@ def _leave(timeout_seconds: float) -> None:
         raise StoppedError(f"another role went away: {first_line(error)}") from error
 
 
-def _choose_interface(interface: str) -> None:
-    interfaces = [name for _, name in socket.if_nameindex()]
-    if interface not in interfaces:
-        raise ConfigError("cluster.interface", f"this host has {', '.join(interfaces)}", interface)
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
-
-
 @contextmanager
-def _host(config: RunConfig, secret: Secret, listener: socket.socket, alarm: Alarm) -> Iterator[Cluster]:
-    """The master's place in the cluster, once every role is there."""
-    section = config.cluster
-    section = dataclasses.replace(section, master_port=listener.getsockname()[1])
-    rhythm = Rhythm(section.heartbeat_timeout_seconds)
-    with Rendezvous(listener, secret, rhythm, alarm.ring) as rendezvous:
-        with _connected(section, secret, rhythm) as store:
-            try:
-                members = _gather(
-                    store, section.topology, decisive_values(config), section.start_timeout_seconds
-                )
-                yield Cluster(MASTER, section.topology, store, members, rendezvous)
-            except BaseException as error:
-                rendezvous.stop(last_words(error), _FAREWELL_SECONDS)
-                raise
-            # To leave the RPC group in peace takes the store, until the last role has left.
-            rendezvous.await_left(section.rpc_timeout_seconds)
-
-
-@contextmanager
-def _enter(role: Role, config: RunConfig, secret: Secret, alarm: Alarm) -> Iterator[Cluster]:
-    """Another role's place in the cluster, once the master says go."""
-    section = config.cluster
-    rhythm = Rhythm(section.heartbeat_timeout_seconds)
-    with (
-        Pulse(_connect(section, secret, rhythm), role, rhythm, alarm.ring),
-        _connected(section, secret, rhythm) as store,
-    ):
-        store.set(f"member/{role}", json.dumps([socket.gethostname(), os.getpid(), decisive_values(config)]))
-        _await_go(store, section.start_timeout_seconds)
-        yield Cluster(role, section.topology, store, {})
-
-
-def _connect(section: ClusterSection, secret: Secret, rhythm: Rhythm) -> Channel:
-    """Connect to the master, which may not be there yet; one that is there and says nothing is frozen."""
-    address, port = section.master_address, section.master_port
-    deadline = time.monotonic() + section.start_timeout_seconds
-    while True:
-        try:
-            return Channel(address, port, secret, rhythm)
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    f"no master at {address}:{port} after {section.start_timeout_seconds:g} s ({error}); "
-                    "start it, or check cluster.master_address and cluster.master_port"
-                ) from error
-            time.sleep(_POLL_SECONDS)
-
-
-@contextmanager
-def _connected(section: ClusterSection, secret: Secret, rhythm: Rhythm) -> Iterator[Store]:
-    store = Store(lambda: _connect(section, secret, rhythm), section.start_timeout_seconds)
+def _connected(reach: Callable[[], Channel], timeout_seconds: float) -> Iterator[Store]:
+    store = Store(reach, timeout_seconds)
     try:
         yield store
     except dist.DistNetworkError as error:  # of whatever has asked the store, torch too
@@ -191,9 +230,9 @@ def _await_go(store: dist.Store, timeout_seconds: float) -> None:
     # The master names the missing after its own timeout; its word may come that much later.
     if not _appears(store, VERDICT, timedelta(seconds=2 * timeout_seconds)):
         raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
-    verdict = store.get(VERDICT).decode()
-    if verdict != _GO:
-        raise StoppedError(f"stopped by the master: {verdict}")
+    if (verdict := store.get(VERDICT).decode()) != _GO:
+        word = Word.parse(verdict)
+        raise StoppedError(f"stopped by the master: {word.reason}", word.code)
 
 
 def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
@@ -205,9 +244,12 @@ def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
     return True
 
 
-def _start_torch(cluster: Cluster, config: RunConfig, secret: Secret) -> None:
+def _start_torch(
+    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, created: Iterable[Callable[..., Any]]
+) -> None:
     """Form the groups of torch; returns when every role has joined."""
     section = config.cluster
+    try_ways(cluster.role, cluster.store, interface, section.rpc_timeout_seconds)
     if cluster.role.kind is RoleKind.TRAINER:
         _join_trainers(cluster.store, cluster.role, config)
     wire.start(
@@ -216,12 +258,12 @@ def _start_torch(cluster: Cluster, config: RunConfig, secret: Secret) -> None:
         cluster.store,
         secret=secret,
         run_id=cluster.store.get("run"),
-        interface=section.interface,
+        interface=interface,
         transport=section.transport,
         carrier=section.carrier,
         timeout_seconds=section.rpc_timeout_seconds,
         data=DATA,
-        created=CREATED,
+        created=created,
     )
 
 
@@ -242,44 +284,45 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
         )
 
 
-def announce_stop(cluster: Cluster, reason: str = _DONE) -> None:
-    """Tell every role to stop; called by the master, with a reason where the run failed."""
-    if reason == _DONE:
-        cluster.store.set(STOP, _DONE)
+def _stop_as_well(number: int) -> None:
+    """Have the main thread, the master's, stop since another role was asked to."""
+    ours = number if number == WARNING else ASK_SIGNAL
+    signal.pthread_kill(threading.main_thread().ident or 0, ours)
+
+
+def announce_stop(cluster: Cluster, word: Word = _DONE) -> None:
+    """Tell every role to stop; called by the master."""
+    if not word.reason:
+        cluster.store.set(STOP, str(word))
     elif cluster.rendezvous is not None:
-        cluster.rendezvous.stop(reason, _FAREWELL_SECONDS)
+        cluster.rendezvous.stop(word, _FAREWELL_SECONDS)
 
 
-def await_stop(cluster: Cluster) -> None:
-    """Wait for the master's word to stop, answering calls meanwhile.
+def await_stop(cluster: Cluster) -> ExitCode:
+    """Wait for the master's word to stop, answering calls meanwhile; the code to end with in peace.
 
     Raises:
         ClusterError: the run failed, or the master went away.
     """
     while not _appears(cluster.store, STOP, _LONGEST_WAIT):
         pass
-    reason = cluster.store.get(STOP).decode()
-    if reason != _DONE:
-        raise StoppedError(f"stopped by the master: {reason}")
+    word = Word.parse(cluster.store.get(STOP).decode())
+    if word.reason:
+        raise StoppedError(f"stopped by the master: {word.reason}", word.code)
+    return word.code
 
 
-def _gather(
-    store: dist.Store, topology: Topology, values: dict[str, Any], timeout_seconds: float
-) -> dict[Role, Member]:
-    """Wait for every role; ClusterError where one is missing or differs."""
+def _gather(store: dist.Store, topology: Topology, timeout_seconds: float) -> dict[Role, Member]:
+    """Wait for every role; ClusterError where one is missing."""
     roles = [*topology.trainers, *topology.workers]
     deadline = time.monotonic() + timeout_seconds
     for role in roles:
         left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
         if not _appears(store, f"member/{role}", left):
             raise ClusterError(_who_is_missing(store, roles, timeout_seconds))
-    members = {}
-    for role in roles:
-        host, pid, theirs = json.loads(store.get(f"member/{role}"))
-        members[role] = Member(host, pid)
-        for key in [key for key in values | theirs if values.get(key) != theirs.get(key)][:1]:
-            there, here = theirs.get(key), values.get(key)
-            raise ClusterError(f"{role} on {host} has {key} = {there!r}, the master {here!r}")
+    members = {role: Member(*json.loads(store.get(f"member/{role}"))) for role in roles}
+    places = {str(role): (each.host, each.network) for role, each in members.items()}
+    tell_places(store, {str(MASTER): (socket.gethostname(), own_network())} | places)
     store.set("run", secrets.token_hex(_RUN_ID_BYTES))
     store.set(VERDICT, _GO)
     return members

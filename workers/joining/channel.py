@@ -33,7 +33,8 @@ from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.secret import VARIABLE, Secret
 from workers.joining.rhythm import Rhythm
 
-GREETING = b"hybrid-2"
+GREETING = b"hybrid-3"
+_FAMILY = b"hybrid-"  # what greetings of other versions begin with
 KEY_BYTES = PROOF_BYTES = 32
 LARGEST_FRAME = 1 << 20
 _REFUSAL = bytes(PROOF_BYTES)
@@ -126,30 +127,36 @@ class Channel:
     Args:
         rhythm: says how long the master may be silent where it owes an answer.
 
+    Attributes:
+        rhythm: the same; another from when the master has said how long it is to be.
+
     Raises:
         OSError: there is no master.
         ConfigError: it has another secret.
         ClusterError: something else listens there, or the master is frozen: the system has accepted the
-            connection for it, and it says nothing.
+            connection for it, and it says nothing; from another host it may also be out of reach.
     """
 
     def __init__(self, address: str, port: int, secret: Secret, rhythm: Rhythm) -> None:
-        self._rhythm = rhythm
+        self.rhythm = rhythm
         self._buffer = bytearray()
         self._socket = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._seal = self._shake_hands(secret, f"{address}:{port}")
+            self._where = f"{address}:{port}"
+            self._is_here = self._socket.getsockname()[0] == self._socket.getpeername()[0]
+            self._seal = self._shake_hands(secret, self._where)
         except BaseException:
             self.close()
             raise
 
     def _shake_hands(self, secret: Secret, where: str) -> Seal:
         greeting = self._read(len(GREETING))
+        if greeting != GREETING and greeting.startswith(_FAMILY):
+            rule = "speaks as another version of this project does; install the same on every host"
+            raise ClusterError(f"the master at {where} {rule}")
         if greeting != GREETING:
-            raise ClusterError(
-                f"what listens at {where} is no master; check cluster.master_address and cluster.master_port"
-            )
+            raise ClusterError(f"what listens at {where} is no master; check address and port")
         own, masters = KeyPair(), self._read(KEY_BYTES)
         public_keys = masters + own.public
         self._socket.sendall(own.public + _proof(secret, "role", public_keys))
@@ -159,14 +166,19 @@ class Channel:
             raise ConfigError("cluster.secret_file", rule)
         return Seal(secret, public_keys, own.agree(masters), "role")
 
+    @property
+    def local_address(self) -> str:
+        """Of this host: that from which the master was reached."""
+        return str(self._socket.getsockname()[0])
+
     def send(self, *parts: bytes) -> None:
         """Send a message; errors as those of :meth:`receive`."""
         frame = self._seal.seal(parts)
-        self._socket.settimeout(self._rhythm.timeout_seconds)
+        self._socket.settimeout(self.rhythm.timeout_seconds)
         try:
             self._socket.sendall(frame)
         except TimeoutError:
-            raise self._frozen() from None
+            raise self._silent() from None
 
     def receive(self, due_seconds: float = 0.0) -> list[bytes]:
         """The next message.
@@ -175,21 +187,22 @@ class Channel:
             due_seconds: how long from now the master may take for it; below 0 where it was due before.
 
         Raises:
-            ClusterError: the master is frozen: nothing has come for the length of the rhythm since.
+            ClusterError: the master is frozen or out of reach: nothing has come for the length of the rhythm
+                since.
             OSError: the connection is broken.
         """
         header = self._read(_LENGTH.size, due_seconds)
         return self._seal.open(self._read(sealed_length(header)))
 
     def _read(self, count: int, due_seconds: float = 0.0) -> bytes:
-        for turn in range(self._rhythm.turns):
-            seconds = self._rhythm.turn_seconds + (0.0 if turn else due_seconds)
+        for turn in range(self.rhythm.turns):
+            seconds = self.rhythm.turn_seconds + (0.0 if turn else due_seconds)
             with suppress(TimeoutError):
                 self._fill(count, time.monotonic() + seconds)
                 taken = bytes(self._buffer[:count])
                 del self._buffer[:count]
                 return taken
-        raise self._frozen()
+        raise self._silent()
 
     def _fill(self, count: int, deadline: float) -> None:
         """Wait until ``count`` bytes are there, and leave them there."""
@@ -201,8 +214,10 @@ class Channel:
                 raise ConnectionResetError("the connection was closed")
             self._buffer += received
 
-    def _frozen(self) -> ClusterError:
-        return ClusterError(self._rhythm.frozen("the master"))
+    def _silent(self) -> ClusterError:
+        if self._is_here:
+            return ClusterError(self.rhythm.frozen("the master"))
+        return ClusterError(self.rhythm.unreachable(f"the master at {self._where}"))
 
     def close(self) -> None:
         self._socket.close()

@@ -18,10 +18,13 @@ from contextlib import suppress
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.trust.secret import Secret
+from workers.endings import Word, exit_code
+from workers.joining.admission import LIFE, OVER, REFUSED, TAKEN, WELCOME, Admission, Claim
 from workers.joining.alarm import LostRoleError
 from workers.joining.channel import ChannelError, MasterChannel, Seal, welcome
-from workers.joining.heartbeat import LIFE, TAKEN, Watch
+from workers.joining.heartbeat import Watch
 from workers.joining.keys import Keys
+from workers.joining.presence import Presence
 from workers.joining.rhythm import Rhythm
 
 STOP, VERDICT = "stop", "verdict"  # the keys under which roles wait for the master's word
@@ -34,6 +37,7 @@ _BUFFER_BYTES = 4096
 _SECONDS_WITHOUT_DESCRIPTORS = 0.1
 _LINE_EVERY_SECONDS = 10.0
 _END_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 # The main thread knows what the run was doing when a role was lost, so it is heard first.
 _GRACE_SECONDS = 1.0
 
@@ -43,20 +47,29 @@ class Rendezvous:
 
     Args:
         listener: a listening socket, which is closed at the end.
-        rhythm: of the roles' signs of life.
+        admission: answers the roles' claims.
+        rhythm: of their signs of life.
         ring: called with the error of a role that is lost.
+        asked: called with the number of the signal by which a role was asked to stop.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: Secret, rhythm: Rhythm, ring: Callable[[ClusterError], None]
+        self,
+        listener: socket.socket,
+        secret: Secret,
+        admission: Admission,
+        rhythm: Rhythm,
+        ring: Callable[[ClusterError], None],
+        asked: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._listener = listener
+        self._admission = admission
         self._ring = ring
         self._door = _Door(secret)
         self._keys = Keys()
-        self._watch = Watch(rhythm, self._lost)
+        self._watch = Watch(rhythm, self._lost, asked)
         self._claimed: set[str] = set()
-        self._failure = ""
+        self._failure = b""
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
@@ -69,10 +82,18 @@ class Rendezvous:
         self._call_soon(self._closing.set)
         self._thread.join(_END_SECONDS)
 
-    def stop(self, reason: str, wait_seconds: float) -> None:
-        """Tell every role that the run has failed, and give them time to leave; the first reason counts."""
-        self._call_soon(self._stop, reason)
+    def stop(self, word: Word, wait_seconds: float) -> None:
+        """Tell every role that the run has failed, and give them time to leave; the first word counts."""
+        self._call_soon(self._stop, word)
         self.await_left(wait_seconds)
+
+    def await_claims(self, timeout_seconds: float) -> None:
+        """Wait until every role of the cluster has come."""
+        topology = self._admission.topology
+        names = {str(role) for role in (*topology.trainers, *topology.workers)}
+        deadline = time.monotonic() + timeout_seconds
+        while not self._claimed.issuperset(names) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def await_left(self, timeout_seconds: float) -> None:
         """Wait until every role has left; one that is lost has."""
@@ -119,7 +140,7 @@ class Rendezvous:
             visit.add_done_callback(visits.discard)
 
     async def _receive(self, connection: socket.socket, address: str) -> None:
-        seal = None
+        seal, is_here = None, connection.getsockname()[0] == address
         try:
             seal = await self._door.let_in(connection, address)
         finally:
@@ -128,36 +149,46 @@ class Rendezvous:
         if seal is not None:
             reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
             try:
-                await self._attend(MasterChannel(reader, writer, seal))
+                await self._attend(MasterChannel(reader, writer, seal), address, is_here)
             finally:
                 writer.close()
 
-    async def _attend(self, channel: MasterChannel) -> None:
+    async def _attend(self, channel: MasterChannel, address: str, is_here: bool) -> None:
         try:
             purpose, *about = await channel.receive()
             if purpose == LIFE:
-                name, host, pid = (part.decode() for part in about)
-                if name in self._claimed:
-                    self._keys.set(f"{TWICE}/{name}", b"")
-                    await channel.send(*TAKEN)
-                    return
-                self._claimed.add(name)
-                await self._watch.attend(channel, f"{name} (host {host}, pid {pid})", lambda: self._failure)
+                await self._answer(channel, Claim.unpacked(about[0]), address, is_here)
             else:
                 await self._keys.serve(channel)
         except (OSError, EOFError):
             return  # a role that closes this connection may go on; its signs of life tell
 
+    async def _answer(self, channel: MasterChannel, claim: Claim, address: str, is_here: bool) -> None:
+        if claim.role in self._claimed:  # whatever else is wrong with this one, the cluster goes on
+            self._keys.set(f"{TWICE}/{claim.role}", b"")
+            await channel.send(TAKEN)
+            return
+        if (why := self._admission.refusal(claim)) is not None:
+            await channel.send(REFUSED, why.encode())
+            return
+        self._claimed.add(claim.role)
+        if self._admission.over:
+            await channel.send(OVER, self._admission.over.encode())
+            return
+        welcome = WELCOME, self._admission.welcome.packed()
+        who = Presence(claim.role, claim.host, claim.pid, address, is_here)
+        await self._watch.attend(channel, who, welcome, lambda: self._failure)
+
     def _lost(self, error: LostRoleError) -> None:
         if not self._failure:  # else the main thread is on its way out, with the error that came first
             self._ring(error)
-        self._loop.call_later(_GRACE_SECONDS, self._stop, str(error))
+        self._loop.call_later(_GRACE_SECONDS, self._stop, Word(exit_code(error), str(error)))
 
-    def _stop(self, reason: str) -> None:
-        self._failure = self._failure or reason
+    def _stop(self, word: Word) -> None:
+        self._failure = self._failure or str(word).encode()
         for key in (VERDICT, STOP):
             if not self._keys.has([key]):
-                self._keys.set(key, self._failure.encode())
+                self._keys.set(key, self._failure)
 
 
 class _Door:

@@ -29,7 +29,15 @@ class Rhythm:
     def turn_seconds(self) -> float:
         return self.timeout_seconds / self.turns
 
+    @property
+    def timeout(self) -> str:
+        """How long that is, and who says so."""
+        return f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
+
     def frozen(self, who: str) -> str:
-        """What is said of one that was silent for so long."""
-        timeout = f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
-        return f"{who} is frozen: no sign of life for {timeout}"
+        """What is said of one on this host, or one whose host lives, that was silent for so long."""
+        return f"{who} is frozen: no sign of life for {self.timeout}"
+
+    def unreachable(self, who: str, verb: str = "is") -> str:
+        """What is said where nobody can know whether it is frozen, gone, or cut off."""
+        return f"{who} {verb} unreachable: no sign of life for {self.timeout}"

@@ -1,18 +1,18 @@
 """What a role tells the launcher of the error that ends it."""
 
 from hybrid import wire
-from hybrid.errors import ClusterError, HybridError, error_class
+from hybrid.errors import HybridError
 from hybrid.own_code.traces import is_to_log, words_of
 from hybrid.topology import Role
-from workers.joining.alarm import EndedRoleError, StoppedError
-from workers.launching.outcome import Cause, Outcome
+from workers.endings import cause_of
+from workers.launching.outcome import Outcome
 from workers.roles.diagnosis import UnexpectedError
 
 
 def describe(role: Role, error: Exception) -> Outcome:
     """What ``role`` tells the launcher of the error that ends it."""
     message = str(error) if isinstance(error, HybridError) else f"{role}: {words_of(error)}"
-    return Outcome(" ".join(message.split()), _cause(error), _logged_by(role, error))
+    return Outcome(" ".join(message.split()), cause_of(error), _logged_by(role, error))
 
 
 def _logged_by(role: Role, error: Exception) -> Role | None:
@@ -22,12 +22,3 @@ def _logged_by(role: Role, error: Exception) -> Role | None:
     if isinstance(error, wire.RemoteError):
         return error.role if error.failure.is_logged else None
     return role if is_to_log(error) else None
-
-
-def _cause(error: Exception) -> Cause:
-    if isinstance(error, StoppedError | EndedRoleError):
-        return Cause.ECHO
-    kind = error_class(error.failure.kind) if isinstance(error, wire.RemoteError) else type(error)
-    if not issubclass(kind, HybridError) or issubclass(kind, UnexpectedError):
-        return Cause.EXCEPTION
-    return Cause.LOST if issubclass(kind, ClusterError) else Cause.REFUSED

@@ -32,7 +32,7 @@ import psutil
 
 from hybrid.errors import ClusterError
 from workers.launching.forking import MARKER, Answer, Ended, Started
-from workers.stopping import STOP_SIGNALS
+from workers.stopping import HEARD
 
 _END_SECONDS = 2.0
 _ANSWER_SECONDS = 30.0
@@ -70,13 +70,13 @@ class ForkServer:
             f"serve({theirs.fileno()}, {os.getpid()})"
         )
         # Ctrl-C and the like are not meant for it: blocked until it has said so itself.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
         try:
             return subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
 
     def __enter__(self) -> Self:
         return self

@@ -17,7 +17,7 @@ from hybrid.errors import ClusterError, ConfigError
 from workers.joining.listener import listen
 from workers.launching.imports import lasting_imports
 from workers.launching.namespace import enter_network_namespace
-from workers.stopping import ASK_SIGNAL, STOP_SIGNALS
+from workers.stopping import ASK_SIGNAL, HEARD
 
 MARKER = b"."  # ancillary data needs a byte to travel with
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -72,10 +72,12 @@ def serve(descriptor: int, launcher: int) -> None:
         launcher: its pid.
     """
     end_with_parent(launcher)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):  # the launcher's: all trainers would take one GPU
+        os.environ.pop(name, None)
     # A terminal or a scheduler may send them to every process: the launcher decides what they mean.
-    for number in STOP_SIGNALS:
+    for number in HEARD:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     signal.pthread_sigmask(signal.SIG_BLOCK, [ASK_SIGNAL])  # until the master is ready for it
     server = _Server(socket.socket(fileno=descriptor))
     with suppress(EOFError):  # the launcher is done

@@ -17,25 +17,27 @@ from typing import Self
 
 from rich.console import Console
 
-from hybrid.config import ClusterSection, RunConfig
+from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.trust.secret import Secret
+from workers.endings import Cause, ExitCode, Interrupt, ToldError, code_of
+from workers.joining.open_files import allow_open_files
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import BrokenServerError
-from workers.launching.open_files import allow_open_files
-from workers.launching.outcome import Cause, Outcome
+from workers.launching.outcome import Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_state import left_behind
+from workers.run_folder.stored_run import store_of
 from workers.screen.terminal import TerminalView
 from workers.screen.visible import visible
 from workers.stopping import Stop
 from workers.task import Task, TrainTask
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
-_PRELOAD = ("torch._dynamo", "workers.roles.run", "workers.launching.description")
+_PRELOAD = ("torch._dynamo", "workers.roles.master", "workers.roles.run", "workers.launching.description")
 
 
 def launch(config: RunConfig, folder: Path, task: Task) -> None:
@@ -48,40 +50,47 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
         task: what the cluster is for.
 
     Raises:
-        ClusterError: a role failed; the message is the first cause. Or too few files may be open.
-        KeyboardInterrupt: the user or the system asked to stop.
+        ToldError: a role failed; the message is the first cause.
+        HybridError: too few files may be open.
+        Interrupt: the user or the system asked to stop.
     """
     allow_open_files(config.cluster)
     with _Screen() as screen, ExitStack() as stack:
         lock = stack.enter_context(run_lock(folder))
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(_server(config.cluster, screen))
+        server = stack.enter_context(_server(config, folder, screen))
         while True:
             roles = RoleProcesses(server, config, folder)
-            failure = _run(server, roles, config, task, lock, screen)
+            # The master gives up by itself; this is for one that cannot be reached.
+            seconds = config.cluster.rpc_timeout_seconds + 2 * config.cluster.stop_timeout_seconds
+            stop = Stop(seconds, roles.ask_to_stop)
+            failure = _run(server, roles, config, task, lock, screen, stop)
             if failure is None:
                 return
             if not isinstance(task, TrainTask):
-                raise ClusterError(failure.message)
+                raise ToldError(failure.message, code_of(failure.cause, has_stepped=False))
             if restarts.is_finished():
                 screen.say(f"{failure.message}; the run had finished, nothing is lost")
                 return
             if failure.cause is Cause.STOPPED:
-                raise KeyboardInterrupt(failure.message)
+                raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
             if roles.is_asked:
                 left = left_behind(folder, "launch")
-                raise ClusterError(f"{failure.message}; the run was asked to stop; {left}")
+                said = f"{failure.message}; the run was asked to stop; {left}"
+                raise ToldError(said, restarts.code_of(failure))
             screen.say(restarts.after(failure))
             task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
-                server = stack.enter_context(_server(config.cluster, screen))
+                server = stack.enter_context(_server(config, folder, screen))
 
 
 @contextmanager
-def _server(section: ClusterSection, screen: _Screen) -> Iterator[ForkServer]:
+def _server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
     """The server that forks the roles, in a network of their own where that can be."""
+    # A store is reached by the network that all have.
+    is_isolated = namespace.is_wanted(config) and isinstance(store_of(folder), Path)
     with ForkServer(_PRELOAD) as server:
-        if namespace.is_wanted(section):
+        if is_isolated:
             try:
                 server.isolate()
             except OSError as error:
@@ -90,7 +99,13 @@ def _server(section: ClusterSection, screen: _Screen) -> Iterator[ForkServer]:
 
 
 def _run(
-    server: ForkServer, roles: RoleProcesses, config: RunConfig, task: Task, lock: int, screen: _Screen
+    server: ForkServer,
+    roles: RoleProcesses,
+    config: RunConfig,
+    task: Task,
+    lock: int,
+    screen: _Screen,
+    stop: Stop,
 ) -> Outcome | None:
     """One start of a cluster, from its first process to the end of its last; the first failure."""
     section = config.cluster
@@ -100,8 +115,6 @@ def _run(
         secret = Secret.find(section.secret_file) or Secret.fresh()
         screen.is_live = True
         roles.start(task, secret, listener, lock)
-    # The master gives up by itself; this is for one that cannot be reached.
-    stop = Stop(section.rpc_timeout_seconds + 2 * section.stop_timeout_seconds, roles.ask_to_stop)
     with stop.listening() if isinstance(task, TrainTask) else nullcontext():
         failure = roles.watch()
     roles.end()

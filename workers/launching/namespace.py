@@ -8,20 +8,21 @@ remain who they are in it. Free of torch, and entered before threads are there: 
 import ctypes
 import errno
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from hybrid.config import ClusterSection
+from hybrid.config import RunConfig
+from hybrid.storage.places import is_url
+from workers.joining.address import is_loopback
+from workers.joining.interface import AUTO, LOOPBACK
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
 _IFF_UP = 1
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq of netdevice(7)
-_LOOPBACK = b"lo"
 # As exceptions of code that connects tell it.
 _SIGNS_OF_NO_NETWORK = (
     os.strerror(errno.ENETUNREACH),
@@ -30,16 +31,13 @@ _SIGNS_OF_NO_NETWORK = (
 )
 
 
-def is_wanted(section: ClusterSection) -> bool:
+def is_wanted(config: RunConfig) -> bool:
     """Whether a configuration lets a launch have a network of its own: it needs none but loopback."""
-    return section.namespace == "auto" and section.interface == "lo" and _is_loopback(section.master_address)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    section, data = config.cluster, config.data
+    if any(map(is_url, (config.run.folder, data.cache_folder, *data.path, *data.test_path))):
+        return False  # a store is reached over the machine's
+    is_loopback_interface = section.interface in (AUTO, LOOPBACK)
+    return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)
 
 
 def what_is_open(error: OSError) -> str:
@@ -79,7 +77,7 @@ def _enter() -> None:
         (this / "uid_map").write_text(f"{user} {user} 1")
         (this / "gid_map").write_text(f"{group} {group} 1")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        request = _INTERFACE_FLAGS.pack(_LOOPBACK, 0)
+        request = _INTERFACE_FLAGS.pack(LOOPBACK.encode(), 0)
         name, flags = _INTERFACE_FLAGS.unpack(fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request))
         fcntl.ioctl(any_socket, _SIOCSIFFLAGS, _INTERFACE_FLAGS.pack(name, flags | _IFF_UP))
 

@@ -4,27 +4,14 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
-from enum import Enum
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from hybrid.topology import Role
+from workers.endings import Cause
 from workers.launching.oom import oom_kills
 
 _MOST_LOG_BYTES = 4096
-
-
-class Cause(Enum):
-    """Why a role failed."""
-
-    STOPPED = "stopped"  # it was asked to
-    KILLED = "killed"  # its process was ended by a signal
-    STARVED = "starved"  # the same, since memory ran out
-    REFUSED = "refused"  # it said what the user can mend; another start would end the same way
-    EXCEPTION = "exception"  # an exception that nobody has thought of
-    LOST = "lost"  # it found another role gone, frozen, or too late
-    SILENT = "silent"  # it ended with an error and said nothing
-    ECHO = "echo"  # it was told that another one had failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from hybrid.errors import ClusterError, HybridError
-from workers.launching.outcome import Cause, Outcome
+from hybrid.errors import HybridError
+from workers.endings import Cause, ExitCode, ToldError, code_of, may_help
+from workers.launching.outcome import Outcome
 from workers.run_folder.appended_file import AppendedFile
 from workers.run_folder.paths import writing
 from workers.run_folder.run_state import RunState
@@ -33,30 +34,32 @@ class Restarts:
         """What to tell the user before the next start, which goes on from the newest checkpoint.
 
         Raises:
-            ClusterError: there is to be none, for the reason that it says.
+            ToldError: there is to be none, for the reason that it says.
         """
         before, now = self._at_start, RunState.of(self._folder)
-        has_stepped = now.log != before.log and now.logged_step > before.resumed_step
+        has_stepped = now.has_stepped_since(before)
         if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):
             self._in_vain, self._first = 0, None
         self._first = self._first or failure
-        # An exception before the first step is a mistake in somebody's code, and not of this moment.
-        if failure.cause is Cause.REFUSED or (failure.cause is Cause.EXCEPTION and not has_stepped):
-            raise ClusterError(failure.message)
-        if failure.cause is Cause.STARVED and not has_stepped:
+        if not may_help(failure.cause, has_stepped):
             rule = (
-                "it would run out again before the first step; free some, or choose smaller tables "
+                "; it would run out again before the first step; free some, or choose smaller tables "
                 '(embedding.dim, data.vocabulary = "hash")'
             )
-            raise ClusterError(f"{failure.message}; {rule}")
+            is_starved = failure.cause is Cause.STARVED
+            raise ToldError(failure.message + rule * is_starved, ExitCode.FAILED)
         if self._in_vain == self._maximum:
             tried = f"{self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
-            raise ClusterError(self._first.message + (f"; given up after {tried}" if self._in_vain else ""))
+            raise ToldError(self._first.message + (f"; given up after {tried}" if self._in_vain else ""))
         self._in_vain += 1
         self._at_start = now
         lost = now.logged_step if has_stepped else now.resumed_step
         trouble = self._log(failure, lost, now.resumed_step)
         return f"{failure.message}; {_what_is_lost(lost, now.checkpoint_step)}{trouble}"
+
+    def code_of(self, failure: Outcome) -> ExitCode:
+        """What to end with where the run is not started again."""
+        return code_of(failure.cause, RunState.of(self._folder).has_stepped_since(self._at_start))
 
     def is_finished(self) -> bool:
         """Whether the run has come to its end since the last start."""

@@ -15,10 +15,12 @@ from hybrid.own_code.traces import log_stack
 from hybrid.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.trust.secret import Secret
-from workers.joining.alarm import FAILED, INTERRUPTED, end_now
+from workers.endings import Cause, ExitCode, Interrupt, exit_code
+from workers.joining.address import Address
+from workers.joining.alarm import end_now
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import Ended, Started
-from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
+from workers.launching.outcome import Child, Outcome, outcome_pipe
 from workers.run_folder.paths import log_path, writing
 from workers.screen.lasting_output import lasting_output
 from workers.stopping import ASK_SIGNAL
@@ -63,14 +65,12 @@ class RoleProcesses:
         logs = log_path(self._folder, MASTER).parent
         with writing(logs):
             make_folder(logs)
-        cluster = dataclasses.replace(self._config.cluster, master_port=listener.getsockname()[1])
-        # The master keeps what the user has set, for the run's own config and the next start.
-        others = self._config.replace(cluster=cluster)
-        for role in cluster.topology.roles:
-            config, files = (self._config, [listener.fileno()]) if role == MASTER else (others, [])
+        address = Address(self._config.cluster.master_address, listener.getsockname()[1])
+        for role in self._config.cluster.topology.roles:
+            place, files = (self._config, [listener.fileno()]) if role == MASTER else (address, [])
             outcomes, writer = outcome_pipe()
             self._children[str(role)] = Child(role, log_path(self._folder, role), outcomes)
-            args = (role, config, self._folder, task, secret)
+            args = (role, place, self._folder, task, secret)
             try:
                 self._server.start(str(role), _role_main, args, [writer, lock, *files])
             finally:
@@ -88,14 +88,17 @@ class RoleProcesses:
             return Outcome(f"{stuck} did not stop after the master had finished", Cause.LOST)
         return self._first_failure()
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, code: ExitCode) -> None:
         """Have the master save where it is, and end; called by a signal handler while they are watched.
 
+        Args:
+            code: that the launcher is to end with.
+
         Raises:
-            KeyboardInterrupt: it is not there yet.
+            Interrupt: it is not there yet.
         """
         if self._master.pid is None:
-            raise KeyboardInterrupt
+            raise Interrupt(code)
         self.is_asked = True
         self._server.signal(str(MASTER), ASK_SIGNAL)
 
@@ -153,7 +156,7 @@ class RoleProcesses:
 
 def _role_main(
     role: Role,
-    config: RunConfig,
+    place: RunConfig | Address,
     folder: Path,
     task: Task,
     secret: Secret,
@@ -164,6 +167,7 @@ def _role_main(
     """What each process runs: its role, with its output in its log and its failure told to the launcher.
 
     Args:
+        place: the configuration, of the master; of others where that is, which tells them the rest.
         outcomes, lock, listener: file descriptors; the lock is only held.
     """
     if not isinstance(task, TrainTask):  # there is nothing to save; the server ignores what stops a launch
@@ -174,24 +178,31 @@ def _role_main(
         _log_to(path, keep_stdout=role == _printing_role(task))
     except HybridError as error:
         told.send(_outcome(role, error))
-        end_now(FAILED)
+        end_now(ExitCode.FAILED)
     files = ("stdout" if role == _printing_role(task) else str(path), str(path))
     with lasting_output(f"hybrid {task.command}", goes_on=True, files=files, aside=launchers_stderr):
         try:
             if role == MASTER:
                 signal.signal(ASK_SIGNAL, signal.default_int_handler)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, [ASK_SIGNAL])
-            from workers.roles.run import run_role
-
-            bound = None if listener is None else socket.socket(fileno=listener)
-            run_role(role, config, task, secret, bound)
+            _be(role, place, task, secret, listener)
         except KeyboardInterrupt as interrupt:
             told.send(Outcome(str(interrupt), Cause.STOPPED))
-            end_now(INTERRUPTED)
+            end_now(exit_code(interrupt))
         except Exception as error:
             told.send(_outcome(role, error))
             log_stack(error)
-            end_now(FAILED)  # threads of torch may wait for a role that is gone
+            end_now(exit_code(error))  # threads of torch may wait for a role that is gone
+
+
+def _be(role: Role, place: RunConfig | Address, task: Task, secret: Secret, listener: int | None) -> None:
+    from workers.roles import master
+    from workers.roles.run import serve
+
+    if isinstance(place, Address):
+        serve(role, place, secret)  # the launcher knows what to end with
+    else:
+        master.run(place, task, secret, None if listener is None else socket.socket(fileno=listener))
 
 
 def _printing_role(task: Task) -> Role:

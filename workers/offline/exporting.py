@@ -19,13 +19,14 @@ from hybrid.serving.module import TrainedModule
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.tables import StoredRows
 from hybrid.serving.trained import Trained
+from hybrid.storage.places import Place
 from workers.offline.predictions import check_new, test_rows, warn
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
 
 
 def export_run(
-    folder: Path,
+    folder: Place,
     output: Path,
     formats: Sequence[str],
     kind: str,
@@ -99,12 +100,14 @@ def _narrowed(model: TrainedModule, kind: str) -> tuple[dict[str, StoredRows], l
 
 def _metrics(model: TrainedModule, dataset: PreparedDataset) -> dict[str, float]:
     """How good a model is on some rows; what only the rows decide is left out."""
-    spec, parts = dataset.input_spec, []
+    spec, sequences, parts = dataset.input_spec, model.trained.blueprint.sequences, []
     loader = BatchLoader(dataset, batch_size=model.trained.config.train.batch_size)
     with torch.no_grad(), loader.batches(0) as batches:
         for batch in batches:
-            parts.append(Predictions.of(batch, model.outputs(features_of(batch, spec))))
-    found = Predictions.concatenate(parts).metrics(model.trained.config.all_tasks)
+            parts.append(Predictions.of(batch, model.outputs(features_of(batch, spec)), sequences))
+    config = model.trained.config
+    is_weighted = config.data.weighted_metrics
+    found = Predictions.concatenate(parts).metrics(config.all_tasks, is_weighted=is_weighted)
     of_rows = ("base_rate", "num_samples")
     return {name: value for name, value in found.items() if name.rpartition(".")[2] not in of_rows}
 

@@ -1,6 +1,5 @@
 """``hybrid import``: tables of another program in a copy of a run, or of a checkpoint."""
 
-import shutil
 from pathlib import Path
 
 from hybrid.checkpoint.files import MANIFEST_FILE, writing
@@ -11,11 +10,13 @@ from hybrid.private_files import make_folder
 from hybrid.serving.imported import check_fit, write_imported
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.state_dicts import stored_tensors
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 from workers.offline.predictions import check_new, warn
 from workers.screen.visible import visible
 
 
-def import_tables(source: Path, base: Path, output: Path, names: NameMap) -> None:
+def import_tables(source: Path, base: Place, output: Path, names: NameMap) -> None:
     """Write a run, or a checkpoint, like another one, with the rows of some tables from a file.
 
     Args:
@@ -31,7 +32,7 @@ def import_tables(source: Path, base: Path, output: Path, names: NameMap) -> Non
     """
     check_new(output)
     stored = Checkpoint.newest_good(base, warn)
-    is_run = not (base / MANIFEST_FILE).exists()
+    is_run = not storage.exists(base / MANIFEST_FILE)
     with stored_tensors(source) as tensors:
         sources = names.sources(tensors, stored.manifest.tables, str(source))
         check_fit(stored, tensors, sources)
@@ -41,7 +42,8 @@ def import_tables(source: Path, base: Path, output: Path, names: NameMap) -> Non
         with writing(output):
             make_folder(output)
             config = base / CONFIG_FILE
-            shutil.copyfile(config if config.exists() else stored.folder / CONFIG_FILE, output / CONFIG_FILE)
+            text = storage.read_bytes(config if storage.exists(config) else stored.parts / CONFIG_FILE)
+            (output / CONFIG_FILE).write_bytes(text)
     for table, name in sources.items():
         rows, dim, _ = stored.manifest.tables[table]
         print(visible(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}"))

@@ -1,17 +1,19 @@
 """Printing where the tables of a run would lie, and what to expect of it."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from hybrid.config import RunConfig
 from hybrid.embedding.placement import Placement, Shard, bytes_per_row
+from hybrid.embedding.pooled_by import pooling_bytes
 from hybrid.embedding.spec import TableSpec
 from hybrid.embedding.traffic import Traffic
+from hybrid.storage.places import Place
+from hybrid.training.tables import samples_of_lookup, wire_bytes_per_value
 from workers.offline.planning.costs import Costs
 from workers.offline.planning.demand import Demand, demand, why_not_modelled
 from workers.offline.planning.expected import expected_data
@@ -21,7 +23,7 @@ _MOST_REASONS = 3
 
 
 def print_plan(
-    config: RunConfig, cache: Path, hosts: Hosts, costs: Costs, ids_per_sample: float | None
+    config: RunConfig, cache: Place, hosts: Hosts, costs: Costs, ids_per_sample: float | None
 ) -> None:
     """Print the shards of every table, what each worker holds and moves, and what limits the whole.
 
@@ -36,9 +38,10 @@ def print_plan(
     asked = demand(config, *data, hosts=hosts.count)
     expected = forecast(asked, costs, hosts)
     console = Console()
-    parts: list[Table | str] = [
-        _shards(asked.tables, asked.placement),
-        "",
+    parts: list[Table | str] = [_shards(asked.tables, asked.placement), ""]
+    if data.ids_per_sample:
+        parts += [_bags(asked, data.ids_per_sample), ""]
+    parts += [
         _workers(config, asked.placement, asked.traffic),
         "",
         _links(expected),
@@ -74,11 +77,26 @@ def _shards(tables: Sequence[TableSpec], placement: Placement) -> Table:
             f"{table.num_rows:,}",
             str(table.dim),
             table.pooling,
-            table.optimizer.name,
+            table.optimizer.name + (", all rows" if table.optimizer.all_rows else ""),
             _mib(table.num_rows * bytes_per_row(table)),
             f"worker {workers[0]}" if len(workers) == 1 else f"workers {_ranges(workers)}",
         )
     return shards
+
+
+def _bags(asked: Demand, ids_per_sample: Mapping[str, float]) -> Table:
+    """Who pools the bags of tables that have some, and what a step moves of them, either way."""
+    config = asked.config
+    known = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
+    lookups = config.cluster.trainers * config.train.micro_batches
+    num_shards = Counter(shard.table.name for shard in asked.placement.shards)
+    bags = _table("bags of", "pooled by", "MiB by workers", "MiB by trainers")
+    for table in asked.tables:
+        moved = pooling_bytes(table, num_shards[table.name], *known)
+        if moved is not None:
+            who = "trainers" if table.name in asked.placement.pooled_by_trainers else "workers"
+            bags.add_row(table.name, who, *(_mib(lookups * num_bytes) for num_bytes in moved))
+    return bags
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -1,8 +1,9 @@
-"""Predictions as a file, block by block: CSV, or Parquet where its name ends so."""
+"""Predictions as a file, block by block: CSV, or Parquet where its name ends so; or as standard output."""
 
 import csv
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -12,8 +13,10 @@ import pyarrow.parquet as pq
 from hybrid.data.columns import is_list
 from hybrid.errors import HybridError
 from hybrid.private_files import open_file
+from workers.endings import ExitCode
 
 ROW = "row"  # the column that counts the rows of the input
+STDOUT = Path("-")  # in the place of a file
 _PARQUET = ".parquet"
 _BETWEEN_VALUES, _BETWEEN_PAIR = "|", ":"  # of a list, in a field of a CSV
 
@@ -30,13 +33,31 @@ class PredictionWriter(Protocol):
         ...
 
 
-@contextmanager
-def prediction_file(output: Path) -> Iterator[PredictionWriter]:
+def prediction_file(output: Path) -> AbstractContextManager[PredictionWriter]:
     """A file to write; it is there once all is written, and else nothing is left of it.
+
+    To :data:`STDOUT` rows go as they are written. Where nobody reads them any more, the process ends.
 
     Raises:
         HybridError: it cannot be written.
     """
+    return _standard_output() if output == STDOUT else _file(output)
+
+
+@contextmanager
+def _standard_output() -> Iterator[PredictionWriter]:
+    try:
+        # Not sys.stdout, which goes on where nothing can be written any more.
+        with open(1, "w", newline="", encoding="utf-8", closefd=False) as text:
+            yield _CsvWriter(text, end="\n", at_once=True)
+    except BrokenPipeError:
+        sys.exit(ExitCode.FAILED)
+    except OSError as error:
+        raise HybridError(f"standard output: cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _file(output: Path) -> Iterator[PredictionWriter]:
     partial = output.with_name(f".{output.name}.partial")
     try:
         if output.suffix == _PARQUET:
@@ -54,8 +75,10 @@ def prediction_file(output: Path) -> Iterator[PredictionWriter]:
 
 
 class _CsvWriter:
-    def __init__(self, file: IO[str]) -> None:
-        self._writer = csv.writer(file)
+    def __init__(self, file: IO[str], end: str = "\r\n", at_once: bool = False) -> None:
+        self._writer = csv.writer(file, lineterminator=end)
+        self._file = file
+        self._at_once = at_once
         self._has_header = False
 
     def write(self, columns: Mapping[str, Any]) -> None:
@@ -64,6 +87,8 @@ class _CsvWriter:
             self._has_header = True
         values = [_texts(column) for column in columns.values()]
         self._writer.writerows(zip(*values, strict=True))
+        if self._at_once:
+            self._file.flush()
 
 
 def _texts(column: Any) -> list[Any]:

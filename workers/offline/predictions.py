@@ -15,8 +15,9 @@ from hybrid.clock import StepClock
 from hybrid.data import manifest
 from hybrid.data.inputs import list_files
 from hybrid.data.loader import BatchLoader
-from hybrid.data.manifest import DataManifest
-from hybrid.data.prepared import cache_folder, encode_files, prepare, section_for
+from hybrid.data.located import open_split, ready
+from hybrid.data.manifest import DataManifest, DatasetReport
+from hybrid.data.prepared import cache_folder, encode_files, section_for
 from hybrid.data.storage import PreparedDataset
 from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings
@@ -26,16 +27,19 @@ from hybrid.metrics import Predictions
 from hybrid.serving.predictions import column_names, prediction_columns
 from hybrid.serving.trained import Trained
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 from hybrid.training.model import HybridModel
 from hybrid.training.step import predict_step
 from workers.offline.kept_columns import OPTION, KeptColumns, check_names
-from workers.offline.prediction_file import ROW, prediction_file
+from workers.offline.prediction_file import ROW, STDOUT, prediction_file
 from workers.offline.stored_outputs import StoredOutputs
 from workers.screen.data_notes import data_notes, unknown_shares
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
 
 _ROWS_AT_ONCE = 1 << 16  # that are written
+_LABEL_WIDTH = 20
 
 
 class TrainedModel:
@@ -50,20 +54,25 @@ class TrainedModel:
         self.trained = trained
         self.dtype = trained.blueprint.dtype
         self._embeddings, self._model = _assemble(trained)
+        step = trained.stored.manifest.step
+        self._ticket, self._clock = Ticket(0, step, step, purpose=Purpose.PREDICT), StepClock()
 
     def batches(self, dataset: PreparedDataset) -> Iterator[tuple[Batch, Tensor]]:
         """All samples of ``dataset`` in its order, and their outputs."""
-        clock, step = StepClock(), self.trained.stored.manifest.step
-        ticket = Ticket(0, step, step, purpose=Purpose.PREDICT)
         loader = BatchLoader(dataset, batch_size=self.trained.config.train.batch_size)
         with passing_status() as say, loader.batches(0) as batches:
             say("predicting")
             for batch in batches:
-                yield batch, predict_step(self._model, self._embeddings, batch, ticket, clock)
+                yield batch, self.outputs(batch)
+
+    def outputs(self, batch: Batch) -> Tensor:
+        """Those of the dense net for the samples of a batch."""
+        return predict_step(self._model, self._embeddings, batch, self._ticket, self._clock)
 
     def predictions(self, dataset: PreparedDataset) -> Predictions:
         """Those of all samples of ``dataset``, in its order."""
-        return Predictions.concatenate([Predictions.of(*each) for each in self.batches(dataset)])
+        sequences = self.trained.blueprint.sequences
+        return Predictions.concatenate([Predictions.of(*each, sequences) for each in self.batches(dataset)])
 
 
 def _assemble(trained: Trained) -> tuple[Embeddings, HybridModel]:
@@ -78,27 +87,32 @@ def _assemble(trained: Trained) -> tuple[Embeddings, HybridModel]:
     return embeddings, blueprint.model(net, lambda ticket, hidden_BH: remote_net(hidden_BH)).eval()
 
 
-def evaluate(folder: Path, inputs: Sequence[str], trust_code: bool = False) -> None:
+def evaluate(folder: Place, inputs: Sequence[str], trust_code: bool = False) -> None:
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
-    model = _read(folder, trust_code)
+    model = read_model(folder, trust_code)
     with _dataset(model.trained, inputs, with_labels=True) as dataset:
-        metrics = model.predictions(dataset).metrics(model.trained.config.all_tasks)
-        _say(f"{'checkpoint':<20}{model.trained.origin}")
+        config = model.trained.config
+        is_weighted = config.data.weighted_metrics
+        metrics = model.predictions(dataset).metrics(config.all_tasks, is_weighted=is_weighted)
+        width = max(_LABEL_WIDTH, *(len(name) + 1 for name in metrics))  # of several tasks, they are long
+        _say(f"{'checkpoint':<{width}}{model.trained.origin}")
         for name, value in metrics.items():
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-            _say(f"{name.replace('_', ' ') + ' ':<20}{number}")
-        _say_of_rows(dataset)
+            _say(f"{name.replace('_', ' '):<{width}}{number}")
+        for line in _row_notes(dataset.report):
+            _say(line)
 
 
 def predict(
-    folder: Path, inputs: Sequence[str], output: Path, keep: Sequence[str] = (), trust_code: bool = False
+    folder: Place, inputs: Sequence[str], output: Path, keep: Sequence[str] = (), trust_code: bool = False
 ) -> None:
-    """Write what is predicted of each usable row, after its row number in the input, to a CSV or to Parquet.
+    """Write what is predicted of each usable row, after its row number in the input.
 
     What is in memory is some rows, however many there are.
 
     Args:
         inputs: files, with labels or without; none for the test rows of the run.
+        output: a CSV or Parquet, or standard output.
         keep: columns of the input to write beside them.
 
     Raises:
@@ -106,15 +120,15 @@ def predict(
         HybridError: the output exists, or cannot be written.
     """
     check_new(output)
-    model = _read(folder, trust_code)
+    model = read_model(folder, trust_code)
     tasks = model.trained.config.all_tasks
-    check_names(keep, (ROW, *column_names(tasks)))
+    check_kept(model, keep)
     kept = _kept_columns(model.trained, inputs, keep) if keep else None
     with _dataset(model.trained, inputs, with_labels=False) as dataset, _scratch() as scratch:
         num_outputs = model.trained.config.num_outputs
         stored = StoredOutputs(scratch, dataset.num_samples, num_outputs, model.dtype)
         for batch, outputs_BO in model.batches(dataset):
-            stored.append(outputs_BO, batch.row_keys())
+            stored.append(outputs_BO, batch.row_keys(model.trained.blueprint.sequences))
         stored.tie()
         with prediction_file(output) as file:
             start = 0
@@ -124,9 +138,20 @@ def predict(
                 predicted = {name: pa.array(values.numpy()) for name, values in found.items()}
                 file.write({ROW: pa.array(dataset.source_rows[start:stop]), **beside, **predicted})
                 start = stop
-        origin = model.trained.origin
-        _say(f"wrote {dataset.num_samples:,} predictions to {output}; checkpoint: {origin}")
-        _say_of_rows(dataset)
+        say_of_predictions(model, output, dataset.report)
+
+
+def check_kept(model: TrainedModel, names: Sequence[str]) -> None:
+    """ConfigError where columns of these names cannot stand beside the predictions of a model."""
+    check_names(names, (ROW, *column_names(model.trained.config.all_tasks)))
+
+
+def say_of_predictions(model: TrainedModel, output: Path, report: DatasetReport) -> None:
+    """Say what was written, and what to know of its rows; on stderr, where that was standard output."""
+    where, file = ("standard output", sys.stderr) if output == STDOUT else (str(output), sys.stdout)
+    wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
+    for line in (wrote, *_row_notes(report)):
+        print(visible(line), file=file)
 
 
 def _beside(dataset: PreparedDataset, kept: KeptColumns | None) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -162,7 +187,7 @@ def _scratch() -> Iterator[Path]:
 
 def check_new(output: Path) -> None:
     """HybridError where what is to be written is there already."""
-    if output.exists():
+    if output != STDOUT and output.exists():
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
 
 
@@ -171,7 +196,8 @@ def warn(line: str) -> None:
     print(visible(line), file=sys.stderr)
 
 
-def _read(folder: Path, trust_code: bool) -> TrainedModel:
+def read_model(folder: Place, trust_code: bool) -> TrainedModel:
+    """The model of a run's best checkpoint, or of one that is named; see :meth:`Trained.read`."""
     with passing_status() as say:
         say("reading the model")
         return TrainedModel(Trained.read(folder, warn, trust_code))
@@ -204,24 +230,24 @@ def test_rows(trained: Trained) -> PreparedDataset:
         ConfigError: it has none.
         DataError: they are not there any more, or have changed.
     """
-    config, copy = trained.config, trained.stored.folder / manifest.COPY_NAME
-    if not copy.exists():
+    config, copy = trained.config, trained.stored.parts / manifest.COPY_NAME
+    if not storage.exists(copy):
         raise ConfigError("--input", "must name files: RUN was trained on batches of your own")
     with passing_status() as say:
-        prepared = prepare(config, cache_folder(config), say)
+        prepared = ready(config, cache_folder(config), say)
     now = DataManifest.read(prepared / manifest.FILE_NAME)
     DataManifest.read(copy).check_same(now, "name files by --input")
-    dataset = PreparedDataset.open(prepared, "test")
+    dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:
         raise ConfigError("--input", "must name files: RUN has no test rows (data.test_fraction = 0)")
     return dataset
 
 
-def _say_of_rows(dataset: PreparedDataset) -> None:
-    if dataset.report.unknown:
-        _say(f"{'unknown values':<20}{unknown_shares(dataset.report.unknown)}")
-    for line in data_notes(dataset.report):
-        _say(line)
+def _row_notes(report: DatasetReport) -> Iterator[str]:
+    """What to know of some rows."""
+    if report.unknown:
+        yield f"{'unknown values':<{_LABEL_WIDTH}}{unknown_shares(report.unknown)}"
+    yield from data_notes(report)
 
 
 def _say(line: str) -> None:

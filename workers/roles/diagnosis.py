@@ -1,14 +1,19 @@
 """Which role it was, of a failure that the master has heard of: one cause named, its echoes left out."""
 
-from collections.abc import Iterator
+import copy
+import time
+from collections.abc import Callable, Iterator
 
 from hybrid import wire
 from hybrid.errors import ClusterError
 from hybrid.topology import Role
-from workers.joining.alarm import LostRoleError
+from workers.endings import ExitCode, Word
+from workers.joining.alarm import LostHostError, LostRoleError
 from workers.joining.bootstrap import Cluster, Member, announce_stop
 
 _PING_SECONDS = 2.0
+# Where a role is lost, its signs of life end too, so soon, and tell whether it was a host, or this one.
+_SIGN_SECONDS = 1.0
 
 
 class UnexpectedError(ClusterError):
@@ -18,14 +23,24 @@ class UnexpectedError(ClusterError):
         super().__init__(f"{error} ({when})")
         self.error = error
 
+    @property
+    def kind(self) -> type[Exception]:
+        return Exception
 
-def tell_cause(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
-    """What :func:`diagnose` says, once every role has been told it."""
+
+def tell_cause(
+    cluster: Cluster, error: ClusterError, when: str, code_of: Callable[[BaseException], ExitCode]
+) -> ClusterError:
+    """What :func:`diagnose` says, once every role has been told it.
+
+    Args:
+        code_of: the exit code of a process that is ended by an error.
+    """
     try:
         cause = diagnose(cluster, error, when)
-        announce_stop(cluster, str(cause))
+        announce_stop(cluster, Word(code_of(cause), str(cause)))
     except LostRoleError as found:  # its signs of life have ended meanwhile, and the alarm rings once
-        return tell_cause(cluster, found, when)
+        return tell_cause(cluster, found, when, code_of)
     return cause
 
 
@@ -35,9 +50,15 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
     Args:
         when: what the run was doing, such as "at step 12".
     """
+    if isinstance(error, LostHostError):
+        return type(error)(f"{error} {when}")
     if isinstance(error, LostRoleError):
-        return type(error)(f"{error} {when}; its log says why, if it could")
+        lost_then = copy.copy(error)
+        lost_then.args = (f"{error} {when}; its log says why, if it could",)
+        return lost_then
     lost = list(_lost_roles(cluster))
+    if lost and cluster.rendezvous is not None:
+        time.sleep(_SIGN_SECONDS)  # the alarm rings meanwhile, and says more
     if len(lost) == len(cluster.members) > 1:
         return ClusterError(f"no role answers the master any more: {error} ({when})")
     if lost:

@@ -5,27 +5,31 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
-import torch
-
 from hybrid import wire
 from hybrid.config import RunConfig
-from hybrid.data.prepared import cache_folder, prepare
-from hybrid.errors import DataError, first_line
-from hybrid.topology import MASTER, Topology
+from hybrid.data.located import ready
+from hybrid.data.prepared import cache_folder
+from hybrid.errors import DataError
+from hybrid.topology import Topology
 from hybrid.trust.secret import Secret
+from workers.endings import ExitCode, Interrupt, Word, exit_code
 from workers.jobs.compare import Comparison
 from workers.jobs.own import OwnJob
 from workers.jobs.script import ScriptJob
 from workers.jobs.training import Training
-from workers.joining.alarm import LostRoleError
-from workers.joining.bootstrap import announce_stop, join
+from workers.joining.address import DEFAULT_PORT
+from workers.joining.alarm import LostRoleError, last_words
+from workers.joining.bootstrap import Cluster, announce_stop, lead
 from workers.joining.listener import listen
 from workers.roles.diagnosis import tell_cause
+from workers.run_folder.run_state import RunState
 from workers.screen.terminal import TerminalView
+from workers.session.reach import Reach, own_files
 from workers.task import CompareTask, ScriptTask, Task, TrainTask
 
 _POLL_SECONDS = 0.05
@@ -40,29 +44,42 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
 
     Raises:
         HybridError: what went wrong first, in one line.
-        KeyboardInterrupt: it was asked to stop, and has.
+        Interrupt: it was asked to stop, and has.
     """
-    torch.set_num_threads(config.cluster.threads)
+    code_of = codes_of(task)
     job = _make_job(config, task)
     section = config.cluster
-    with listener or listen(section.master_address, section.master_port) as bound, TerminalView() as view:
+    port = section.master_port or DEFAULT_PORT
+    with listener or listen(section.master_address, port) as bound, TerminalView() as view:
         # Reading the data and gathering the roles overlap; neither needs the other.
         view.status(f"waiting for {section.trainers} trainer(s) and {section.workers} worker(s)")
         with (
             _Preparation(config, view, is_wanted=isinstance(task, TrainTask | CompareTask)) as data,
-            join(MASTER, config, secret, bound) as cluster,
+            lead(config, secret, bound, code_of) as cluster,
         ):
             try:
-                has_ended = job.run(cluster.topology, data.result, view)
+                code = job.run(cluster.topology, data.result, view, _reach(cluster))
             except (wire.RemoteError, wire.LostError, LostRoleError) as error:
-                raise tell_cause(cluster, error, job.doing) from error
+                raise tell_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
-                interrupted = isinstance(error, KeyboardInterrupt)
-                announce_stop(cluster, "interrupted" if interrupted else first_line(error))
+                announce_stop(cluster, Word(code_of(error), last_words(error)))
                 raise
-            announce_stop(cluster)
-    if not has_ended:
-        raise KeyboardInterrupt
+            announce_stop(cluster, Word(code))
+    if code is not ExitCode.DONE:
+        raise Interrupt(code)
+
+
+def codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
+    """Gives the exit code of a cluster that is ended by an error, as :mod:`workers.endings` has the rule."""
+    if not isinstance(task, TrainTask):
+        return partial(exit_code, has_stepped=False)
+    before = RunState.of(task.folder)
+    return lambda error: exit_code(error, RunState.of(task.folder).has_stepped_since(before))
+
+
+def _reach(cluster: Cluster) -> Reach:
+    here = own_files()
+    return Reach([role for role, member in cluster.members.items() if member.files != here])
 
 
 class _Job(Protocol):
@@ -70,14 +87,15 @@ class _Job(Protocol):
 
     doing: str
 
-    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView) -> bool:
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Do it, on a cluster that is there.
 
         Args:
             data: gives the folder of the prepared data, once it is there.
+            reach: whether other roles see the folders that they are to share with this one.
 
         Returns:
-            whether it has come to its end; else it was asked to stop.
+            what to end with: DONE where it has come to its end, else what it was asked to stop with.
         """
         ...
 
@@ -133,7 +151,7 @@ class _Preparation:
     def _run(self) -> None:
         try:
             cache = cache_folder(self._config)
-            self._folder.set_result(prepare(self._config, cache, self._said.put, self._check))
+            self._folder.set_result(ready(self._config, cache, self._said.put, self._check))
         except BaseException as error:  # raised where the result is asked for
             self._folder.set_exception(error)
 

@@ -25,6 +25,7 @@ from workers.profile import Profile
 from workers.run_folder.appended_file import AppendedFile
 from workers.run_folder.curves import Record, draw_curves
 from workers.run_folder.paths import METRICS_FILE, RESULT_FILE, refuse_existing, writing
+from workers.run_folder.stored_run import drop, send, store_of
 from workers.screen.progress import Progress
 
 
@@ -34,11 +35,14 @@ class RunFolder:
     Every method raises HybridError, naming the file, where one cannot be written.
 
     Attributes:
+        path: of the folder here.
+        store: where its checkpoints are: the same, or a place in a store.
         make_room: called where the disk is full as something is logged; whether to try again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.store = store_of(path)
         self._metrics_path = path / METRICS_FILE
         with writing(self._metrics_path):
             self._metrics = AppendedFile(self._metrics_path, lambda: self.make_room())
@@ -66,7 +70,7 @@ class RunFolder:
         """
         with writing(path):
             make_folder(path)
-            (path / RESULT_FILE).unlink(missing_ok=True)
+            drop(path, RESULT_FILE)
         if (path / METRICS_FILE).exists():
             last = {"test": step if is_evaluated else step - 1}
             records = _read_records(path / METRICS_FILE)
@@ -125,9 +129,10 @@ class RunFolder:
         self._append("checkpoint", step, numbers)
 
     def sync(self) -> None:
-        """See what has been logged safely on the disk."""
+        """See what has been logged safely on the disk and, of a run in a store, there."""
         with writing(self._metrics_path):
             self._metrics.sync()
+        send(self.path)
 
     def write_profile(self, profile: Profile) -> Path:
         """Write the profile; the folder that holds it."""

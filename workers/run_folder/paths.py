@@ -13,6 +13,8 @@ from pathlib import Path
 from hybrid.config import RunConfig
 from hybrid.config.file import CONFIG_FILE
 from hybrid.errors import ConfigError, HybridError
+from hybrid.storage import files
+from hybrid.storage.places import Place, place
 from hybrid.topology import Role
 
 RUNS = Path("runs")
@@ -21,10 +23,10 @@ RESULT_FILE = "result.json"  # there only if the run came to its end
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, RESULT_FILE)
 
 
-def run_path(config: RunConfig) -> Path:
+def run_path(config: RunConfig) -> Place:
     """The folder of a new run: run.folder, or one named after the run and the time."""
     if config.run.folder:
-        return Path(config.run.folder)
+        return place(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 2
     while path.exists():  # another run of the same second
@@ -43,11 +45,11 @@ def runs_named(name: str) -> list[Path]:
     return sorted(started, key=lambda path: started[path], reverse=True)
 
 
-def refuse_existing(path: Path) -> None:
+def refuse_existing(path: Place) -> None:
     """ConfigError where ``path`` holds a run, or is no folder."""
-    if path.exists() and not path.is_dir():
+    if files.is_file(path):
         raise ConfigError("run.folder", "is a file; choose another", str(path))
-    if any((path / name).exists() for name in _RUN_FILES):
+    if any(files.exists(path / name) for name in _RUN_FILES):
         raise ConfigError("run.folder", "holds a run already; choose another, or remove it", str(path))
 
 

@@ -10,10 +10,14 @@ from hybrid.config.rules import why_not_onednn
 from hybrid.config.sections import NAMED_KEYS
 from hybrid.errors import ConfigError
 from hybrid.own_code.signature import load_run_config
+from hybrid.storage import files
+from hybrid.storage.places import Place, place
 from workers.run_folder.paths import RESULT_FILE, runs_named
 
+_LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that say when a run ends
 
-def resumed_config(run: Path, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
+
+def resumed_config(run: Place, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
     """The configuration of a run that goes on: its own, with overrides.
 
     Args:
@@ -23,14 +27,14 @@ def resumed_config(run: Path, overrides: Sequence[str], trust_code: bool = False
         ConfigError: ``run`` holds no run, names code that may not be run, or an override is not of the same
             model and data.
     """
-    if not (run / CONFIG_FILE).is_file():
+    if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "holds no run", str(run))
     config = load_run_config(run / CONFIG_FILE, overrides, trust_code)
     check_same_model(run, config)
     return config
 
 
-def check_same_model(run: Path, config: RunConfig) -> None:
+def check_same_model(run: Place, config: RunConfig) -> None:
     """ConfigError where ``run`` cannot go on with ``config``, since it has another model or other data."""
     before, now = fixed_values(load_config(run / CONFIG_FILE)), fixed_values(config)
     for dotted in before | now:
@@ -60,10 +64,15 @@ def as_decided(run: Path, config: RunConfig) -> RunConfig:
     return config.replace(dense=dataclasses.replace(config.dense, matmul=decided))
 
 
-def unfinished_run(config: RunConfig) -> Path | None:
-    """The newest run of this name, or that in run.folder, unless it has come to its end; None for none."""
-    runs = [Path(config.run.folder)] if config.run.folder else runs_named(config.run.name)
-    for run in runs:
-        if (run / CONFIG_FILE).is_file() and not (run / RESULT_FILE).exists():
-            return run
-    return None
+def newest_run(config: RunConfig) -> Place | None:
+    """The newest run of this name, or that in run.folder; None where there is none."""
+    runs: list[Place] = [place(config.run.folder)] if config.run.folder else [*runs_named(config.run.name)]
+    return next((run for run in runs if files.is_file(run / CONFIG_FILE)), None)
+
+
+def is_over(run: Place, config: RunConfig) -> bool:
+    """Whether a run has come to its end, and ``config`` asks for no other one."""
+    if not files.exists(run / RESULT_FILE):
+        return False
+    before, now = (each.train for each in (load_config(run / CONFIG_FILE), config))
+    return all(getattr(before, key) == getattr(now, key) for key in _LIMITS)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from hybrid.checkpoint import folders
+from hybrid.storage.places import Place
 from workers.run_folder.paths import METRICS_FILE, RESULT_FILE, own_command
+from workers.run_folder.stored_run import store_of
 
 _FileVersion: TypeAlias = tuple[int, int, int] | None
 
@@ -33,12 +35,18 @@ class RunState:
     def of(cls, folder: Path) -> RunState:
         """The state of a run folder, which may be empty or missing."""
         log = folder / METRICS_FILE
-        return cls(_logged_step(log), newest_step(folder), _version(log), _version(folder / RESULT_FILE))
+        return cls(
+            _logged_step(log), newest_step(store_of(folder)), _version(log), _version(folder / RESULT_FILE)
+        )
 
     @property
     def resumed_step(self) -> int:
         """Where the run would go on."""
         return self.checkpoint_step or 0
+
+    def has_stepped_since(self, before: RunState) -> bool:
+        """Whether the run has taken a step since the start at which its state was ``before``."""
+        return self.log != before.log and self.logged_step > before.resumed_step
 
 
 def left_behind(folder: Path, command: str) -> str:
@@ -52,11 +60,11 @@ def left_behind(folder: Path, command: str) -> str:
     said = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
     if state.checkpoint_step is None:
         return "; ".join(["nothing is saved", *said])
-    again = f"{own_command()} {command} --resume {shlex.quote(str(folder))}"
+    again = f"{own_command()} {command} --resume {shlex.quote(str(store_of(folder)))}"
     return "; ".join([f"step {state.checkpoint_step} is saved", *said, f"to go on: {again}"])
 
 
-def newest_step(folder: Path) -> int | None:
+def newest_step(folder: Place) -> int | None:
     """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
     return next(map(folders.step_of, folders.stored(folder)), None)
 

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from hybrid.checkpoint.folders import step_folder
 from hybrid.config.tasks import metric_title
+from hybrid.storage.places import Place
 from workers.screen.data_notes import unknown_shares
 from workers.screen.progress import (
     COMMAND_STYLE,
@@ -72,7 +73,7 @@ class Summary:
     best: Best | None
     best_auc: float | None
     samples_per_second: float
-    run_folder: Path
+    run_folder: Place
     curves: Path
     resume: str
     evaluate: str

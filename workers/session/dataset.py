@@ -7,8 +7,9 @@ from pathlib import Path
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data import manifest
+from hybrid.data.grouped import check_ranking_losses
+from hybrid.data.located import open_split
 from hybrid.data.manifest import DataManifest
-from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError
 from hybrid.metrics import Metrics, Predictions, check_own_metrics
 from hybrid.topology import Topology
@@ -26,7 +27,8 @@ class DatasetSession(Session):
         steps_per_epoch: steps that pass over all training samples.
         reports: what is known of the training samples and of the test samples.
         has_test_rows: whether there is anything to evaluate on.
-        best_auc: of the first task, what no model can beat on the test samples; None where nobody knows.
+        best_auc: of the first task, what no model can beat on the test samples, each counted once; None where
+            nobody knows, or samples count by their weights.
         limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
         total_steps: that the run takes.
     """
@@ -34,12 +36,13 @@ class DatasetSession(Session):
     def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
         check_own_metrics(config.all_tasks)
         self._prepared = data_folder
-        train = PreparedDataset.open(data_folder, "train")
-        test = PreparedDataset.open(data_folder, "test")
+        train = open_split(data_folder, "train", config.data)
+        test = open_split(data_folder, "test", config.data)
         if not test.num_samples and config.data.test_fraction:
             rule = "leaves no test rows; raise it, set it to 0 to train without, or set data.test_path"
             raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
-        self.best_auc = test.report.labels[0].best_auc
+        check_ranking_losses(config.all_tasks, train, config.train.batch_size)
+        self.best_auc = None if config.data.weighted_metrics else test.report.labels[0].best_auc
         self.reports = (train.report, test.report)
         self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
         self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
@@ -66,7 +69,8 @@ class DatasetSession(Session):
     def evaluate(self, steps_before: int) -> Metrics:
         """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
         parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
-        return Predictions.concatenate(parts).metrics(self.config.all_tasks)
+        is_weighted = self.config.data.weighted_metrics
+        return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
         """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""
@@ -82,7 +86,7 @@ class DatasetSession(Session):
             CheckpointError: it is of another model.
             DataError: it was trained on other samples; names the file that has changed.
         """
-        trained_on = DataManifest.read(stored.folder / manifest.COPY_NAME)
+        trained_on = DataManifest.read(stored.parts / manifest.COPY_NAME)
         now = DataManifest.read(self._prepared / manifest.FILE_NAME)
         trained_on.check_same(now, "resume with the same files, or start a new run")
         super().load(stored)

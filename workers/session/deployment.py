@@ -1,9 +1,9 @@
 """What a job has on the roles of a cluster: the master creates it there, and keeps a stub of each object."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -15,19 +15,28 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.hosting.hosted import Hosted
 from hybrid.steps.rules import UpdateRules
+from hybrid.storage.places import Place
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import Blueprint, host_remote_net
 from hybrid.training.trial import MatmulTrial
 from workers.session.job import Job, Report
+from workers.session.reach import DataLook, FolderLook
 from workers.session.script import DATA as SCRIPT_DATA, Script
 from workers.session.trainer import Trainer
 
 # What travels between the roles of a session, and what the master creates on them.
 DATA = (Blueprint, Job, Report, *SCRIPT_DATA)
-CREATED = (MatmulTrial, Script, TableShards, host_remote_net, Trainer)
+CREATED = (DataLook, FolderLook, MatmulTrial, Script, TableShards, host_remote_net, Trainer)
+
+_BY_HOST = (MatmulTrial, Script, Trainer)
 
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
+
+
+def created_with(settings: Sequence[str]) -> list[Callable[..., Any]]:
+    """What the master may create on a role, which adds what it was given of its own; see :func:`with_own`."""
+    return [partial(each, settings=settings) if each in _BY_HOST else each for each in CREATED]
 
 
 class Called(Protocol):
@@ -37,7 +46,7 @@ class Called(Protocol):
 
     def take_spans(self) -> list[Span]: ...
 
-    def write(self, folder: Path) -> Files: ...
+    def write(self, folder: Place) -> Files: ...
 
     def close(self) -> None: ...
 
@@ -65,9 +74,13 @@ class Deployment:
     def everything(self) -> list[wire.Remote[Called]]:
         return [*self.trainers, *self.hosted]
 
-    def settle(self) -> None:
-        """Return once the gradients of all steps are with the workers; updates may be under way."""
-        wire.gather([trainer.call(Trainer.settle) for trainer in self.trainers])
+    def settle(self, meanwhile: Callable[[], object]) -> None:
+        """Return once the gradients of all steps are with the workers; updates may be under way.
+
+        Args:
+            meanwhile: called every now and then.
+        """
+        wire.gather([trainer.call(Trainer.settle) for trainer in self.trainers], meanwhile)
 
 
 def deploy(
@@ -75,12 +88,12 @@ def deploy(
     blueprint: Blueprint,
     placement: Placement,
     rules: UpdateRules,
-    data_folder: Path | None,
+    data_source: str | None,
 ) -> Deployment:
     """Create everything that a job needs on the roles of ``topology``; see :class:`Job`."""
     tables = deploy_tables(topology, blueprint.config, placement, rules)
     remote_net = _create_remote_net(blueprint, rules)
-    job = Job(blueprint, placement, rules, tables, remote_net, data_folder)
+    job = Job(blueprint, placement, rules, tables, remote_net, data_source)
     bulk = BULK_TIMEOUT_SECONDS
     trainers = [wire.create(r, Trainer, r.index, job, timeout_seconds=bulk) for r in topology.trainers]
     return Deployment(wire.gather(trainers), tables, remote_net)

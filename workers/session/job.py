@@ -1,7 +1,6 @@
 """What the master tells every trainer, and what a trainer tells of its steps."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import Tensor
 
@@ -21,7 +20,8 @@ class Job:
         rules: how gradients become updates.
         remote_tables: a stub for every worker that holds rows.
         remote_net: the remote dense net, or None.
-        data_folder: the prepared data set; None where batches are given.
+        data_source: where the prepared data are (:func:`hybrid.data.located.open_split`); None where batches
+            are given.
     """
 
     blueprint: Blueprint
@@ -29,7 +29,7 @@ class Job:
     rules: UpdateRules
     remote_tables: dict[int, RemoteTables]
     remote_net: RemoteNet | None
-    data_folder: Path | None
+    data_source: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Report:
             does not count for it.
         phase_seconds: where the time went.
         skipped_steps: how many of the steps made no update, on any side.
+        weighted: the sparse features of which an id of the caller's own batches had another weight than 1.
     """
 
     losses: list[float]
@@ -49,3 +50,4 @@ class Report:
     labels: Tensor
     phase_seconds: dict[str, float]
     skipped_steps: int
+    weighted: tuple[str, ...] = ()

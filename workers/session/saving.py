@@ -9,14 +9,16 @@ from torch import Tensor
 
 from hybrid import wire
 from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import PROGRESS_FILE, Files, dense_file, write_text
+from hybrid.checkpoint.files import PROGRESS_FILE, Files, dense_file, write_copy, write_text
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import DenseSection
 from hybrid.config.file import CONFIG_FILE, load_config
+from hybrid.data.vocabulary_file import VOCABULARIES_FILE
 from hybrid.errors import CheckpointError
 from hybrid.hosting.hosted import Hosted
+from hybrid.storage.places import Place
 from workers.session.deployment import BULK_TIMEOUT_SECONDS, Called, Deployment
 from workers.session.trainer import Trainer
 
@@ -49,14 +51,17 @@ class Saving:
         reports: see :class:`Counted`.
         start: starts the calls by which roles write into a folder what they hold, and let go of it.
         is_copied: whether they hold copies, so that training may go on meanwhile.
+        shared: the vocabularies, which the checkpoints of a run share, by the name that it keeps them under;
+            one that is not a run's has them itself.
     """
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     texts: Mapping[str, str]
     reports: Mapping[str, Tensor]
-    start: Callable[[Path], Sequence[wire.Pending[Files]]]
+    start: Callable[[Place], Sequence[wire.Pending[Files]]]
     is_copied: bool
+    shared: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
     def write(self) -> Manifest:
         """Write everything, and make it a checkpoint, in any thread; its manifest.
@@ -74,13 +79,18 @@ class Saving:
             raise
         return manifest
 
-    def _write_files(self, partial: Path) -> Files:
+    def _write_files(self, partial: Place) -> Files:
         """Write all files, and return once every role has written its own or failed to."""
-        writers = self.start(partial)
+        writers = self.start(partial.absolute())  # other roles may run in other folders
         try:
             files: Files = {}
             for name, text in self.texts.items():
                 files |= write_text(partial, name, text)
+            for name, source in self.shared.items():
+                if folders.is_of_run(self.folder):
+                    folders.share(source, self.folder, name)
+                else:
+                    files |= write_copy(partial, VOCABULARIES_FILE, source)
             if self.reports:
                 files |= write_tensors(partial, PROGRESS_FILE, self.reports)
         finally:
@@ -97,33 +107,37 @@ class Saving:
         return files
 
 
-def hold(deployed: Deployment, dense: DenseSection, is_copied: bool) -> list[wire.Remote[Called]]:
+def hold(
+    deployed: Deployment, dense: DenseSection, is_copied: bool, meanwhile: Callable[[], object]
+) -> list[wire.Remote[Called]]:
     """Let every role hold what it is to write, as of the steps taken; those that then have something.
 
     Args:
         is_copied: whether workers hold copies.
+        meanwhile: called every now and then.
     """
-    deployed.settle()
+    deployed.settle(meanwhile)
     bulk = BULK_TIMEOUT_SECONDS
     files = _dense_files(dense, len(deployed.trainers))
     calls = [each.call(Hosted.begin_save, is_copied, timeout_seconds=bulk) for each in deployed.hosted]
     for trainer, name in zip(deployed.trainers, files, strict=True):
         calls.append(trainer.call(Trainer.begin_save, name, timeout_seconds=bulk))
-    wire.gather(calls)
+    wire.gather(calls, meanwhile)
     return [*deployed.hosted, *(t for t, name in zip(deployed.trainers, files, strict=True) if name)]
 
 
 def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
     """Have every role take its part of a checkpoint; CheckpointError where it is of another model."""
     bulk, folder = BULK_TIMEOUT_SECONDS, stored.folder
+    there = folder.absolute()
     calls = [
-        each.call(Hosted.load, folder, stored.manifest.step, timeout_seconds=bulk) for each in deployed.hosted
+        each.call(Hosted.load, there, stored.manifest.step, timeout_seconds=bulk) for each in deployed.hosted
     ]
-    is_same_mode = load_config(folder / CONFIG_FILE).dense.ddp == dense.ddp
+    is_same_mode = load_config(stored.parts / CONFIG_FILE).dense.ddp == dense.ddp
     for index, trainer in enumerate(deployed.trainers):
         own = dense_file(index - index % dense.trainers_per_net)
         name = own if is_same_mode and own in stored.manifest.files else dense_file(0)
-        calls.append(trainer.call(Trainer.load, folder, name, timeout_seconds=bulk))
+        calls.append(trainer.call(Trainer.load, there, name, timeout_seconds=bulk))
     wire.gather(calls)
 
 

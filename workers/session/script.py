@@ -15,6 +15,7 @@ The thread is the trainer's own, and ends with the process.
 """
 
 import runpy
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,13 @@ from hybrid.checkpoint.files import DENSE_FILE, Files
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
+from hybrid.config.file import with_own
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.spec import TableSpec
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.own_loop.host import HOST, Deployed
 from hybrid.steps.rules import UpdateRules
+from hybrid.storage.places import Place
 from hybrid.wire import RemoteTables
 
 # To fill, write and read whole tables.
@@ -65,7 +68,7 @@ class TablesPlaced:
 class SaveWanted:
     """A checkpoint of the step that a script has come to."""
 
-    folder: Path
+    folder: Place
     step: int
 
 
@@ -73,7 +76,7 @@ class SaveWanted:
 class LoadWanted:
     """The rows of a checkpoint."""
 
-    folder: Path
+    folder: Place
     step: int
 
 
@@ -84,9 +87,9 @@ class DataWanted:
 
 @dataclass(frozen=True, slots=True)
 class DataPrepared:
-    """Where it is, on storage that all hosts share."""
+    """Where it is, for all hosts; see :func:`hybrid.data.located.open_split`."""
 
-    folder: Path
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +124,26 @@ class Script:
         path: of the script.
         arguments: that it finds in ``sys.argv``.
         snapshot: see :class:`hybrid.own_loop.host.Host`.
+        settings: what this role was given of its own.
     """
 
     def __init__(
-        self, index: int, config: RunConfig, path: str, arguments: Sequence[str], snapshot: Path | None
+        self,
+        index: int,
+        config: RunConfig,
+        path: str,
+        arguments: Sequence[str],
+        snapshot: Path | None,
+        settings: Sequence[str] = (),
     ) -> None:
+        if not Path(path).is_file():
+            where = f"on host {socket.gethostname()}; it must be there on those of all trainers"
+            raise ConfigError("SCRIPT", f"is not a file {where}", path)
         self._path = path
         self._arguments = arguments
         self._requests: SimpleQueue[Request | Exception] = SimpleQueue()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._host = _ClusterHost(config, index, self._ask, snapshot)
+        self._host = _ClusterHost(with_own(config, settings), index, self._ask, snapshot)
 
     def start(self) -> None:
         """Run it, in a thread of its own."""
@@ -154,7 +167,7 @@ class Script:
         """Let it have what it has asked for."""
         self._answers.put(answer)
 
-    def write(self, folder: Path) -> Files:
+    def write(self, folder: Place) -> Files:
         """Write the module of the step that it wants saved into a checkpoint folder."""
         return write_tensors(folder, DENSE_FILE, self._host.dense)
 
@@ -213,18 +226,18 @@ class _ClusterHost:
         stubs = placed.remote_tables
         return Deployed(placed.placement, placed.rules, stubs, list(stubs.values()))
 
-    def prepare(self) -> Path:
+    def prepare(self) -> str:
         """Have the master prepare it."""
         prepared = self._ask(DataWanted())
         assert isinstance(prepared, DataPrepared)
-        return prepared.folder
+        return prepared.source
 
-    def save(self, folder: Path, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
         """Have the master see it written."""
         self.dense = dense
-        self._ask(SaveWanted(folder, step))
+        self._ask(SaveWanted(folder.absolute(), step))
         self.dense = {}
 
     def load(self, stored: Checkpoint) -> None:
         """Have the master see it read."""
-        self._ask(LoadWanted(stored.folder, stored.manifest.step))
+        self._ask(LoadWanted(stored.folder.absolute(), stored.manifest.step))

@@ -17,6 +17,7 @@ from hybrid.config.file import CONFIG_FILE
 from hybrid.config.rules import recorded_steps
 from hybrid.data import encode
 from hybrid.data.encode import FeatureEncoder
+from hybrid.data.located import source_of
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.input_spec import InputSpec
@@ -24,6 +25,7 @@ from hybrid.metrics import Metrics
 from hybrid.own_code.signature import signed_toml
 from hybrid.steps.rules import Staleness, UpdateRules
 from hybrid.steps.schedule import Schedule
+from hybrid.storage.places import Place
 from hybrid.topology import Role, Topology
 from hybrid.training.build import Blueprint
 from hybrid.training.tables import place_tables
@@ -67,7 +69,7 @@ class Session:
         placement: where the tables' rows are.
         recorded: the steps of which every role records what it does, as the section [profile] says;
             counted from where the session starts or goes on.
-        meanwhile: called every now and then while trainers train or evaluate.
+        meanwhile: called every now and then while roles are waited for.
     """
 
     def __init__(
@@ -83,16 +85,18 @@ class Session:
         self.meanwhile: Callable[[], object] = lambda: None
         self.config = config
         self._data_folder = data_folder
+        self._weighted: set[str] = set()  # features whose ids have had weights in batches of the caller's own
         self._total_steps = total_steps
         self.recorded = recorded_steps(config.profile, 0, total_steps)
-        tables, self.placement = place_tables(config, input_spec, ids_per_sample, data_folder)
+        source = None if data_folder is None else source_of(data_folder)
+        tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
         self.blueprint = Blueprint(config, input_spec, tables)
         check_memory(self.placement, table_holders(topology, self.placement))
         self.decisions: list[str] = []
         if config.dense.matmul == "auto":
             self._decide_matmul(topology)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
-        self._deployed = deploy(topology, self.blueprint, self.placement, rules, data_folder)
+        self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
         self._start_recording()
 
     def _decide_matmul(self, topology: Topology) -> None:
@@ -116,7 +120,9 @@ class Session:
         Args:
             make_batches: a function of a module that every trainer can import.
         """
-        return self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
+        reports = self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
+        self._weighted |= {name for report in reports for name in report.weighted}
+        return reports
 
     def take_staleness(self, step: int) -> Staleness:
         """The staleness of the updates of tables since the last call.
@@ -129,7 +135,8 @@ class Session:
         tables = self._deployed.tables.values()
         is_async = self.config.train.update == "async"
         version = 0 if is_async else step
-        taken = wire.gather([each.call_barrier(UpdateBarrier.take_staleness, version) for each in tables])
+        calls = [each.call_barrier(UpdateBarrier.take_staleness, version) for each in tables]
+        taken = wire.gather(calls, self._meanwhile)
         return sum(taken if is_async else taken[:1], Staleness())
 
     def take_profile(self) -> Profile:
@@ -140,7 +147,7 @@ class Session:
         Raises:
             ConfigError: there is no such step.
         """
-        self._deployed.settle()
+        self._deployed.settle(self._meanwhile)
         spans: dict[Role, list[Span]] = defaultdict(list)
         everything = self._deployed.everything
         taken = wire.gather([each.call(Called.take_spans) for each in everything])
@@ -157,11 +164,12 @@ class Session:
         if self.recorded:
             wire.gather([each.call(Called.record, self.recorded) for each in self._deployed.everything])
 
-    def save(self, folder: Path, step: int, epoch: int, metrics: Metrics | None = None) -> Path:
+    def save(self, folder: Place, step: int, epoch: int, metrics: Metrics | None = None) -> Place:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
 
         ``hybrid evaluate`` and ``hybrid predict`` read it. A model of batches of the caller's own takes the
-        numbers of their files as they are, and rows of tables as ids.
+        numbers of their files as they are, and rows of tables as ids; of those features of which ids have had
+        weights, weights, too.
 
         Args:
             step, epoch: how many of each are done.
@@ -172,7 +180,7 @@ class Session:
 
     def begin_save(
         self,
-        folder: Path,
+        folder: Place,
         step: int,
         epoch: int,
         metrics: Metrics | None = None,
@@ -191,21 +199,24 @@ class Session:
         values = dict(metrics or {})
         holders = [each.role for each in deployed.tables.values()]
         is_copied = in_background and has_memory_for_copies(placement, holders)
-        writers, bulk = hold(deployed, self.config.dense, is_copied), BULK_TIMEOUT_SECONDS
+        writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
         return Saving(
             folder,
             Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
             self._texts(),
             progress.reports,
-            lambda partial: [w.call(Called.write, partial, timeout_seconds=bulk) for w in writers],
+            lambda partial: [
+                w.call(Called.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
+            ],
             is_copied,
+            {} if self._data_folder is None else encode.vocabularies_of(self._data_folder),
         )
 
     def _texts(self) -> dict[str, str]:
         """What a checkpoint holds besides tensors, by file."""
         folder = self._data_folder
         if folder is None:
-            features = FeatureEncoder.of_rows(self.blueprint.input_spec).text
+            features = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted).text
         else:
             features = (folder / encode.FILE_NAME).read_text(encoding="utf-8")
         return {CONFIG_FILE: signed_toml(self.config), encode.FILE_NAME: features}
@@ -213,12 +224,18 @@ class Session:
     def load(self, stored: Checkpoint) -> None:
         """Go on from a checkpoint; CheckpointError where it is of another model."""
         load(self._deployed, self.config.dense, stored)
+        if self._data_folder is None:
+            sparse = FeatureEncoder.load(stored.parts).sparse
+            self._weighted |= {encoding.name for encoding in sparse if encoding.weighted}
         self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
         self._start_recording()
 
     def close(self) -> None:
         """End what runs in the background of the other roles."""
         wire.gather([each.call(Called.close) for each in self._deployed.everything])
+
+    def _meanwhile(self) -> None:
+        self.meanwhile()  # which may change while a call is waited for
 
     def _on_trainers(
         self,
@@ -228,7 +245,7 @@ class Session:
     ) -> list[Result]:
         calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
         try:
-            return wire.gather(calls, lambda: self.meanwhile())
+            return wire.gather(calls, self._meanwhile)
         except ClusterError as error:
             # The trainers that wait for the one that failed learn it at once.
             for each in self._deployed.hosted:

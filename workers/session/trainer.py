@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,16 +16,19 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.clock import Span, StepClock
 from hybrid.config import TaskSection
+from hybrid.config.file import with_own
 from hybrid.data.loader import BatchLoader, BatchStream
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.located import open_split
 from hybrid.dense.device import choose_devices
 from hybrid.dense.optimizer import DenseOptimizer
+from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
 from hybrid.steps.rules import UpdateMode
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage.places import Place
 from hybrid.training.ddp import DdpMode, DdpModel
 from hybrid.training.evened import evened
 from hybrid.training.feed import Feed, StepInput
@@ -47,12 +50,14 @@ class Trainer:
     Args:
         index: this trainer's index.
         job: what to train, on what.
+        settings: what this role was given of its own.
     """
 
-    def __init__(self, index: int, job: Job) -> None:
-        blueprint = job.blueprint
+    def __init__(self, index: int, job: Job, settings: Sequence[str] = ()) -> None:
+        blueprint = replace(job.blueprint, config=with_own(job.blueprint.config, settings))
         self._config = config = blueprint.config
         self._spec = spec = blueprint.input_spec
+        self._sequences = blueprint.sequences
         self._index = index
         dense = config.dense
         self._devices = devices = choose_devices(dense, index)
@@ -81,9 +86,10 @@ class Trainer:
         self._stream: BatchStream | None = None
         self._position = (-1, 0)
         self._held: tuple[str, dict[str, Tensor]] = (DENSE_FILE, {})
-        if job.data_folder is not None:
-            self._train_loader = self._loader(job.data_folder, "train", shuffle=config.data.shuffle)
-            self._test_loader = self._loader(job.data_folder, "test", shuffle=False)
+        self._weighted: set[int] = set()  # features whose ids have had weights in batches of the caller's own
+        self._loaders: dict[str, BatchLoader] = {}
+        if job.data_source is not None:
+            self._loaders = {split: self._loader(job.data_source, split) for split in ("train", "test")}
 
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> Report:
         """Train on this trainer's share of some steps of an epoch of the prepared data set.
@@ -95,7 +101,7 @@ class Trainer:
         """
         if self._stream is None or self._position != (epoch, first_step):
             self._close_stream()
-            self._stream = self._train_loader.batches(epoch, first_step)
+            self._stream = self._loaders["train"].batches(epoch, first_step)
             self._feed.begin(self._stream, steps_before, is_within=first_step > 0)
         self._position = (epoch, first_step + num_steps)
         return self._train(self._feed.take(num_steps), steps_before)
@@ -112,27 +118,33 @@ class Trainer:
             steps_before: steps taken since the start of the run.
 
         Raises:
-            DataError: a batch is not of the job's features and tasks, or a label or weight none of these.
+            DataError: a batch is not of the job's features and tasks, a label or weight none of these, or a
+                group is split where a loss is of the order within groups.
         """
         self._close_stream()
         spec = self._spec
         empty = Batch.empty(len(spec.dense_features), len(spec.sparse_features))
         batches = make_batches(self._index)
         own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
-        num_tasks = len(self._config.task_specs)
-        own_steps = evened(own, empty, self._group, self._reducing_device, num_tasks)
+        num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
+        own_steps = evened(own, empty, self._group, self._reducing_device, num_tasks, has_ranking)
         self._feed.begin(own_steps, steps_before)
         report = self._train(self._feed, steps_before)
         self._feed.rejoin()
-        return report
+        names = [feature.name for feature in spec.sparse_features]
+        return replace(report, weighted=tuple(names[k] for k in sorted(self._weighted)))
 
     def _checked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         spec, tasks = self._spec, self._config.task_specs
         for number, batch in enumerate(batches):
             try:
                 batch.check(len(spec.dense_features), len(spec.sparse_features), tasks)
+                if self._config.has_ranking_loss:
+                    batch.check_groups()
             except DataError as error:
                 raise DataError(f"trainer {self._index}, batch {number}: {error}") from error
+            if batch.sparse_features.weights_L is not None:
+                self._weighted |= BatchIds(batch.sparse_features).weighted
             yield batch
 
     def _train(self, inputs: Iterable[StepInput[Batch]], steps_before: int) -> Report:
@@ -160,10 +172,10 @@ class Trainer:
         parts = []
         clock = StepClock()
         ticket = Ticket(self._index, steps_before, steps_before, purpose=Purpose.PREDICT)
-        with self._test_loader.batches(0, first_step) as stream:
+        with self._loaders["test"].batches(0, first_step) as stream:
             for batch in itertools.islice(stream, num_steps):
                 outputs_BO = predict_step(module, self._embeddings, batch, ticket, clock)
-                parts.append(Predictions.of(batch, outputs_BO))
+                parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
 
     def settle(self) -> None:
@@ -182,12 +194,12 @@ class Trainer:
         if name is not None:
             self._held = name, pack_dense(*whole)
 
-    def write(self, folder: Path) -> Files:
+    def write(self, folder: Place) -> Files:
         """Write what it holds into a checkpoint folder, and let go of it."""
         (name, held), self._held = self._held, (DENSE_FILE, {})
         return write_tensors(folder, name, held)
 
-    def load(self, folder: Path, name: str) -> None:
+    def load(self, folder: Place, name: str) -> None:
         """Take the dense net and its optimizer from a file of a checkpoint.
 
         Raises:
@@ -209,6 +221,8 @@ class Trainer:
     def close(self) -> None:
         """End the background reading."""
         self._close_stream()
+        for loader in self._loaders.values():
+            loader.dataset.close()
 
     def _close_stream(self) -> None:
         if self._stream is not None:
@@ -239,16 +253,19 @@ class Trainer:
         """Where the trainers' process group wants its tensors."""
         return self._device if dist.get_backend(self._group) == "nccl" else torch.device("cpu")
 
-    def _loader(self, data_folder: Path, split: str, shuffle: bool) -> BatchLoader:
+    def _loader(self, source: str, split: str) -> BatchLoader:
         config = self._config
+        is_training = split == "train"
         return BatchLoader(
-            PreparedDataset.open(data_folder, split),
+            open_split(source, split, config.data),
             batch_size=config.train.batch_size,
             trainer_index=self._index,
             num_trainers=config.cluster.trainers,
             seed=config.run.seed,
-            shuffle=shuffle,
+            shuffle=is_training and config.data.shuffle,
+            lanes=config.data.shuffle_lanes,
             prefetch_batches=config.data.prefetch_batches,
+            by_group=is_training and config.has_ranking_loss,
         )
 
 

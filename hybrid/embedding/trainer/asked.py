@@ -1,7 +1,7 @@
 """What a module of the user's own asks of tables: any of them, any number of times, in one message a worker.
 
 Each call of a table's module is an :class:`Asked`. Ids that stay apart travel as distinct rows, those of all
-calls of tables of one width together; bags are pooled by the worker.
+calls of tables of one width together; bags are pooled by the worker, or here, as their table says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hybrid.embedding.spec import Pooling, TableSpec
 from hybrid.embedding.trainer.bag_route import BagRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, TableSource, in_memory_of_its_own
+from hybrid.embedding.trainer.pool_route import PoolRoute
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
 from hybrid.embedding.trainer.row_route import AddressSpace, Rows
 from hybrid.errors import DataError
@@ -65,6 +66,7 @@ class AskedTables:
     ) -> None:
         self._tables = {table.name: table for table in tables}
         self._locations = placement.locations()
+        self._pooled_here = frozenset(placement.pooled_by_trainers)
         self._sources = sources
         self._outbox = Outbox()
         self._clock = clock
@@ -116,14 +118,7 @@ class AskedTables:
             if each.offsets is None:
                 of_dim[self._tables[each.table].dim].append(place)
             else:
-                sparse = SparseFeatures(each.ids_L, each.offsets, each.weights_L, 1)
-                route = BagRoute(
-                    (0,),
-                    [self._locations[each.table]],
-                    each.pooling,
-                    is_weighted=each.weights_L is not None,
-                )
-                form.bags.append((place, route.start(BatchIds(sparse), items)))
+                form.bags.append((place, self._bags(each, items)))
         for dim, places in sorted(of_dim.items()):
             sizes = [len(asked[place].ids_L) for place in places]
             form.rows.append(
@@ -134,6 +129,13 @@ class AskedTables:
                 slot = append(items, worker, (0, Bags(torch.empty(0, dtype=torch.int32))))
                 form.unused.append((slot, self._first_dims[worker]))
         return form
+
+    def _bags(self, each: Asked, items: Items) -> Assembler:
+        kind: type[PoolRoute | BagRoute] = PoolRoute if each.table in self._pooled_here else BagRoute
+        locations, is_weighted = [self._locations[each.table]], each.weights_L is not None
+        route = kind((0,), locations, each.pooling, is_weighted=is_weighted)
+        sparse = SparseFeatures(each.ids_L, each.offsets, each.weights_L, 1)
+        return route.start(BatchIds(sparse), items)
 
     def _rows(self, dim: int, asked: Sequence[Asked], sizes: list[int], items: Items) -> Rows:
         space = self._spaces[dim]

@@ -47,14 +47,7 @@ class BagRoute:
             self._groups.append((in_group[0], np.array(shards_F4)))
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
-        pooling, weights_L = self._pooling, ids.weights_L if self._is_weighted else None
-        if pooling is Pooling.MEAN and (weights_L is not None or len(self._groups) > 1):
-            # Partial means do not add up, and torch takes none of weighted rows; sums of 1/n shares do both.
-            lengths = ids.offsets.diff()
-            share = 1.0 / lengths.clamp(min=1).double()  # rounded by the worker, to the type of its rows
-            share_L = torch.repeat_interleave(share, lengths)
-            weights_L = share_L if weights_L is None else share_L * weights_L
-            pooling = Pooling.SUM
+        pooling, weights_L = ids.pooled_as(self._pooling, self._is_weighted, len(self._groups) > 1)
         slots, offsets = [], []
         for at, shards_F4 in self._groups:
             bags = _gather(ids, shards_F4, ids_dtype(at.group.num_rows), weights_L)

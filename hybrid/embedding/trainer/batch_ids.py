@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
+from hybrid.embedding.spec import Pooling
 from hybrid.errors import DataError
 
 
@@ -45,9 +46,39 @@ class BatchIds:
         positions = (self.weights_L != 1).nonzero().view(-1)
         return frozenset(torch.bucketize(positions, self.ends_K, right=True).unique().tolist())
 
+    @cached_property
+    def shares_L(self) -> Tensor:
+        """Of each id 1/n, where its bag holds n: rows times these add up to means."""
+        lengths = self.offsets.diff()
+        # Rounded where rows are pooled, to their type.
+        return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)
+
+    def pooled_as(
+        self, pooling: Pooling, is_weighted: bool, in_parts: bool = False
+    ) -> tuple[Pooling, Tensor | None]:
+        """How bags are pooled that are to be pooled so, and by which weights of all ids, if by any.
+
+        Means of parts do not add up, and torch takes none of weighted rows; sums of 1/n shares do both.
+
+        Args:
+            is_weighted: whether their ids have weights, as those of a batch may.
+            in_parts: whether several workers each pool some rows of a bag.
+        """
+        weights_L = self.weights_L if is_weighted else None
+        if pooling is not Pooling.MEAN or (weights_L is None and not in_parts):
+            return pooling, weights_L
+        return Pooling.SUM, self.shares_L if weights_L is None else self.shares_L * weights_L
+
     def count(self, features: Sequence[int]) -> int:
         """How many ids some features have together."""
         return int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
+
+    def bounds(self, feature: int) -> Tensor:
+        """Where each bag of a feature starts and ends among all ids, (B + 1)."""
+        first = feature * self.batch_size
+        if self._offsets is None:
+            return torch.arange(first, first + self.batch_size + 1)
+        return self._offsets[first : first + self.batch_size + 1]
 
     def single(self, features: Sequence[int]) -> Tensor:
         """Ids of features that hold one id a sample, (features, B)."""

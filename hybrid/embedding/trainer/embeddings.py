@@ -2,8 +2,10 @@
 
 Features that hold exactly one id a sample travel as rows: each distinct row is fetched once and spread
 over the samples here, and its gradients are summed here before they go back; on skewed ids that is a
-fraction of the bytes. Multi-hot features are pooled by the worker: one vector a sample comes back,
-however many ids went there. ``hybrid/embedding/trainer/route.py`` says how a route works.
+fraction of the bytes. So do sequences, whose vectors stay apart. Other multi-hot features are pooled by
+the worker: one vector a sample comes back, however many ids went there; or here, of distinct rows too,
+where the placement says so.
+``hybrid/embedding/trainer/route.py`` says how a route works.
 """
 
 from collections import defaultdict
@@ -16,13 +18,15 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.embedding import loops
-from hybrid.embedding.placement import Placement
+from hybrid.embedding.placement import Location, Placement
 from hybrid.embedding.spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.bag_route import BagRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, SideBySide, TableSource
+from hybrid.embedding.trainer.pool_route import PoolRoute
 from hybrid.embedding.trainer.route import Items, Route
 from hybrid.embedding.trainer.row_route import RowRoute
+from hybrid.embedding.trainer.sequence_route import LengthRoute, SequenceRoute
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
 from hybrid.steps.ticket import Purpose, Ticket
@@ -48,6 +52,7 @@ class Embeddings:
     ) -> None:
         self._features = input_spec.sparse_features
         self._tables = tables_of(input_spec, tables)
+        self._sequences = tuple(k for k, t in enumerate(self._tables) if t.sequence)
         self._num_rows_K = torch.tensor([t.num_rows for t in self._tables])
         self._placement = placement
         self._sources = sources
@@ -57,8 +62,8 @@ class Embeddings:
 
     @property
     def widths(self) -> list[int]:
-        """Width of each feature's vector, in feature order."""
-        return [t.dim for t in self._tables]
+        """Width of what there is of each feature, in feature order."""
+        return [t.width for t in self._tables]
 
     def lookup(self, sparse: SparseFeatures, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start looking up a batch; nothing waits here.
@@ -72,7 +77,7 @@ class Embeddings:
 
         Raises:
             DataError: an id is not a row of its table, a feature that is not multi-hot has other than
-                one id in a sample, or weights meet max pooling.
+                one id in a sample, a sequence has too many, or weights meet max pooling.
         """
         items: Items = {worker: [] for worker in self._sources}
         with self._clock.span("ids"):
@@ -108,19 +113,28 @@ class Embeddings:
         every = range(len(self._features))
         weighted = ids.weighted
         bags = frozenset(
-            k for k in every if k in weighted or (sparse.offsets is not None and self._features[k].multi_hot)
+            k
+            for k in every
+            if k not in self._sequences
+            and (k in weighted or (sparse.offsets is not None and self._features[k].multi_hot))
         )
         if (bags, weighted) not in self._routes:
             rows = [k for k in every if k not in bags]
             routes = make_routes(rows, sorted(bags), self._tables, self._placement, weighted)
             self._routes[bags, weighted] = [(route, self._columns(route)) for route in routes]
+            if self._sequences:
+                lengths = LengthRoute(self._sequences)
+                last_K = torch.tensor(self.widths).cumsum(0) - 1
+                self._routes[bags, weighted].append((lengths, last_K[list(self._sequences)]))
         return self._routes[bags, weighted]
 
     def _columns(self, route: Route) -> Tensor | None:
-        if route.features == tuple(range(len(self._features))):
+        """Where each vector of a route begins; None if they are all, in order."""
+        if route.features == tuple(range(len(self._features))) and not self._sequences:
             return None
         first_K = torch.tensor([0, *self.widths]).cumsum(0)
-        return first_K[list(route.features)]
+        tables = [(k, self._tables[k]) for k in route.features]
+        return torch.cat([first_K[k] + torch.arange(t.num_vectors) * t.dim for k, t in tables])
 
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):
@@ -134,10 +148,21 @@ class Embeddings:
             if wrong_KB.any():
                 k, sample = wrong_KB.nonzero()[0].tolist()
                 raise DataError(f"feature {self._features[k].name}: sample {sample} must hold exactly one id")
-        for k in ids.weighted:
+        for k in self._sequences:
+            self._check_length(k, ids)
+        for k in ids.weighted.difference(self._sequences):
             if self._tables[k].pooling is Pooling.MAX:
                 name = self._features[k].name
                 raise DataError(f"feature {name}: its ids have weights, of which there is no max pooling")
+
+    def _check_length(self, k: int, ids: BatchIds) -> None:
+        lengths_B, most, name = ids.bounds(k).diff(), self._tables[k].sequence, self._features[k].name
+        if (is_wrong_B := lengths_B > most).any():
+            sample = int(is_wrong_B.nonzero()[0])
+            raise DataError(
+                f"feature {name}, sample {sample}: {int(lengths_B[sample])} ids are more than the {most} "
+                f"of a sequence (columns.{name}.max_ids)"
+            )
 
     def _refuse_id(self, position: int, sparse: SparseFeatures, ids: BatchIds) -> NoReturn:
         """DataError for an id that is no row of its table, naming where it stands."""
@@ -156,7 +181,8 @@ def make_routes(
     placement: Placement,
     weighted: Collection[int] = (),
 ) -> list[Route]:
-    """The routes of a batch in which ``row_features`` hold one id a sample, and ``bag_features`` any number.
+    """The routes of a batch in which ``row_features`` hold one id a sample or are sequences, and
+    ``bag_features`` hold any number.
 
     Args:
         tables: the table of each feature, in feature order.
@@ -167,18 +193,35 @@ def make_routes(
     of_dim: dict[int, list[int]] = defaultdict(list)
     for k in row_features:
         of_dim[tables[k].dim].append(k)
-    # Of one pooling, with weights or without, in the same groups.
+    # Of one pooling, with weights or without: of one width, or in the same groups.
+    here: dict[tuple[Pooling, bool, int], list[int]] = defaultdict(list)
     alike: dict[tuple[Pooling, bool, tuple[tuple[int, int], ...]], list[int]] = defaultdict(list)
     for k in bag_features:
-        groups = tuple((at.worker, at.number) for at in locations[k])
-        alike[tables[k].pooling, k in weighted, groups].append(k)
+        kind = tables[k].pooling, k in weighted
+        if tables[k].name in placement.pooled_by_trainers:
+            here[*kind, tables[k].dim].append(k)
+        else:
+            alike[*kind, tuple((at.worker, at.number) for at in locations[k])].append(k)
     return [
         *(
-            RowRoute(tuple(features), [locations[k] for k in features])
+            _row_route(tuple(features), [tables[k] for k in features], [locations[k] for k in features])
             for _, features in sorted(of_dim.items())
+        ),
+        *(
+            PoolRoute(tuple(features), [locations[k] for k in features], pooling, is_weighted=is_weighted)
+            for (pooling, is_weighted, _), features in here.items()
         ),
         *(
             BagRoute(tuple(features), [locations[k] for k in features], pooling, is_weighted=is_weighted)
             for (pooling, is_weighted, _), features in alike.items()
         ),
     ]
+
+
+def _row_route(
+    features: tuple[int, ...], tables: Sequence[TableSpec], locations: Sequence[Sequence[Location]]
+) -> Route:
+    """That of features of one width whose rows travel."""
+    if any(table.sequence for table in tables):
+        return SequenceRoute(features, locations, [table.num_vectors for table in tables])
+    return RowRoute(features, locations)

@@ -1,19 +1,25 @@
 """Where the ids of a batch go, and how the answers become vectors of samples.
 
 A route covers some features. It adds the lookups it needs to the items of each worker, and returns what
-assembles the answers to vectors of shape (B, its features, D), and takes their gradients apart. Two kinds:
+assembles the answers to vectors of shape (B, its features, D), and takes their gradients apart. Of a sequence
+there are as many vectors as it has places, in place of one. The kinds:
 
-======== ====================== ============================== =====================================
-route    features               asks a worker for              assembles answers by
-======== ====================== ============================== =====================================
-RowRoute exactly one id a       each distinct row once         spreading rows over samples
-         sample
-BagRoute multi-hot, tables on   a pooled vector a sample, or   nothing, or sum or max over
-         the same workers       a partial one where the tables workers
-                                are split
-======== ====================== ============================== =====================================
+============= ====================== ============================== =====================================
+route         features               asks a worker for              assembles answers by
+============= ====================== ============================== =====================================
+RowRoute      exactly one id a       each distinct row once         spreading rows over samples
+              sample
+SequenceRoute the same, and          the same                       the same, over the places of samples
+              sequences
+LengthRoute   sequences              nothing                        counting their ids
+BagRoute      multi-hot, tables on   a pooled vector a sample, or   nothing, or sum or max over
+              the same workers       a partial one where the tables workers
+                                     are split
+PoolRoute     multi-hot, of tables   each distinct row once         pooling rows
+              that trainers pool
+============= ====================== ============================== =====================================
 
-Neither makes more messages, nor calls more kernels, for more tables.
+None makes more messages, nor calls more kernels, for more tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +46,7 @@ class Assembler(Protocol):
     def shape_BFD(self) -> tuple[int, int, int]: ...
 
     def vectors(self, results: Results) -> Tensor:
-        """``vectors_BFD`` of the route's features."""
+        """``vectors_BFD`` of the route's features, or of their places."""
         ...
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:

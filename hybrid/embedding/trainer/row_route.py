@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid.embedding import loops
 from hybrid.embedding.bags import Bags, ids_dtype
+from hybrid.embedding.loops import Ints
 from hybrid.embedding.placement import Location
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
@@ -51,6 +52,14 @@ class AddressSpace:
         tables = slice(first, first + len(ids_KB))
         bases_KS, counts_K = self._bases_KS[tables], self._counts_K[tables]
         loops.addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
+
+    def write_bags(
+        self, ids: BatchIds, features_F: Ints, out_L: Tensor, out_offsets: Tensor, out_positions: Tensor
+    ) -> None:
+        """The addresses of the ids of some features, one for each table; see ``loops.bag_addresses``."""
+        where = features_F, self._bases_KS, self._counts_K
+        out = out_L.numpy(), out_offsets.numpy(), out_positions.numpy()
+        loops.bag_addresses(ids.ids_L.numpy(), ids.offsets.numpy(), ids.batch_size, *where, *out)
 
     def ask(self, addresses_L: Tensor, items: Items) -> Rows:
         """Append to ``items`` every distinct row once; return where they stand."""

@@ -12,7 +12,6 @@ beside them what the update has changed::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from hybrid.checkpoint.reader import Checkpoint
 from hybrid.embedding.bags import Bags, ids_dtype, pool_recorded
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.errors import CheckpointError
+from hybrid.storage.places import Place
 
 # What the names of tensors in a file begin with; the rest is the name of a table.
 _ROWS, _WEIGHT = "rows.", "weight."
@@ -107,7 +107,7 @@ class EarlierRows:
         return earlier
 
 
-def _of_shard(shard: Shard, start: int, file: Mapping[str, Tensor], path: Path) -> tuple[Tensor, Tensor]:
+def _of_shard(shard: Shard, start: int, file: Mapping[str, Tensor], path: Place) -> tuple[Tensor, Tensor]:
     """What a file has of a shard that begins at row ``start`` of its group: rows of that, and values."""
     table = shard.table
     rows_U = file.get(_ROWS + table.name, torch.empty(0, dtype=torch.int64))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from hybrid.checkpoint.files import shard_file
 from hybrid.checkpoint.reused_memory import ReusedMemory
-from hybrid.embedding.bags import Bags, concatenate
+from hybrid.embedding import loops
+from hybrid.embedding.bags import Bags, concatenate, ids_dtype
 from hybrid.embedding.gradients import RowGradients
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.embedding.stored_rows import read_rows
@@ -53,6 +54,11 @@ class TableGroup:
         """Whether its rows stay as they are."""
         return isinstance(self.optimizer, Frozen)
 
+    @property
+    def steps_all_rows(self) -> bool:
+        """Whether a step changes all of its rows, touched or not."""
+        return self.group.optimizer.steps_all_rows
+
     def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
         """The rows of one shard ("weight") and their optimizer state, as views into the group."""
         return self._of_shard(shard, self._tensors)
@@ -76,7 +82,10 @@ class TableGroup:
         return {name: tensor[start : start + shard.num_rows] for name, tensor in tensors.items()}
 
     def merge(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
-        """The gradients of the distinct rows that ``parts`` touch, summed in the order of ``parts``."""
+        """The gradients of the distinct rows that ``parts`` touch, if any, summed in the order of these."""
+        if not parts:
+            none_L = torch.empty(0, dtype=ids_dtype(self.group.num_rows))
+            return self._gradients(Bags(none_L), self.weight_RD[:0])
         kinds: dict[tuple[str, bool], list[tuple[Bags, Tensor]]] = {}
         for bags, grad_BD in parts:
             kinds.setdefault((bags.pooling, bags.offsets is None), []).append((bags, grad_BD))
@@ -89,10 +98,13 @@ class TableGroup:
     def _merge_alike(self, parts: list[tuple[Bags, Tensor]]) -> RowGradients:
         bags = concatenate([b for b, _ in parts])
         grad_BD = parts[0][1] if len(parts) == 1 else torch.cat([g for _, g in parts])
-        return RowGradients(bags, grad_BD, self.group.num_rows)
+        return self._gradients(bags, grad_BD)
+
+    def _gradients(self, bags: Bags, grad_BD: Tensor) -> RowGradients:
+        return RowGradients(bags, grad_BD, loops.group_ids(bags.ids_L.numpy(), self.group.num_rows))
 
     def blocks(self, num_rows: int) -> Iterator[tuple[int, int]]:
-        """Parts of ``num_rows`` touched rows which, with gradients and state, fit the processor's cache."""
+        """Parts of ``num_rows`` rows which, with gradients and state, fit the processor's cache."""
         tensors = (self.weight_RD, self.weight_RD, *self.optimizer.state.values())
         size = max(1, _BLOCK_BYTES // max(1, sum(t[:1].nbytes for t in tensors)))
         return ((first, min(first + size, num_rows)) for first in range(0, num_rows, size))
@@ -149,16 +161,43 @@ class TableUpdate:
                 before it are updated then, and the tables of no further use.
         """
         for number, (group, gradients) in self._parts.items():
-            earlier_UD = None
-            if self._earlier is not None:
-                earlier_UD = self._earlier.room(number, gradients.rows_U, group.weight_RD)
-            for first, last in group.blocks(len(gradients.rows_U)):
-                grad_UD, total = gradients.block(first, last)
-                rows_U = gradients.rows_U[first:last]
-                self._check(group, rows_U, grad_UD, total)
-                if earlier_UD is not None:
-                    copy(group.weight_RD, rows_U, earlier_UD[first:last])
-                group.optimizer.step(rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale), self._factor)
+            step_rows = self._step_all_rows if group.steps_all_rows else self._step_touched_rows
+            step_rows(number, group, gradients, scale)
+
+    def _step_touched_rows(
+        self, number: int, group: TableGroup, gradients: RowGradients, scale: float
+    ) -> None:
+        earlier_UD = None
+        if self._earlier is not None:
+            earlier_UD = self._earlier.room(number, gradients.rows_U, group.weight_RD)
+        for first, last in group.blocks(len(gradients.rows_U)):
+            rows_U, grad_UD = self._block(group, gradients, first, last, scale)
+            if earlier_UD is not None:
+                copy(group.weight_RD, rows_U, earlier_UD[first:last])
+            group.optimizer.step(rows_U, grad_UD, self._factor)
+
+    def _step_all_rows(self, number: int, group: TableGroup, gradients: RowGradients, scale: float) -> None:
+        num_rows, dtype = len(group.weight_RD), gradients.rows_U.dtype
+        earlier_RD = None
+        if self._earlier is not None:
+            all_R = torch.arange(num_rows, dtype=dtype)
+            earlier_RD = self._earlier.room(number, all_R, group.weight_RD)
+        for first, last in group.blocks(num_rows):
+            ends = torch.tensor([first, last], dtype=dtype)
+            begin, end = torch.searchsorted(gradients.rows_U, ends).tolist()
+            rows_U, grad_UD = self._block(group, gradients, begin, end, scale)
+            if earlier_RD is not None:
+                earlier_RD[first:last] = group.weight_RD[first:last]
+            group.optimizer.step_all(first, last, rows_U, grad_UD, self._factor)
+
+    def _block(
+        self, group: TableGroup, gradients: RowGradients, first: int, last: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The touched rows from the ``first`` to the ``last`` one, and their gradients times ``scale``."""
+        grad_UD, total = gradients.block(first, last)
+        rows_U = gradients.rows_U[first:last]
+        self._check(group, rows_U, grad_UD, total)
+        return rows_U, grad_UD if scale == 1.0 else grad_UD.mul_(scale)
 
     def _check(self, group: TableGroup, rows_U: Tensor, grad_UD: Tensor, total: float) -> None:
         if not self._check_finite or math.isfinite(total):

@@ -1,4 +1,4 @@
-"""Optimizers of table rows: each updates only the rows that a step touched.
+"""Optimizers of table rows: each updates the rows that a step touched, or all rows of a table.
 
 With w a touched row, g its gradient summed over the samples of the step, and r the learning rate of the
 step (that of the table times the factor of the schedule):
@@ -26,7 +26,11 @@ rows decay. Likewise the buffer of ``momentum`` and the means of ``adam`` and ``
 does, and these two count the steps of each row by itself, so that a rare row's first steps are corrected as
 first steps. A row's update does not depend on which other rows a step touches.
 
-Where torch has the optimizer, rows that every step touches are those of its single-tensor code, bit for bit.
+With ``all_rows``, every row takes every step, with a gradient of zero where it is not touched: an exact L2,
+and means that never rest. A step then goes through the whole table. What a row has missed could be caught up
+on when it is next read for ``sgd`` at a constant rate alone.
+
+Where torch has the optimizer, rows that take every step are those of its single-tensor code, bit for bit.
 """
 
 import math
@@ -75,9 +79,23 @@ class RowOptimizer(ABC):
         for whole, part in zip(wholes, (weight_UD, *parts), strict=True):
             put(whole, rows_U, part)
 
+    def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+        """Apply one step to all rows from ``first`` to ``last``, in place.
+
+        Args:
+            rows_U, grad_UD: the distinct rows among them that the step touches, and their gradients; those of
+                the others are zero.
+            factor: see :meth:`step`.
+        """
+        weight_RD = self.weight_RD[first:last]
+        grad_RD = torch.zeros_like(weight_RD)
+        put(grad_RD, rows_U - first, grad_UD)
+        state = {name: whole[first:last] for name, whole in self.state.items()}
+        self.update(weight_RD, grad_RD, self.spec.learning_rate * factor, state)
+
     @abstractmethod
     def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
-        """Update touched rows and their state in place, with learning rate ``rate``."""
+        """Update rows and their state in place, with learning rate ``rate``."""
 
     def _with_decay(self, grad_UD: Tensor, weight_UD: Tensor) -> Tensor:
         decay = self.spec.weight_decay

@@ -1,7 +1,6 @@
 """The worker's side: the tables it holds, looked up by trainers and updated step by step."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from hybrid.hosting.barrier import UpdateBarrier
 from hybrid.hosting.hosted import Hosted
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.storage.places import Place
 
 
 class Gradients(NamedTuple):
@@ -166,7 +166,7 @@ class TableShards(Hosted):
         group = next(g for g in self.groups if shard in g.group.shards)
         return group.shard_tensors(shard)
 
-    def load(self, folder: Path, step: int) -> None:
+    def load(self, folder: Place, step: int) -> None:
         """Read every shard from a checkpoint and go on as after ``step`` steps."""
         checkpoint = Checkpoint.open(folder)
         for shard in (shard for group in self.groups for shard in group.group.shards):
@@ -184,7 +184,10 @@ class TableShards(Hosted):
         return files
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
-        parts: dict[int, list[tuple[Bags, Tensor]]] = {}
+        # Where all rows take every step, they take those too that touch none.
+        parts: dict[int, list[tuple[Bags, Tensor]]] = {
+            number: [] for number, group in enumerate(self.groups) if group.steps_all_rows
+        }
         for gradients in contributions:
             for group, bags, grad_BD in gradients.items:
                 if not self.groups[group].is_frozen:

@@ -12,6 +12,6 @@ RPC encrypts nothing, and takes two to four times as much processor time for a m
 sealed from where they lie, and opened where they will lie (``frames``), and nobody is woken to hand them on:
 whoever waits reads. RPC remains for what takes part in distributed autograd, and for control.
 
-``meeting`` connects the two, and has each prove to the other that it is that role of this run. Begin with
-``link``.
+``meeting`` connects the two, and by ``introduction`` each proves to the other that it is that role of this
+run. Within a host, large tensors lie in memory that both have (``host_memory``). Begin with ``link``.
 """

@@ -4,7 +4,8 @@
 
     length of the sealed head (4 bytes), of all that follows (8)
     sealed head        a pickle of numbers, text, and lists of such: nothing that has a name can be in it
-    sealed tensors     the bytes of each, in parts where it is huge
+    sealed tensors     the bytes of each, in parts where it is huge; nothing where they lie in memory that
+                       both ends have (host_memory.py)
 
 Tensors are sealed from where they lie, and opened into the memory in which they stay. The lengths are not
 sealed; where they are wrong, what follows cannot be opened.
@@ -15,7 +16,7 @@ import math
 import pickle
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -27,19 +28,11 @@ from hybrid.trust.allowed import NothingNamed
 from hybrid.trust.direction import TAG_BYTES, Direction
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.trust.signature import is_in_one_piece, memory_of
+from hybrid.wire.carrier.host_memory import Block, HostMemory
+from hybrid.wire.layout import DTYPES, Described, described
 
 _LENGTHS = struct.Struct("<IQ")
 _FIRST_BYTES = 1 << 16  # of a buffer, which grows
-DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int32, torch.int64, torch.uint8, torch.bool),
-)
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-
-
-def described(tensors: Iterable[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Of each, the number of its type in ``DTYPES``, and its shape."""
-    return [(_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
 class Kind(IntEnum):
@@ -70,15 +63,23 @@ class Frames:
     Args:
         sending, receiving: seal and open.
         expected: kinds of message that may come.
+        memory: that both ends have, where they are on one host.
     """
 
-    def __init__(self, sending: Direction, receiving: Direction, *expected: Kind) -> None:
+    def __init__(
+        self, sending: Direction, receiving: Direction, *expected: Kind, memory: HostMemory | None = None
+    ) -> None:
         self._sending = sending
         self._receiving = receiving
         self._expected = expected
+        self._memory = memory
         self._sealed = bytearray(_FIRST_BYTES)
         self._came = bytearray(_FIRST_BYTES)
         self._start = self._end = 0  # of what has come and is not opened
+
+    def close(self) -> None:
+        """Let go of the memory of both ends, but for what others here have borrowed of it."""
+        self._memory = None
 
     def seal(self, message: Message) -> memoryview:
         """The frame of a message, good until the next.
@@ -86,13 +87,18 @@ class Frames:
         Raises:
             ClusterError: a tensor is not on the CPU.
         """
-        tensors = [each if is_in_one_piece(each) else each.contiguous() for each in message.tensors]
+        tensors, memory = message.tensors, self._memory
         if not all(each.is_cpu for each in tensors):
             raise ClusterError("what is on a GPU does not travel between trainers and workers")
-        head = pickle.dumps((message.kind.value, *message[1:3], described(tensors)), pickle.HIGHEST_PROTOCOL)
+        shapes = described(tensors)
+        block = None if memory is None else memory.lent.lend(tensors, shapes)
+        returned = [] if memory is None else memory.borrowed.returned()
+        said = (message.kind.value, *message[1:3], shapes, block and tuple(block), returned)
+        head = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
         parts: list[bytes | memoryview] = [head]
-        for tensor in tensors:
-            parts += memory_of(tensor)
+        if block is None:
+            tensors = [each if is_in_one_piece(each) else each.contiguous() for each in tensors]
+            parts += [part for each in tensors for part in memory_of(each)]
         length = _LENGTHS.size + sum(map(len, parts)) + TAG_BYTES * len(parts)
         if length > len(self._sealed):
             self._sealed = bytearray(length)
@@ -158,7 +164,22 @@ class Frames:
     def _open(self, sealed: memoryview, head: int) -> Message:
         at = min(head, len(sealed))
         opened = io.BytesIO(self._receiving.open(sealed[:at]))
-        kind, number, value, shapes = NothingNamed(opened).load()
+        kind, number, value, shapes, block, returned = NothingNamed(opened).load()
+        memory = self._memory  # which another thread may close meanwhile
+        if memory is not None:
+            memory.lent.take_back(returned)
+        if block is None:
+            tensors, at = self._open_tensors(shapes, sealed, at)
+        elif memory is None:
+            raise RefusedPayload("it tells of memory that is not there")
+        else:
+            tensors = memory.borrowed.tensors(Block(*block), shapes)
+        if at != len(sealed) or kind not in self._expected:
+            raise RefusedPayload("it is not what may come here")
+        return Message(Kind(kind), number, value, tensors)
+
+    def _open_tensors(self, shapes: Described, sealed: memoryview, at: int) -> tuple[list[Tensor], int]:
+        """The tensors that begin at a place of the frame, and where they end."""
         tensors = []
         for dtype_number, shape in shapes:
             dtype = DTYPES[dtype_number]
@@ -169,6 +190,4 @@ class Frames:
                 end = at + len(part) + TAG_BYTES
                 self._receiving.open_into(sealed[at:end], part)
                 at = end
-        if at != len(sealed) or kind not in self._expected:
-            raise RefusedPayload("it is not what may come here")
-        return Message(Kind(kind), number, value, tensors)
+        return tensors, at

@@ -16,7 +16,7 @@ from hybrid.topology import Role
 from hybrid.trust.failure_text import refused
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire.carrier.frames import Kind, Message
-from hybrid.wire.carrier.meeting import Connection
+from hybrid.wire.carrier.introduction import Connection
 from hybrid.wire.reply import Reply
 
 
@@ -145,6 +145,7 @@ class Link:
         """End it; who still waits learns that."""
         self._fail("this process is leaving")
         self._connection.close()
+        self._frames.close()
 
 
 def _milliseconds_to(deadline: float) -> float:

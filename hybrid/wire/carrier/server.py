@@ -22,7 +22,7 @@ from hybrid.own_code.names import name_of
 from hybrid.trust.failure_text import raised_later
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire.carrier.frames import Kind, Message
-from hybrid.wire.carrier.meeting import Connection
+from hybrid.wire.carrier.introduction import Connection
 
 Carried: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
 
@@ -209,3 +209,4 @@ class _Caller:
             with suppress(OSError):  # it has gone by itself
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
+            self._frames.close()

@@ -27,7 +27,6 @@ from torch.distributed import autograd as dist_autograd
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.nets import DenseNet
 from hybrid.dense.remote import HostedNet
 from hybrid.embedding.placement import place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
@@ -35,6 +34,7 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import DenseNet
 from hybrid.steps.rules import UpdateMode, UpdateRules
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel

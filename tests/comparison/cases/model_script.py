@@ -34,7 +34,7 @@ class Net(nn.Module):
         self.user = hybrid.Embedding(NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
         self.item = hybrid.Embedding(NUM_ITEMS, DIM, optimizer=hybrid.SGD(lr=0.1), padding_idx=0)
         self.din, self.esmm = DIN(DIM, DIM), ESMM(2 * DIM)
-        self.mmoe, self.ple = MMoE(2 * DIM, 2), PLE(2 * DIM, 2)
+        self.mmoe, self.ple = MMoE(2 * DIM, (1, 1)), PLE(2 * DIM, (1, 1))
         self.final, self.towers = FinalMLP(2 * DIM, (DIM, DIM)), TwoTowers(DIM, DIM)
         self.attention = SelfAttention(DIM, LONGEST)
 

@@ -26,10 +26,12 @@ class Net(nn.Module):
         self.options = options
         self.user = hybrid.Embedding(NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1, eps=1e-4))
         self.item = hybrid.Embedding(NUM_ITEMS, DIM, optimizer=hybrid.SGD(lr=0.3), padding_idx=0)
-        self.tags = hybrid.EmbeddingBag(NUM_TAGS, 3, mode="mean", optimizer=hybrid.SGD(lr=0.2))
-        self.seen = hybrid.EmbeddingBag(
-            NUM_ITEMS, DIM, mode="sum", optimizer=hybrid.Adagrad(lr=0.05, eps=1e-3)
+        pooled_by = "trainers" if "pooled" in options else "workers"
+        self.tags = hybrid.EmbeddingBag(
+            NUM_TAGS, 3, mode="mean", optimizer=hybrid.SGD(lr=0.2), pooled_by=pooled_by
         )
+        whole = hybrid.AdamW(lr=0.05, eps=1e-3, weight_decay=0.3, all_rows=True)
+        self.seen = hybrid.EmbeddingBag(NUM_ITEMS, DIM, mode="sum", optimizer=whole, pooled_by=pooled_by)
         if "computed" in options:
             self.pair = hybrid.Embedding(NUM_PAIRS, 2, optimizer=hybrid.SGD(lr=0.3))
         self.mlp = nn.Sequential(nn.Linear(4 * DIM + 3 + 2 + 1, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -74,6 +76,7 @@ def batches() -> Iterator[dict[str, Any]]:
             "price": torch.rand(size, generator=draw).double(),
             "label": torch.randint(2, (size,), generator=draw).double(),
             "weight": torch.rand(size, generator=draw).double(),
+            "group": torch.randint(4, (size,), generator=draw).sort().values,
         }
 
 
@@ -85,12 +88,17 @@ def main(output: str, options: set[str], config: str | None) -> None:
     if "load" in named:
         cluster.load(named["load"], optimizer)
     losses = []
-    for batch in cluster.batches(islice(batches(), cluster.step, HALF if "save" in named else None)):
+    own = islice(batches(), cluster.step, HALF if "save" in named else None)
+    for batch in cluster.batches(own, whole="group" if "ranked" in options else None):
         step = cluster.step
         optimizer.zero_grad()
         logits = model(batch, step)
         loss = binary_cross_entropy_with_logits(logits, batch["label"], reduction="none")
-        cluster.backward(loss, batch["weight"] if "weights" in options else None)
+        weights, more = batch["weight"] if "weights" in options else None, []
+        if "ranked" in options:
+            for ranking_loss in (hybrid.listwise_loss, hybrid.pairwise_loss):
+                more.append(ranking_loss(logits, batch["label"], batch["group"], weights))
+        cluster.backward(loss, weights, more)
         optimizer.step()
         losses.append(cluster.mean(loss))
     if "save" in named:

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid import wire
 from hybrid.batch import Batch
 from hybrid.clock import StepClock
-from hybrid.dense.nets import DenseNet
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
+from hybrid.models.dense_net import DenseNet
 from hybrid.steps.ticket import Ticket
 from hybrid.training.arrangement import Arrangement
 from hybrid.training.ddp import DdpMode, DdpModel

@@ -1,5 +1,6 @@
 """The surface of the bench: its points, what they cost, and which is the worst."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from benchmark.covering import covering_rows
 from benchmark.results import Measurement
 from benchmark.start import bags_by_feature
-from benchmark.surface import GRID, KNOWN, Point, _worst, job, workload
+from benchmark.surface import GRID, KNOWN, Point, _worst, comparable, job, workload
 from benchmark.workloads import Workload
 
 POINTS = [workload(**row) for row in (*KNOWN, *covering_rows(GRID))]
@@ -70,3 +71,14 @@ def test_cost_is_over_the_best_process_and_speed_over_torchrec() -> None:
         f"slowest: {cheap.name}: cost 1.20, speed 0.50\nworst: {dear.name}: cost 2.50, speed 1.50"
     )
     assert _worst(points[2:]) == "no point was measured beside other systems"
+
+
+def test_losses_are_compared_of_the_first_steps_and_not_of_adam() -> None:
+    of = {name: next(p for p in POINTS if p.optimizer == name) for name in ("sgd", "adam")}
+    losses = tuple(1 / step for step in range(1, 30))
+    points = [
+        Point(each, {"one-process": dataclasses.replace(measured(each, "one-process", 1, 1), losses=losses)})
+        for each in of.values()
+    ]
+    (compared,) = comparable(points)
+    assert (compared.workload, compared.losses) == (of["sgd"].name, losses[:10])

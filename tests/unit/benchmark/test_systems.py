@@ -17,8 +17,8 @@ from torch.futures import Future
 from hybrid.batch import SparseFeatures
 from hybrid.clock import StepClock
 from hybrid.dense import matmul
-from hybrid.dense.nets import DenseNet
 from hybrid.embedding.worker.initial import initialise_rows
+from hybrid.models.dense_net import DenseNet
 from hybrid.steps.ticket import Ticket
 from hybrid.training.model import HybridModel, MicroBatch
 

@@ -106,7 +106,12 @@ def test_a_checkpoint_is_not_overwritten(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    ["files.os.fsync", "folders.os.rename", "folders.Path.mkdir", "folders.shutil.rmtree"],
+    [
+        "storage.files.os.fsync",
+        "checkpoint.folders.os.rename",
+        "private_files.Path.mkdir",
+        "checkpoint.folders.shutil.rmtree",
+    ],
 )
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
 def test_any_failure_to_write_is_a_checkpoint_error(
@@ -116,7 +121,7 @@ def test_any_failure_to_write_is_a_checkpoint_error(
         raise OSError(code, os.strerror(code))
 
     (tmp_path / "step-1.partial").mkdir()
-    monkeypatch.setattr(f"hybrid.checkpoint.{function}", refuse)
+    monkeypatch.setattr(f"hybrid.{function}", refuse)
     with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/step-1.*{os.strerror(code)}"):
         write_checkpoint(tmp_path / "step-1")
     assert not (tmp_path / "step-1").exists()

@@ -186,7 +186,7 @@ def test_a_full_disk_says_how_much_is_missing(tmp_path: Path) -> None:
     assert (8 << 20) <= missing <= (12 << 20) + 100  # what is written at once may count as written
 
 
-@pytest.mark.parametrize("function", ["os.fsync", "Path.mkdir", "Path.open"])
+@pytest.mark.parametrize("function", ["storage.os.fsync", "Path.mkdir", "Path.open"])
 def test_any_failure_to_write_is_a_checkpoint_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:

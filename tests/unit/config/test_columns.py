@@ -5,7 +5,7 @@ import re
 import pytest
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.config.columns import columns_of
+from hybrid.config.columns import columns_of, sequence_length
 from hybrid.config.file import load_config, to_toml, validate
 from hybrid.errors import ConfigError
 
@@ -153,6 +153,17 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
             ColumnSection(kind="weighted", weight_separator="|"),
             "columns.age.weight_separator = '|': must not be empty, nor be what separates ids",
         ),
+        (
+            "age",
+            ColumnSection(pooling="none"),
+            "columns.age.max_ids = 0: must say how many vectors the net gets, since columns.age.pooling "
+            "is none",
+        ),
+        (
+            "age",
+            ColumnSection(kind="hour", pooling="none"),
+            "columns.age.pooling = 'none': is not read of a column of data.sparse whose kind is hour",
+        ),
     ],
 )
 def test_a_section_that_is_refused(name: str, section: ColumnSection, message: str) -> None:
@@ -164,12 +175,28 @@ def test_a_column_of_both_lists_has_no_section() -> None:
     assert "is in data.dense and in data.sparse" in refusal("age", ColumnSection(), data)
 
 
+def test_only_a_column_that_is_not_pooled_is_a_sequence() -> None:
+    for section, length in (
+        (ColumnSection(), 0),
+        (ColumnSection(pooling="mean", max_ids=5), 0),
+        (ColumnSection(pooling="none", max_ids=5), 5),
+    ):
+        assert sequence_length("seen", section) == length
+
+
+def test_columns_of_batches_of_ones_own_may_be_sequences() -> None:
+    """There, data.format is synthetic, as nobody says otherwise."""
+    config = load_config(None, ["columns.tags.pooling=none", "columns.tags.max_ids=5"])
+    assert config.columns["tags"] == ColumnSection(pooling="none", max_ids=5)
+
+
 def test_a_configuration_is_checked_when_it_is_read() -> None:
     csv = ['data.format="csv"', 'data.path="x"', 'data.sparse=["age"]']
     for overrides, message in (
         ([*csv, "columns.age.bounds=[1, nan]"], "columns.age.bounds = (1.0, nan): must be a list of finite"),
         ([*csv, "columns.agee.kind=hour"], "columns.agee: is in neither data.dense nor data.sparse"),
-        (["columns.C1.kind=hour"], "columns.C1: is not read where data.format is synthetic"),
+        (["columns.C1.kind=hour"], "columns.C1: is not read where data.format is synthetic, but for pooling"),
+        (["columns.C1.pooling=none"], "columns.C1.max_ids = 0: must say how many vectors the net gets"),
         ([*csv, "columns.age.bins=3"], "columns.age.bins: no such key; did you mean columns.age.bounds?"),
         ([*csv, "columns.age.kind=bucket"], "columns.age.kind = 'bucket': must be one of value, buckets"),
     ):

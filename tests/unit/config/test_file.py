@@ -1,7 +1,6 @@
 """Configuration files: what is read, what is refused and in which words, and what is written back."""
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -10,19 +9,17 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.config import (
-    CheckpointSection,
     ClusterSection,
     DataSection,
     DenseGroupSection,
     DenseSection,
-    ProfileSection,
     RunConfig,
     RunSection,
     ScheduleSection,
     TableSection,
     TrainSection,
 )
-from hybrid.config.file import decisive_values, load_config, to_toml, validate
+from hybrid.config.file import load_config, read_toml_text, to_toml, validate, with_own
 from hybrid.config.page import describe
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.errors import ConfigError
@@ -140,9 +137,12 @@ ROW_OPTIMIZER = (
         ("dense.top_mlp=wide", "dense.top_mlp = 'wide': must be a list of integers"),
         ("dense.top_mlp=[1.5]", "dense.top_mlp = (1.5,): must be a list of integers"),
         ("dense.top_mlp=[64, 0]", "dense.top_mlp = (64, 0): must hold integers of at least 1"),
+        ("dense.expert_mlp=[0]", "dense.expert_mlp = (0,): must hold integers of at least 1"),
+        ("dense.expert_mlp=[]", "dense.expert_mlp = (): must hold a layer"),
         (
             "dense.net=dlmr",
-            "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, or module:function",
+            "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or "
+            "module:function",
         ),
         ("tables.user.dim=0", "tables.user.dim = 0: must be an integer, at least 1"),
         ("embedding.optimizer=RMSprop", f"embedding.optimizer = 'RMSprop': {ROW_OPTIMIZER}"),
@@ -301,29 +301,48 @@ INTEGER = RunConfig(cluster=ClusterSection(rpc_timeout_seconds=5))
 def test_toml_is_read_back_equal(tmp_path: Path, config: RunConfig) -> None:
     again = _load(tmp_path, to_toml(config))
     assert again == config
-    assert json.dumps(decisive_values(again)) == json.dumps(decisive_values(config))
+    assert read_toml_text(to_toml(config)) == config
 
 
-def test_decisive_values_leave_out_what_does_not_change_the_result() -> None:
-    base = decisive_values(RunConfig())
-    same = RunConfig(
-        run=RunSection(name="other", folder="runs/x"),
-        cluster=ClusterSection(
-            master_port=1, interface="eth0", secret_file="x", heartbeat_timeout_seconds=1.0, max_restarts=0
-        ),
-        checkpoint=CheckpointSection(every_steps=1, every_minutes=0.0, keep_last=1, keep_best="none"),
-        profile=ProfileSection(steps=1, first_step=0),
-        dense=DenseSection(matmul="torch"),  # the master tells all roles
-    )
-    assert decisive_values(same) == base
-    others = [
-        RunConfig(run=RunSection(seed=2)),
-        RunConfig(train=TrainSection(epochs=2)),
-        RunConfig(tables={"user": TableSection()}),
-        RunConfig(tables={"user": TableSection(dim=8)}),
-        FULL,
-    ]
-    assert len({json.dumps(decisive_values(c)) for c in (RunConfig(), *others)}) == 1 + len(others)
+def test_a_role_has_the_masters_values_but_for_those_that_it_was_given() -> None:
+    given = {
+        "dense.device": "cuda:1",
+        "cluster.threads": 3,
+        "cluster.interface": "eth0",
+        "data.cache_folder": "/scratch",
+        "data.local_cache_folder": "/local",
+        "data.local_cache_gb": 2.5,
+        "cluster.secret_file": "of this host",
+        "cluster.start_timeout_seconds": 5.0,
+    }
+    own = back = with_own(FULL, [f"{key}={value}" for key, value in given.items()])
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        assert getattr(getattr(own, section), name) == value
+        masters = {name: getattr(getattr(FULL, section), name)}
+        back = back.replace(**{section: dataclasses.replace(getattr(back, section), **masters)})
+    assert back == FULL
+    keys = [(section, key) for section, keys in SECTION_KEYS.items() for key in keys.values()]
+    assert sorted(f"{section}.{key.name}" for section, key in keys if key.is_by_host) == sorted(given)
+    assert not any(key.is_by_host for keys in NAMED_KEYS.values() for key in keys.values())
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cluster.trainers=3", "cluster.trainers: is the master's; set it there"),
+        ("dense.net=own:build", "dense.net: is the master's; set it there"),
+        ("tables.user.dim=3", "tables.user.dim: is the master's; set it there"),
+        ("cluster.thread=3", "cluster.thread: no such key; did you mean cluster.threads?"),
+        ("cluster.threads=0", "cluster.threads = 0: must be an integer, at least 1"),
+        ("cluster.threads", "--set cluster.threads: must be section.key=value"),
+        ("dense.device=gpu", "dense.device = 'gpu': must be auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_a_role_is_not_to_be_given(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_own(RunConfig(), [setting])
+    assert str(caught.value) == message
 
 
 def test_the_reference_page_is_up_to_date() -> None:

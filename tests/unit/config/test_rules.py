@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from hybrid.config import ClusterSection, DenseSection, ProfileSection, RunConfig, TrainSection
+from hybrid.config import (
+    ClusterSection,
+    DataSection,
+    DenseSection,
+    ProfileSection,
+    RunConfig,
+    TaskSection,
+    TrainSection,
+)
 from hybrid.config.file import validate
 from hybrid.config.rules import recorded_steps
 from hybrid.errors import ConfigError
@@ -57,10 +65,27 @@ def test_forms_that_do_not_are_refused(dense: dict[str, Any], message: str) -> N
     assert str(caught.value).startswith(message)
 
 
+def test_metrics_are_weighted_by_a_column_only() -> None:
+    validate(RunConfig(data=DataSection(weight="weight", weighted_metrics=True)))
+    with pytest.raises(ConfigError, match=r"^data\.weighted_metrics = True: needs data\.weight, the column"):
+        validate(RunConfig(data=DataSection(weighted_metrics=True)))
+
+
 def test_onednn_has_no_products_of_float64() -> None:
     in_float64 = config(matmul="onednn").replace(train=TrainSection(dtype="float64"))
     with pytest.raises(ConfigError, match=r"dense.matmul = .onednn.: .* where train.dtype is float64"):
         validate(in_float64)
+
+
+def test_lanes_shuffle_rows_and_not_groups() -> None:
+    validate(RunConfig(data=DataSection(shuffle_lanes=64)))
+    with pytest.raises(ConfigError, match=r"^data\.shuffle_lanes = 64: is read where data\.shuffle is true$"):
+        validate(RunConfig(data=DataSection(shuffle=False, shuffle_lanes=64)))
+    ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}
+    with pytest.raises(
+        ConfigError, match=r"^data\.shuffle_lanes = 64: must be 0 where a loss is of the order"
+    ):
+        validate(RunConfig(data=DataSection(shuffle_lanes=64, group="C7"), tasks=ranked))
 
 
 @pytest.mark.parametrize(

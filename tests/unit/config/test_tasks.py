@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection, TrainSection
-from hybrid.config.file import load_config, to_toml, validate
+from hybrid.config.file import fixed_values, load_config, to_toml, validate
 from hybrid.config.tasks import is_lower_better, leading_score, metric_name, metric_title, shown_metrics
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
@@ -95,6 +95,24 @@ def test_errors_are_better_where_they_are_lower() -> None:
             "tasks.s.metrics = ('m:auc',): must name each metric once",
         ),
         (
+            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="lambda")}),
+            "tasks.s.ranking_loss = 'lambda': must be pairwise or listwise",
+        ),
+        (
+            RunConfig(tasks={"s": TaskSection(ranking_loss="pairwise")}),
+            "tasks.s.ranking_loss = 'pairwise': needs data.group, the column whose values make groups",
+        ),
+        (
+            RunConfig(
+                data=GROUPED, tasks={"s": TaskSection(kind="classes", classes=3, ranking_loss="listwise")}
+            ),
+            "tasks.s.ranking_loss = 'listwise': is of kind binary or regression: classes have no order",
+        ),
+        (
+            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_share=0.0)}),
+            "tasks.s.ranking_share = 0.0: must be a finite number, above 0, at most 1",
+        ),
+        (
             RunConfig(tasks={"s": SPENT}, checkpoint=CheckpointSection(keep_best="auc")),
             "checkpoint.keep_best = 'auc': must be auto, none, or one of rmse, mae",
         ),
@@ -118,6 +136,17 @@ def test_what_does_not_go_together_is_refused(config: RunConfig, message: str) -
     with pytest.raises(ConfigError) as caught:
         validate(config)
     assert str(caught.value).startswith(message)
+
+
+def test_a_run_that_ranks_says_so() -> None:
+    ranked = TaskSection(kind="regression", ranking_loss="listwise")
+    assert not RunConfig(tasks={"a": CLICK, "b": SPENT}).has_ranking_loss
+    assert RunConfig(tasks={"a": CLICK, "b": ranked}).has_ranking_loss
+    config = RunConfig(data=GROUPED, tasks={"b": ranked})
+    validate(config)
+    kept = fixed_values(config)
+    assert kept["tasks.b.ranking_loss"] == "listwise"  # since it decides which rows a step has
+    assert "tasks.b.ranking_share" not in kept
 
 
 def test_what_goes_together_passes() -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.samples import located, read, write
 
-from hybrid.config import ColumnSection, DataSection
+from hybrid.config import ColumnSection, DataSection, TableSection
 from hybrid.data.canonical import stable_hash
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.sparse_encoding import Bags
@@ -201,3 +201,19 @@ def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
             read(data, path, columns={"x": section})
     with pytest.raises(ConfigError, match=r"^columns\.x\.source = 'tag': .*has no such column; did you mean"):
         read(data, path, columns={"x": ColumnSection(source=("tag",))})
+
+
+def test_columns_that_share_a_table_share_its_vocabulary(tmp_path: Path) -> None:
+    """Also where one is a history, and the other asks for values that are frequent."""
+    rows = ["b,a|b|c,b", "b,c,x", "d,c|b,d", ",,b"]
+    path = write(tmp_path / "a.csv", "label,item,seen,shop\n" + "".join(f"1,{row}\n" for row in rows))
+    data = data_of("item seen shop", multi_hot_separator="|")
+    columns = {"item": ColumnSection(vocabulary_min_count=2)}
+    block, _ = read(data, path, columns=columns)
+    tables = {"item": TableSection(features=("item", "seen"))}
+    item, seen, shop = FeatureEncoder.fit([block], data, columns, tables).sparse
+    assert seen.values == ("b", "c", "a", "d")
+    assert item.values == ("b", "c")
+    assert shop.values == ("b", "d", "x")
+    apart = FeatureEncoder.fit([block], data, columns).sparse
+    assert [each.values for each in apart] == [("b",), ("c", "b", "a"), ("b", "d", "x")]

@@ -1,7 +1,7 @@
 """Whether input files are what they were, and what is refused of them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +10,9 @@ from support.samples import csv_config, prepared
 
 from hybrid.config import RunConfig, RunSection
 from hybrid.data import checksums, manifest
-from hybrid.data.bad_rows import BadRowLog
 from hybrid.data.inputs import input_files, list_files
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import prepare
-from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 
@@ -126,17 +124,14 @@ def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
     assert refused(config_of(moved, second)) == f"{second}: has changed since the run began; resume"
 
 
-def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv")
-    blocks = Source.blocks
 
-    def appended(source: Source, log: BadRowLog | None = None) -> Iterator[RawBlock]:
-        yield from blocks(source, log)
+    def append() -> None:
         path.write_text(path.read_text() + "1,00001\n")
 
-    monkeypatch.setattr(Source, "blocks", appended)
     with pytest.raises(DataError, match=rf"{path}: has changed while it was read; start again"):
-        prepare(config_of(path), tmp_path / "cache")
+        prepare(config_of(path), tmp_path / "cache", check=append)
     assert not list((tmp_path / "cache").iterdir())
 
 

@@ -72,12 +72,12 @@ def test_shares_are_balanced_and_contiguous(size: int, parts: int) -> None:
     assert [list(range(*bounds)) for bounds in shares] == expected
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("shuffle", "lanes"), [(True, 0), (True, 16), (False, 0)])
 @pytest.mark.parametrize("num_trainers", [2, 3, 5])
 def test_a_step_is_the_same_for_any_number_of_trainers(
-    dataset: PreparedDataset, shuffle: bool, num_trainers: int
+    dataset: PreparedDataset, shuffle: bool, lanes: int, num_trainers: int
 ) -> None:
-    loader = BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle)
+    loader = BatchLoader(dataset, batch_size=100, seed=4, shuffle=shuffle, lanes=lanes)
     alone = rows_of(loader, epoch=2)
     assert [len(step) for step in alone] == [100] * 10 + [3]
     assert sorted(itertools.chain(*alone)) == list(range(NUM_ROWS))
@@ -102,6 +102,9 @@ def test_an_epoch_can_be_taken_up_at_any_step(dataset: PreparedDataset) -> None:
     loader = BatchLoader(dataset, batch_size=64, seed=1, shuffle=True)
     whole = rows_of(loader, epoch=1)
     assert rows_of(loader, epoch=1, first_step=9) == whole[9:]
+    by_lanes = dataclasses.replace(loader, lanes=8)
+    assert rows_of(by_lanes, epoch=1) != whole
+    assert rows_of(by_lanes, epoch=1, first_step=9) == rows_of(by_lanes, epoch=1)[9:]
     assert rows_of(loader, epoch=1, first_step=loader.steps_per_epoch) == []
     assert rows_of(loader, epoch=0) != whole
     as_they_are = BatchLoader(dataset, batch_size=64)
@@ -185,6 +188,6 @@ def test_a_reader_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
         return some_batch(step)
 
     stream = BatchStream(read, range(1), depth=1)
-    with pytest.raises(Exception, match=r"no batch in .*check the disk of data\.cache_folder"):
+    with pytest.raises(Exception, match=r"no batch in .*check the disk, or the store, of data\.cache_folder"):
         next(stream)
     release.set()

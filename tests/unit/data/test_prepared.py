@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -16,13 +17,14 @@ import torch
 from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch
-from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, TableSection
 from hybrid.data import features, manifest
 from hybrid.data.encode import EncodedBlock, FeatureEncoder
 from hybrid.data.manifest import DataManifest
 from hybrid.data.prepared import cache_folder, encode_files, prepare
 from hybrid.data.sparse_encoding import Bags
-from hybrid.data.storage import PreparedDataset, SplitWriter
+from hybrid.data.split_writer import SplitWriter
+from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -134,8 +136,13 @@ def test_prepared_data_is_reused_until_something_changes(
     assert prepare(same, cache, said.append) == first
     assert (first / manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]
+    unshared = {"city": TableSection(dim=3), "tags": TableSection(features=("tags",))}
+    assert prepare(config.replace(tables=unshared), cache) == first
+    shared = prepare(config.replace(tables={"both": TableSection(features=("city", "tags"))}), cache)
+    city, tags = FeatureEncoder.load(shared).sparse
+    assert city.values == tags.values
     others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
-    assert len({first, *(prepare(other, cache) for other in others)}) == 3
+    assert len({first, shared, *(prepare(other, cache) for other in others)}) == 4
     with monkeypatch.context() as patched:
         patched.setattr(manifest, "FORMAT_VERSION", 99)
         assert prepare(config, cache) != first
@@ -247,11 +254,14 @@ def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
 
 def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=6.0)  # each look at the clock is late
-    monkeypatch.setattr("hybrid.data.meter.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("hybrid.data.progress.time.monotonic", lambda: next(clock))
     said: list[str] = []
     prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", said.append)
     assert said[0] == f"preparing {table}"
-    assert [line for line in said if "1,000" in line][:2] == ["reading rows: 1,000 rows so far"] * 2  # passes
+    assert re.fullmatch(r"reading: 72%, [0-9]+ rows/s, left 0:[0-9]{2}", said[1])
+    phases = dict.fromkeys(line.partition(":")[0] for line in said[1:-1])
+    assert [*phases] == ["reading", "counting", "ordering values", "writing"]
+    assert said[-2].startswith("writing: 100%, left 0:00")
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

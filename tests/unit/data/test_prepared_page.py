@@ -25,9 +25,8 @@ def test_rows_become_what_the_page_says(tmp_path: Path, monkeypatch: pytest.Monk
     Path("clicks.csv").write_text(block("csv"))
     Path("clicks.toml").write_text(block("toml"))
     dataset = PreparedDataset.open(prepare(load_config(Path("clicks.toml")), tmp_path / "cache"), "train")
-    heading, _, *rows = (
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.split("\n") if line[:1] == "|"
-    )
+    table = PAGE[PAGE.index("| row |") :].partition("\n\n")[0]
+    heading, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n"))
     batch = dataset.gather(np.arange(4), 4)
     sparse, features = batch.sparse_features, dataset.input_spec.sparse_features
     assert sparse.offsets is not None

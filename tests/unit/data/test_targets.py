@@ -176,7 +176,7 @@ def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) 
         prepared(config_of(path, {"click": task}, max_bad_fraction=1.0, **keys), cache)[0].folder
         for task, keys in (
             (TaskSection(), {}),
-            (TaskSection(loss="focal", weight=3.0, metrics=("m:f",)), {}),
+            (TaskSection(loss="focal", weight=3.0, metrics=("m:f",), ranking_loss="pairwise"), {}),
             (TaskSection(mask="bought"), {}),
             (TaskSection(), {"weight": "w"}),
             (TaskSection(), {"group": "user"}),

@@ -12,7 +12,8 @@ class TestDevice:
     @pytest.fixture
     def num_gpus(self, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
         count: int = request.param
-        monkeypatch.delenv("LOCAL_RANK", raising=False)
+        for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         return count
@@ -33,9 +34,12 @@ class TestDevice:
     def test_settings_mean(self, num_gpus: int, setting: str, trainer: int, device: str) -> None:
         assert choose_devices(DenseSection(device=setting), trainer) == [torch.device(device)]
 
+    @pytest.mark.parametrize("name", ["LOCAL_RANK", "SLURM_LOCALID"])
     @pytest.mark.parametrize("num_gpus", [4], indirect=True)
-    def test_the_launchers_local_rank_decides(self, num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("LOCAL_RANK", "2")
+    def test_the_place_among_those_of_a_host_decides(
+        self, num_gpus: int, name: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(name, "2")
         assert choose_devices(DenseSection(), 9) == [torch.device("cuda:2")]
 
     @pytest.mark.parametrize(

@@ -5,11 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from support.vectors import Concatenation
 from torch import Tensor, nn
 
-from hybrid.dense.nets import DenseNet
 from hybrid.dense.replay import Given, first_not_finite
+from hybrid.models.dense_net import Concatenation, DenseNet
 
 
 class Root(nn.Module):

@@ -107,6 +107,46 @@ def test_an_address_is_that_of_the_row_in_its_shard(
     assert out_BK.tolist() == expected
 
 
+@given(
+    seed=seeds,
+    counts=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    size=st.integers(0, 4),
+    with_positions=st.booleans(),
+)
+@id_types
+@examples
+def test_addresses_of_bags_are_those_of_their_ids_sample_by_sample(
+    seed: int,
+    id_dtype: type[np.signedinteger[Any]],
+    counts: list[int],
+    size: int,
+    with_positions: bool,
+) -> None:
+    random = np.random.default_rng(seed)
+    num_features = len(counts) + 2  # two more than are asked for, in any order
+    features_F = random.permutation(num_features)[: len(counts)]
+    lengths = random.integers(0, 4, num_features * size)
+    offsets = np.array([0, *lengths.cumsum()], np.int64)
+    ids_L = random.integers(0, 1000, int(offsets[-1]))
+    bases_FS = random.integers(0, 2**40 if id_dtype is np.int64 else 2**20, (len(counts), max(counts)))
+    found: list[int] = []
+    ends, positions = [0], list[int]()
+    for b in range(size):
+        for f, feature in enumerate(features_F.tolist()):
+            bag = range(*offsets[feature * size + b : feature * size + b + 2].tolist())
+            ids = [int(ids_L[p]) for p in bag]
+            found += [int(bases_FS[f, i % counts[f]]) + i // counts[f] for i in ids]
+            positions += bag
+            ends.append(len(found))
+    out_L, out_offsets = np.empty(len(found), id_dtype), np.empty(len(ends), np.int32)
+    out_positions = np.empty(len(found) * with_positions, np.int64)
+    out = out_L, out_offsets, out_positions
+    loops.bag_addresses(ids_L, offsets, size, features_F, bases_FS, np.array(counts), *out)
+    assert out_L.tolist() == found
+    assert out_offsets.tolist() == ends
+    assert out_positions.tolist() == (positions if with_positions else [])
+
+
 @st.composite
 def bags_and_shards(draw: st.DrawFn) -> tuple[list[list[list[int]]], list[tuple[int, int, int, int]]]:
     """Bags by feature and sample, and a shard of some features' tables, in any order of these."""
@@ -306,6 +346,20 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
     "ids with gaps": (loops.group_ids, (STRIDED_2, 1)),
     "ids checked as int32": (loops.first_outside, (INT32_1, INT64_1, INT64_1)),
     "addresses of int32": (loops.addresses, (INT32_1[None], INT64_1[None], INT64_1, INT32_1[None])),
+    "addresses of bags at offsets of int64": (
+        loops.bag_addresses,
+        (
+            INT64_1,
+            np.zeros(2, np.int64),
+            1,
+            INT64_1,
+            INT64_1[None],
+            INT64_1,
+            INT32_1,
+            np.zeros(2, np.int64),
+            INT64_1,
+        ),
+    ),
     "ranks of int64": (loops.ranks, (np.zeros(2, np.int64), INT64_1)),
     "offsets of floats": (loops.bags_in_order, (np.zeros(2), INT32_1)),
     "ids and offsets that differ": (

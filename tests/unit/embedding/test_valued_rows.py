@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.sparse_encoding import SparseEncoding
+from hybrid.data.vocabulary import Vocabulary
 from hybrid.embedding import valued_rows
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.valued_rows import read_rows_by_value
@@ -22,7 +23,7 @@ VECTORS: dict[Any, list[float]] = {"d": [1.0, 2.0], "new": [9.0, 9.0], "7.0": [3
 
 
 def table_of(folder: Path, keys: pa.Array, vectors: pa.Array) -> TableSpec:
-    FeatureEncoder((), (SparseEncoding("item", "build", 5, values=VALUES),)).save(folder)
+    FeatureEncoder((), (SparseEncoding("item", "build", 5, values=Vocabulary.of(VALUES)),)).save(folder)
     path = folder / "rows.parquet"
     pq.write_table(pa.table({"key": keys, "vector": vectors}), path)
     sgd = OptimizerSpec("sgd", 0.1)

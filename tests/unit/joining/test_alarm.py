@@ -10,12 +10,13 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.errors import ClusterError
-from workers.joining.alarm import FAILED, INTERRUPTED, Alarm, run_interruptibly
+from workers.endings import ExitCode
+from workers.joining.alarm import Alarm, run_interruptibly
 
 SECONDS = 5.0
 START = """
 import signal, sys, threading, time
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, ConfigError
 from workers.joining.alarm import Alarm
 alarm = Alarm("hybrid worker 0", {seconds})
 ring = lambda: alarm.ring(ClusterError("the master is frozen"))
@@ -41,7 +42,7 @@ except ClusterError as error:
     print(error, time.monotonic() - began < 5)
 sys.exit("told")
 """
-    assert run(program, seconds=SECONDS) == (FAILED, "the master is frozen True\n", "told\n")
+    assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen True\n", "told\n")
 
 
 def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
@@ -58,7 +59,7 @@ except ClusterError as error:
     print(error)
 sys.exit("told")
 """
-    assert run(program, seconds=SECONDS) == (FAILED, "the master is frozen\n", "told\n")
+    assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen\n", "told\n")
 
 
 def test_a_call_of_that_kind_ends_as_any_other() -> None:
@@ -76,7 +77,7 @@ with alarm.armed():
     ring()
     time.sleep(20)
 """
-    assert run(program) == (FAILED, "", "hybrid worker 0: the master is frozen\n")
+    assert run(program) == (ExitCode.AGAIN, "", "hybrid worker 0: the master is frozen\n")
 
 
 def test_a_process_that_has_failed_ends_though_a_thread_is_left() -> None:
@@ -86,7 +87,7 @@ with alarm.armed():
     raise ValueError("own")
 """
     code, _, told = run(program)
-    assert code == FAILED
+    assert code == ExitCode.AGAIN
     assert told.endswith("ValueError: own\nhybrid worker 0: own\n")
 
 
@@ -99,7 +100,7 @@ with alarm.armed():
     ring()
     time.sleep(20)
 """
-    assert run(program) == (FAILED, "", "")
+    assert run(program) == (ExitCode.AGAIN, "", "")
 
 
 def test_pythons_own_end_is_left_out_after_an_error() -> None:
@@ -112,8 +113,13 @@ try:
 except BaseException:
     print("told")
 """
-    assert run(program.format(error="ValueError"), SECONDS) == (FAILED, "told\n", "")
-    assert run(program.format(error="KeyboardInterrupt"), SECONDS) == (INTERRUPTED, "told\n", "")
+    assert run(program.format(error="ConfigError('a.b', 'is bad')"), SECONDS) == (
+        ExitCode.FAILED,
+        "told\n",
+        "",
+    )
+    assert run(program.format(error="ValueError"), SECONDS) == (ExitCode.AGAIN, "told\n", "")
+    assert run(program.format(error="KeyboardInterrupt"), SECONDS) == (ExitCode.INTERRUPTED, "told\n", "")
     in_peace = "import atexit\natexit.register(print, 'the end of Python')\nwith alarm.armed(): pass\n"
     assert run(in_peace) == (0, "the end of Python\n", "")
 

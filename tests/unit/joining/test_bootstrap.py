@@ -1,63 +1,72 @@
-"""A master that is stopped before a role has met it: the system takes connections for it, nobody answers."""
+"""What a role finds out once it is welcome, and tells its master before torch starts."""
 
-import os
-import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import dataclasses
+import multiprocessing
+import re
+import resource
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 import pytest
-from support.commands import free_port
-from support.rendezvous import ADDRESS, SECONDS
+from support.cluster import PRELOAD
+from support.commands import eventually
+from support.rendezvous import ADDRESS, SECONDS, WELCOME, WORKER, meeting
 
-from hybrid.config import ClusterSection
-from hybrid.errors import ClusterError
+from hybrid.config import RunConfig
+from hybrid.config.file import to_toml
+from hybrid.errors import HybridError
 from hybrid.trust.secret import Secret
-from workers.joining.bootstrap import _connect
-from workers.joining.channel import GREETING, KEY_BYTES
-from workers.joining.listener import listen
-from workers.joining.rhythm import Rhythm
+from hybrid.wire.carrier.host_memory import own_network
+from workers.joining.address import Address
+from workers.joining.alarm import end_now
+from workers.joining.bootstrap import join
 
-TIMEOUT = 0.3
-FROZEN = rf"^the master is frozen: no sign of life for {TIMEOUT} s \(cluster.heartbeat_timeout_seconds\)$"
+START_SECONDS = 60.0
+WELCOME_HERE = dataclasses.replace(WELCOME, config=to_toml(RunConfig()), network=own_network())
 
 
-@contextmanager
-def stopped_after(said: bytes) -> Iterator[int]:
-    """The port of somebody who says this to the first who comes, and then nothing to anybody."""
-
-    def greet() -> None:
-        connections.append(listener.accept()[0])
-        connections[0].sendall(said)
-
-    connections: list[socket.socket] = []
-    with listen(ADDRESS, 0) as listener:
-        listener.settimeout(SECONDS)
-        if said:
-            threading.Thread(target=greet).start()
-        yield listener.getsockname()[1]
-        for connection in connections:
-            connection.close()
+def _join(address: Address, secret: Secret, settings: Sequence[str], files: int, told: Connection) -> None:
+    if files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    try:
+        with join(WORKER, address, secret, settings):
+            told.send("joined")
+    except HybridError as error:
+        told.send(str(error))
+        end_now(1)
 
 
 @pytest.mark.parametrize(
-    "said",
-    [b"", GREETING[:3], GREETING, GREETING + os.urandom(KEY_BYTES)],
-    ids=["nothing", "half a greeting", "no nonce", "no proof"],
+    ("settings", "network", "files", "words"),
+    [
+        (["cluster.interface=none0"], own_network(), 0, "cluster.interface = 'none0': this host has .*"),
+        (
+            ["dense.device=cuda", "cluster.interface=lo"],
+            "of another host",
+            0,
+            r"cluster.interface = 'lo': worker 0 on host \S+ would be reached by lo, which no other .*",
+        ),
+        ([], own_network(), 90, r"a role of .* needs about 156 open files, and 90 are allowed \(ulimit .*"),
+        (["train.epochs=2"], own_network(), 0, "train.epochs: is the master's; set it there"),
+    ],
+    ids=["no such interface", "loopback between hosts", "too few files", "a key of the master's"],
 )
-def test_one_who_is_there_and_silent_is_frozen_after_the_timeout(said: bytes) -> None:
-    with stopped_after(said) as port:
-        section = ClusterSection(master_address=ADDRESS, master_port=port)
-        with pytest.raises(ClusterError, match=FROZEN):
-            _connect(section, Secret.fresh(), Rhythm(TIMEOUT))
-
-
-def test_one_who_is_not_there_yet_is_waited_for_however_short_the_timeout() -> None:
-    port = free_port()
-    section = ClusterSection(master_address=ADDRESS, master_port=port, start_timeout_seconds=0.2)
-    with pytest.raises(ClusterError) as raised:
-        _connect(section, Secret.fresh(), Rhythm(0.01))
-    assert str(raised.value) == (
-        f"no master at {ADDRESS}:{port} after 0.2 s ([Errno 111] Connection refused); start it, or check "
-        "cluster.master_address and cluster.master_port"
-    )
+def test_what_its_host_lacks_is_told_on_both_sides(
+    settings: list[str], network: str, files: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    told, theirs = context.Pipe(duplex=False)
+    with meeting(welcome=dataclasses.replace(WELCOME_HERE, network=network)) as opened:
+        address = Address(ADDRESS, opened.port)
+        process = context.Process(target=_join, args=(address, opened.secret, settings, files, theirs))
+        process.start()
+        theirs.close()
+        assert told.poll(START_SECONDS)
+        said = told.recv()
+        process.join(SECONDS)
+        assert re.fullmatch(words, said)
+        if "is the master's" not in said:  # it does not even connect
+            assert eventually(lambda: opened.lost, SECONDS)
+            who = rf"worker 0 \(host \S+, pid {process.pid}\)"
+            assert re.fullmatch(f"{who} has ended: {words}", str(opened.lost[0]))

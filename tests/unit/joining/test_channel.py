@@ -94,6 +94,7 @@ class Wire:
     """A role's socket with a clock of its own, which goes on while somebody waits.
 
     Attributes:
+        masters_address: as it is seen here; that of the role is 10.0.0.1.
         now: on the clock.
         said: each time that somebody waits, how long he was stopped before, and what is there then.
         waited: how long somebody has waited.
@@ -101,11 +102,18 @@ class Wire:
     """
 
     def __init__(self) -> None:
+        self.masters_address = "10.0.0.1"
         self.now = self.waited = 0.0
         self.said: Iterator[tuple[float, bytes]] = iter(())
         self.role, self.master = pair()
 
     def setsockopt(self, *_: int) -> None: ...
+
+    def getsockname(self) -> tuple[str, int]:
+        return "10.0.0.1", 1
+
+    def getpeername(self) -> tuple[str, int]:
+        return self.masters_address, 2
 
     def settimeout(self, seconds: float) -> None:
         assert seconds > 0, "this would not even look"
@@ -164,3 +172,9 @@ def test_a_role_that_was_stopped_itself_waits_anew(wire: Wire) -> None:
     frame = wire.master.seal([b"go on"])
     wire.said = iter([(3600.0, b""), (0.0, b""), (3600.0, frame[:2]), (3600.0, frame[2:])])
     assert connected().receive() == [b"go on"]
+
+
+def test_a_master_elsewhere_that_says_nothing_may_be_frozen_gone_or_cut_off(wire: Wire) -> None:
+    wire.masters_address = "10.0.0.2"
+    with pytest.raises(ClusterError, match=r"^the master at a:7 is unreachable: no sign of life for 7 s"):
+        Channel("a", 7, Secret.fresh(), RHYTHM).receive()

@@ -40,3 +40,27 @@ class TestListener:
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 first.accept()[0].close()
         listen("127.0.0.1", port).close()
+
+
+def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    with pytest.raises(ConfigError) as raised:
+        listen("node0", 0)
+    assert str(raised.value) == (
+        "cluster.master_address = 'node0': is 127.0.1.1 on this machine, which no other can reach; give "
+        "an address, or mend /etc/hosts, which says so"
+    )
+    listen("localhost", 0).close()
+
+
+def test_a_name_with_two_kinds_of_address_is_taken_by_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

@@ -210,10 +210,11 @@ def test_what_is_changed_on_the_way_ends_the_connection(opened: Meeting) -> None
 @pytest.mark.parametrize(
     ("said", "error", "words"),
     [
-        (b"SSH-2.0-OpenSSH" + bytes(99), ClusterError, r"is no master; check cluster.master_address"),
+        (b"SSH-2.0-OpenSSH" + bytes(99), ClusterError, r"is no master; check address and port$"),
+        (b"hybrid-2" + bytes(99), ClusterError, r"as another version of this project does; install the same"),
         (GREETING + bytes(KEY_BYTES) + os.urandom(PROOF_BYTES), ConfigError, "has another secret"),
     ],
-    ids=["another service", "no proof"],
+    ids=["another service", "another version", "no proof"],
 )
 def test_a_role_does_not_take_a_stranger_for_its_master(
     said: bytes, error: type[Exception], words: str

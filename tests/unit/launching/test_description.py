@@ -4,9 +4,9 @@ import pytest
 
 from hybrid import errors, wire
 from hybrid.topology import MASTER, Role, RoleKind
+from workers.endings import Cause
 from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
 from workers.launching.description import describe
-from workers.launching.outcome import Cause
 from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER, 0)

@@ -14,10 +14,10 @@ from support import forked
 from support.commands import eventually
 
 from hybrid.errors import ClusterError
+from workers.endings import Cause
 from workers.launching import launch
 from workers.launching.fork_server import ForkServer
 from workers.launching.forking import BrokenServerError, Ended, Started
-from workers.launching.outcome import Cause
 from workers.stopping import STOP_SIGNALS
 
 SECONDS = forked.SECONDS

@@ -11,7 +11,8 @@ import pytest
 from support import forked
 from support.namespaces import needs_namespaces
 
-from hybrid.config import ClusterSection
+from hybrid.config import ClusterSection, DataSection, RunConfig
+from hybrid.config.sections import RunSection
 from hybrid.errors import ConfigError
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
@@ -34,7 +35,22 @@ SECONDS = forked.SECONDS
     ids=str,
 )
 def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any], is_wanted: bool) -> None:
-    assert namespace.is_wanted(dataclasses.replace(ClusterSection(), **keys)) == is_wanted
+    section = dataclasses.replace(ClusterSection(), **keys)
+    assert namespace.is_wanted(RunConfig(cluster=section)) == is_wanted
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"run": RunSection(folder="s3://bucket/runs/a")},
+        {"data": DataSection(cache_folder="s3://bucket/prepared")},
+        {"data": DataSection(format="csv", path=("a.csv", "gs://bucket/b.csv"))},
+        {"data": DataSection(format="csv", path=("a.csv",), test_path=("abfs://bucket/b.csv",))},
+    ],
+    ids=str,
+)
+def test_a_store_is_reached_over_the_network_of_the_machine(section: dict[str, Any]) -> None:
+    assert not namespace.is_wanted(RunConfig(**section))
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybrid.topology import Role, RoleKind
+from workers.endings import Cause
 from workers.launching.oom import oom_kills
-from workers.launching.outcome import Cause, Child, Outcome, outcome_pipe
+from workers.launching.outcome import Child, Outcome, outcome_pipe
 
 WORKER, LOG = Role(RoleKind.WORKER, 0), Path("worker.log")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import ClusterError
-from workers.launching.outcome import Cause, Outcome
+from workers.endings import Cause
+from workers.launching.outcome import Outcome
 from workers.launching.restarts import FILE_NAME, Restarts
 from workers.run_folder.paths import own_command
 from workers.run_folder.run_state import RunState, left_behind

@@ -10,24 +10,25 @@ import pytest
 from support.cluster import PRELOAD
 
 from hybrid.config import ClusterSection, RunConfig
-from hybrid.topology import Role, RoleKind
+from hybrid.topology import MASTER
 from hybrid.trust.secret import Secret
-from workers.joining.alarm import FAILED
-from workers.launching.outcome import Cause, Outcome
+from workers.endings import Cause, ExitCode
+from workers.joining.listener import listen
+from workers.launching.outcome import Outcome
 from workers.launching.role_processes import _role_main
 from workers.run_folder.paths import log_path
-from workers.task import OwnTask
+from workers.task import ScriptTask
 
 SECONDS = 60.0
-WORKER = Role(RoleKind.WORKER, 0)
-STARTLESS = RunConfig(cluster=ClusterSection(interface="none0"))  # a role ends at once on it
-TASK = OwnTask("own:function")
+STARTLESS = RunConfig(cluster=ClusterSection(interface="none0"))  # a master ends at once on it
+TASK = ScriptTask("train.py", ())
 
 
 def _be_a_role(told: Connection, folder: Path, most_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk, but for the words
-    _role_main(WORKER, STARTLESS, folder, TASK, Secret.fresh(), told.fileno(), 0)
+    with listen("127.0.0.1", 0) as listener:
+        _role_main(MASTER, STARTLESS, folder, TASK, Secret.fresh(), told.fileno(), 0, listener.fileno())
 
 
 def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[Outcome]]:
@@ -44,10 +45,10 @@ def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[O
 
 @pytest.mark.parametrize("most_bytes", [1 << 20, 0], ids=["there is room", "no room in its log"])
 def test_it_tells_its_error(most_bytes: int, tmp_path: Path) -> None:
-    log = log_path(tmp_path, WORKER)
+    log = log_path(tmp_path, MASTER)
     log.parent.mkdir()
     code, (told,) = ended_role(tmp_path, most_bytes)
-    assert (code, told.cause) == (FAILED, Cause.REFUSED)
+    assert (code, told.cause) == (ExitCode.FAILED, Cause.REFUSED)
     assert told.message.startswith("cluster.interface = 'none0': this host has ")
     assert ("Traceback" in log.read_text()) == bool(most_bytes)
 
@@ -55,7 +56,7 @@ def test_it_tells_its_error(most_bytes: int, tmp_path: Path) -> None:
 def test_it_says_that_it_can_have_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, (told,) = ended_role(tmp_path)
     what_to_do = "make room there, or set run.folder to another place"
-    log = log_path(tmp_path, WORKER)
+    log = log_path(tmp_path, MASTER)
     assert told.message == f"{log}: cannot be written: No such file or directory; {what_to_do}"
-    assert (code, told.cause) == (FAILED, Cause.REFUSED)
+    assert (code, told.cause) == (ExitCode.FAILED, Cause.REFUSED)
     assert capfd.readouterr().err == ""

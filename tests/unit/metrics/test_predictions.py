@@ -80,13 +80,13 @@ class TestTasks:
             [torch.randint(n, (60,), generator=generator) for n in (2, 3, 9)], dim=1
         ).float()
         outputs_NO = torch.randn(60, 5, generator=generator)
-        counts_NT = torch.rand(60, 3, generator=generator) < 0.7
-        return Predictions(outputs_NO, labels_NT, torch.arange(60), counts_NT, torch.arange(60) // 6)
+        weights_NT = torch.rand(60, 3, generator=generator) * (torch.rand(60, 3, generator=generator) < 0.7)
+        return Predictions(outputs_NO, labels_NT, torch.arange(60), weights_NT, torch.arange(60) // 6)
 
     def test_each_has_its_own_outputs_and_samples(self, of_all: Predictions) -> None:
         found = of_all.metrics(TASKS)
-        assert of_all.counts is not None
-        click, stars, spent = (of_all.counts[:, t] for t in range(3))
+        assert of_all.weights is not None
+        click, stars, spent = (of_all.weights[:, t] > 0 for t in range(3))
         expected = binary_metrics(of_all.outputs[click, 0], of_all.labels[click, 0])
         assert {name: found[f"click.{name}"] for name in expected.as_dict()} == expected.as_dict()
         is_right = of_all.outputs[stars, 1:4].argmax(1) == of_all.labels[stars, 1]
@@ -104,20 +104,44 @@ class TestTasks:
             Predictions(*(t[order][i : i + 7] for t in of_all if t is not None)) for i in range(0, 60, 7)
         ]
         joined = Predictions.concatenate(parts)
-        assert joined.metrics(TASKS) == pytest.approx(of_all.metrics(TASKS), rel=1e-12)
+        for by_weight in (False, True):
+            expected = of_all.metrics(TASKS, is_weighted=by_weight)
+            assert joined.metrics(TASKS, is_weighted=by_weight) == pytest.approx(expected, rel=1e-12)
+
+    def test_by_weights_each_has_those_of_its_own(self, of_all: Predictions) -> None:
+        assert of_all.weights is not None
+        found = of_all.metrics(TASKS, is_weighted=True)
+        weights_N = of_all.weights[:, 2].double()
+        error_N = of_all.outputs[:, 4].double() - of_all.labels[:, 2]
+        expected = ((weights_N * error_N.square()).sum() / weights_N.sum()).sqrt().item()
+        assert found["spent.rmse"] == pytest.approx(expected, rel=1e-12)
+        assert found["spent.num_samples"] == int((weights_N > 0).sum())
+        plain = of_all.metrics(TASKS)
+        different = {name for name in found if found[name] != plain[name]}
+        assert different == {*plain} - {f"{task}.num_samples" for task in TASKS}
 
     def test_a_task_of_which_no_sample_counts_has_no_metrics(self, of_all: Predictions) -> None:
-        assert of_all.counts is not None
-        of_all.counts[:, 0] = False
-        found = of_all.metrics(TASKS)
-        assert found["click.num_samples"] == 0
-        assert math.isnan(found["click.auc"])
-        assert not math.isnan(found["spent.rmse"])
+        assert of_all.weights is not None
+        of_all.weights[:, 0] = 0
+        for by_weight in (False, True):
+            found = of_all.metrics(TASKS, is_weighted=by_weight)
+            assert found["click.num_samples"] == 0
+            assert math.isnan(found["click.auc"])
+            assert not math.isnan(found["spent.rmse"])
 
 
 def test_samples_of_weight_zero_do_not_count() -> None:
     sparse = SparseFeatures(torch.arange(3), None, None, 1)
     weights = torch.tensor([0.0, 0.5, 2.0])
     batch = Batch(torch.zeros(3, 0), sparse, torch.tensor([1.0, 0.0, 1.0]), 3, weights=weights)
-    found = Predictions.of(batch, torch.tensor([-9.0, 0.0, 1.0])).metrics(CLICKS)
-    assert (found["auc"], found["num_samples"]) == (1.0, 2)
+    predictions = Predictions.of(batch, torch.tensor([-9.0, 0.0, 1.0]))
+    found = predictions.metrics(CLICKS)
+    assert (found["auc"], found["num_samples"], found["base_rate"]) == (1.0, 2, 0.5)
+    found = predictions.metrics(CLICKS, is_weighted=True)
+    assert (found["auc"], found["num_samples"], found["base_rate"]) == (1.0, 2, 0.8)
+
+
+def test_without_weights_each_sample_counts_once() -> None:
+    logits_N, labels_N = _samples()
+    predictions = Predictions(logits_N, labels_N, torch.arange(300))
+    assert predictions.metrics(CLICKS, is_weighted=True) == predictions.metrics(CLICKS)

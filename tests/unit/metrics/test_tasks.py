@@ -3,8 +3,10 @@
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from sklearn.metrics import (
     accuracy_score,
     log_loss,
@@ -13,6 +15,7 @@ from sklearn.metrics import (
     roc_auc_score,
     root_mean_squared_error,
 )
+from torch import Tensor
 
 from hybrid.config import TaskSection
 from hybrid.errors import ConfigError
@@ -44,6 +47,62 @@ def test_regression_metrics_are_those_of_scikit_learn() -> None:
     expected = ndcg_score([gains.double().numpy()], [NUMBERS.double().numpy()], k=7)
     assert found["ndcg@7"] == pytest.approx(expected, rel=1e-12)
     assert (found["num_samples"], score(task, NUMBERS, gains)) == (200, found["rmse"])
+
+
+@given(st.integers(0, 2**32), st.sampled_from([0.1, 1.0, 4.0]))
+@settings(max_examples=10, deadline=None)
+def test_by_weights_they_are_those_of_scikit_learn_too(seed: int, spread: float) -> None:
+    """With scores that tie, of every kind of task."""
+    weights_N = (spread * torch.randn(200, generator=torch.Generator().manual_seed(seed))).exp()
+    by = {"sample_weight": weights_N.double().numpy()}
+    tied = NUMBERS.round(decimals=1)
+    found = task_metrics("click", TaskSection(), tied, CLICKS, None, weights_N)
+    probabilities, clicks = predicted(TaskSection(), tied).numpy(), CLICKS.numpy()
+    assert found["auc"] == pytest.approx(roc_auc_score(clicks, probabilities, **by), abs=1e-12)
+    loss, rate = log_loss(clicks, probabilities, **by), np.average(clicks, weights=by["sample_weight"])
+    assert found["log_loss"] == pytest.approx(loss, rel=1e-12)
+    entropy = -rate * math.log(rate) - (1 - rate) * math.log(1 - rate)
+    assert found["normalised_entropy"] == pytest.approx(loss / entropy, rel=1e-12)
+    mean = np.average(probabilities, weights=by["sample_weight"])
+    assert found["calibration"] == pytest.approx(mean / rate, rel=1e-12)
+    assert found["accuracy"] == pytest.approx(accuracy_score(clicks, probabilities > 0.5, **by), rel=1e-12)
+    assert found["base_rate"] == pytest.approx(rate, rel=1e-12)
+    assert found["num_samples"] == 200
+    truth, numbers = TRUE_NUMBERS.double().numpy(), NUMBERS.double().numpy()
+    found = task_metrics("spent", TaskSection(kind="regression"), NUMBERS, TRUE_NUMBERS, None, weights_N)
+    assert found["rmse"] == pytest.approx(root_mean_squared_error(truth, numbers, **by), rel=1e-12)
+    assert found["mae"] == pytest.approx(mean_absolute_error(truth, numbers, **by), rel=1e-12)
+    task = TaskSection(kind="classes", classes=4)
+    found = task_metrics("stars", task, LOGITS, CLASSES, None, weights_N)
+    stars = CLASSES.numpy()
+    assert found["accuracy"] == pytest.approx(accuracy_score(stars, LOGITS.argmax(1), **by), rel=1e-12)
+    assert found["log_loss"] == pytest.approx(log_loss(stars, predicted(task, LOGITS), **by), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "labels"),
+    [
+        (TaskSection(), NUMBERS, CLICKS),
+        (TaskSection(kind="regression"), NUMBERS, TRUE_NUMBERS),
+        (TaskSection(kind="classes", classes=4), LOGITS, CLASSES),
+    ],
+    ids=["binary", "regression", "classes"],
+)
+def test_a_weight_is_how_often_a_sample_is_there(task: TaskSection, outputs: Tensor, labels: Tensor) -> None:
+    times = torch.randint(1, 5, (200,), generator=torch.Generator().manual_seed(4))
+    once = task_metrics("t", task, outputs, labels, None, times.float())
+    outputs, labels = (each.repeat_interleave(times, 0) for each in (outputs, labels))
+    repeated = task_metrics("t", task, outputs, labels, None)
+    assert (once.pop("num_samples"), repeated.pop("num_samples")) == (200, int(times.sum()))
+    assert once == pytest.approx(repeated, rel=1e-12)
+
+
+def test_metrics_of_groups_have_each_sample_once() -> None:
+    task = TaskSection(metrics=("gauc", "ndcg@5", "mrr"))
+    groups = torch.arange(200) // 10
+    plain = task_metrics("click", task, NUMBERS, CLICKS, groups)
+    found = task_metrics("click", task, NUMBERS, CLICKS, groups, torch.linspace(1, 9, 200))
+    assert [found[name] == plain[name] for name in ("gauc", "ndcg@5", "mrr", "auc")] == [True] * 3 + [False]
 
 
 def test_metrics_of_classes_are_those_of_scikit_learn() -> None:

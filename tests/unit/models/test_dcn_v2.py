@@ -1,5 +1,6 @@
 """DCN-v2 against its equation, a sample and a layer at a time."""
 
+import pytest
 import torch
 from support.models import Parameters, check_model, plain_logit, vectors
 from torch import Tensor
@@ -20,5 +21,9 @@ def plain(parameters: Parameters, dense: Tensor, pooled: Tensor) -> Tensor:
     return torch.stack(logits)
 
 
-def test_it_is_the_equation() -> None:
-    check_model(DCNv2(2 + 4, NUM_LAYERS, deep=(5, 3)), plain, vectors(5, 2, seed=1), vectors(5, 4, seed=2))
+@pytest.mark.parametrize(("num_dense", "num_outputs"), [(2, 1), (0, 1), (2, 3)])
+def test_it_is_the_equation(num_dense: int, num_outputs: int) -> None:
+    model = DCNv2(num_dense + 4, NUM_LAYERS, deep=(5, 3), num_outputs=num_outputs)
+    inputs = vectors(5, num_dense, seed=1), vectors(5, 4, seed=2)
+    check_model(model, plain, *inputs)
+    assert model(*inputs).numel() == 5 * num_outputs

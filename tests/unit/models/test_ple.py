@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from support.models import Parameters, check_model, plain_logit, plain_mlp, vectors
+from support.models import Parameters, check_model, plain_mlp, vectors
 from torch import Tensor
 
 from hybrid.models.ple import PLE
 
-NUM_TASKS, NUM_EXPERTS = 2, 3
+TASK_OUTPUTS, NUM_EXPERTS = (1, 3), 3
+NUM_TASKS = len(TASK_OUTPUTS)
 
 
 def mixture(weight: Tensor, x: Tensor, experts: list[Tensor]) -> Tensor:
@@ -38,12 +39,14 @@ def plain(parameters: Parameters, inputs: Tensor, num_layers: int) -> Tensor:
             if number < num_layers - 1:
                 shared_gate = parameters[f"{layer}.shared_gate.shares.weight"]
                 shared = mixture(shared_gate, shared, [*own[0], *own[1], *of_shared])
-        logits = [plain_logit(parameters, f"towers.{k}", of_task[k]) for k in range(NUM_TASKS)]
-        samples.append(torch.stack(logits))
+        outputs = [
+            plain_mlp(parameters, f"towers.{k}", of_task[k], ends_linear=True) for k in range(NUM_TASKS)
+        ]
+        samples.append(torch.cat(outputs))
     return torch.stack(samples)
 
 
 @pytest.mark.parametrize("layers", [(4,), (4, 3), (4, 6, 3)])
 def test_it_is_the_equations(layers: tuple[int, ...]) -> None:
-    model = PLE(5, NUM_TASKS, NUM_EXPERTS, layers=layers, tower=(4,))
+    model = PLE(5, TASK_OUTPUTS, NUM_EXPERTS, layers=layers, tower=(4,))
     check_model(model, lambda p, x: plain(p, x, len(layers)), vectors(6, 5, seed=1))

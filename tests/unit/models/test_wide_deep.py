@@ -1,5 +1,6 @@
 """Wide & Deep against its equation, a sample at a time."""
 
+import pytest
 import torch
 from support.models import Parameters, check_model, plain_logit, vectors
 from torch import Tensor
@@ -13,14 +14,17 @@ def plain(parameters: Parameters, dense: Tensor, pooled: Tensor) -> Tensor:
     logits = []
     for x, row in zip(dense, pooled, strict=True):
         features = row.split([dim + 1 for dim in DIMS])
-        wide = (parameters["interaction.linear.dense_weights.weight"][0] * x).sum()
-        for feature in features:
-            wide = wide + feature[-1]
+        wide = torch.stack([feature[-1] for feature in features]).sum()
+        if len(x):
+            wide = wide + (parameters["interaction.linear.dense_weights.weight"][0] * x).sum()
         deep = torch.cat([x, *(feature[:-1] for feature in features)])
         logits.append(wide + plain_logit(parameters, "head.deep", deep))
     return torch.stack(logits)
 
 
-def test_it_is_the_equation() -> None:
-    model = WideAndDeep(2, DIMS, deep=(6, 3))
-    check_model(model, plain, vectors(5, 2, seed=1), vectors(5, sum(DIMS) + len(DIMS), seed=2))
+@pytest.mark.parametrize(("num_dense", "num_outputs"), [(2, 1), (0, 1), (2, 3)])
+def test_it_is_the_equation(num_dense: int, num_outputs: int) -> None:
+    model = WideAndDeep(num_dense, DIMS, deep=(6, 3), num_outputs=num_outputs)
+    inputs = vectors(5, num_dense, seed=1), vectors(5, sum(DIMS) + len(DIMS), seed=2)
+    check_model(model, plain, *inputs)
+    assert model(*inputs).numel() == 5 * num_outputs

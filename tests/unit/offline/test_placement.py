@@ -9,7 +9,15 @@ from typing import TypeAlias
 
 import pytest
 
-from hybrid.config import ClusterSection, DenseSection, RunConfig, TrainSection
+from hybrid.config import (
+    ClusterSection,
+    DataSection,
+    DenseSection,
+    EmbeddingSection,
+    RunConfig,
+    TableSection,
+    TrainSection,
+)
 from workers.offline.placement import print_plan
 from workers.offline.planning.costs import Costs
 from workers.offline.planning.forecast import Hosts
@@ -39,6 +47,36 @@ def test_every_table_and_every_worker(planned: Planned) -> None:
     assert [cells[0] for cells in by_worker] == ["0", "1"]
     assert sum(int(cells[1]) for cells in by_worker) == 26
     assert sum(int(cells[2].replace(",", "")) for cells in by_worker) > 150_000
+
+
+def test_tables_of_which_all_rows_take_every_step(planned: Planned) -> None:
+    embedding = EmbeddingSection(optimizer="adam", weight_decay=0.1)
+    of_tables = planned(embedding=embedding, tables={"C3": TableSection(all_rows=True)}).split("\n\n")[0]
+    assert [line.split()[0] for line in of_tables.splitlines() if "adam, all rows " in line] == ["C3"]
+
+
+def test_of_bags_it_says_who_pools_them_and_what_either_way_would_move(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = DataSection(
+        format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash", hash_rows=100
+    )
+    config = RunConfig(
+        cluster=ClusterSection(trainers=2),
+        data=data,
+        train=TrainSection(batch_size=1024),
+        tables={"b": TableSection(pooled_by="workers")},
+        dense=DenseSection(net="dcn_v2"),
+    )
+    print_plan(config, tmp_path, HOST, Costs.read(), 5.0)
+    heading, *of_tables = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert heading == "bags of pooled by MiB by workers MiB by trainers"
+    # 2 x 512 samples: vectors of 16 and their gradients, and 5 ids each; or 100 rows for each trainer.
+    by_workers, by_trainers = (f"{n / 2**20:.2f}" for n in (1024 * (2 * 16 * 4 + 4 + 20), 2 * 100 * 132))
+    assert [line.split() for line in of_tables] == [
+        ["a", "trainers", by_workers, by_trainers],
+        ["b", "workers", by_workers, by_trainers],
+    ]
 
 
 def test_workers_that_are_alike_share_a_line(planned: Planned) -> None:

@@ -8,12 +8,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
+from support.trained import (
+    clicks_config,
+    history_config,
+    predicted_columns,
+    shop_config,
+    write_clicks,
+    write_shop,
+    write_trained,
+)
 
+from hybrid.data.prepared import encode_files
 from hybrid.errors import ConfigError, DataError
+from hybrid.serving.trained import Trained
 from workers.offline import predictions
 from workers.offline.kept_columns import KeptColumns
-from workers.offline.predictions import predict
+from workers.offline.predictions import TrainedModel, predict
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +133,20 @@ def test_maps_of_weights_are_lists_of_pairs(tmp_path: Path) -> None:
     assert written.to_pylist() == [[{"key": tag, "value": weight} for tag, weight in each] for each in tags]
     texts = ["|".join(f"{tag}:{weight}" for tag, weight in each) for each in tags]
     assert [row["tags"] for row in rows_of(tmp_path / "p.csv")] == texts
+
+
+def test_rows_that_differ_in_the_order_of_a_history_are_not_alike(tmp_path: Path) -> None:
+    config = history_config(tmp_path, dense={"net": "dcn_v2"})
+    run, new = write_trained(tmp_path / "run", config), write_shop(tmp_path / "new.csv", 1)
+    (row,) = rows_of(new)
+    rows = [{**row, "seen": seen} for seen in ("i1|i2", "i2|i1", "i1|i2")]
+    new.write_text("\n".join(",".join(each) for each in [[*row], *(each.values() for each in rows)]))
+    one, other, same = predicted_columns(run, new)["probability"]
+    assert one == same
+    assert abs(one - other) > 1e-3
+    model = TrainedModel(Trained.read(run, pytest.fail))
+    dataset = encode_files(config, [str(new)], model.trained.encoder, tmp_path / "encoded")
+    assert len(model.predictions(dataset).rows.unique()) == 2
 
 
 @pytest.mark.parametrize("with_labels", [True, False])

@@ -1,7 +1,9 @@
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
@@ -55,6 +57,65 @@ def test_trainers_take_contiguous_shares_which_may_be_empty() -> None:
     assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
     assert [each.global_size for each in taken[2]] == [8, 2]
     assert flat([of[0].values for of in taken]) == flat(batches[:1])
+
+
+sizes_of_groups = st.lists(st.integers(1, 5), min_size=1, max_size=15)
+
+
+def of_groups(sizes: list[int]) -> dict[str, Any]:
+    return {**whole(sum(sizes)), "user": torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) % 9}
+
+
+@settings(deadline=None)
+@given(sizes_of_groups, st.integers(5, 9), st.data())
+def test_batches_and_shares_are_cut_between_groups(sizes: list[int], size: int, data: st.DataObject) -> None:
+    of_all, total = of_groups(sizes), sum(sizes)
+    cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
+    pieces = [cut(of_all, start, stop) for start, stop in pairwise(cuts)]
+    found = list(global_batches(of_all, size, "user"))
+    assert flat(found) == flat([of_all])
+    assert [flat([each]) for each in global_batches(pieces, size, "user")] == [flat([each]) for each in found]
+    ends = list(accumulate(sizes))
+    for number in range(len(found)):
+        last = [end for end in ends if number * size < end <= (number + 1) * size]
+        assert sum(map(size_of, found[: number + 1])) == last[-1]
+    if len(sizes) < 9:
+        taken = [list(shares(found, trainer, 3, [], "user")) for trainer in range(3)]
+        for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
+            assert flat([part.values for part in parts]) == flat([batch])
+            users = [set(part.values["user"].tolist()) for part in parts]
+            assert sum(map(len, users)) == len(set().union(*users))
+            assert {part.global_size for part in parts} == {size_of(batch)}
+
+
+def test_a_group_may_go_on_where_what_came_ends_with_a_batch() -> None:
+    of_all = of_groups([5, 3, 4, 3])
+    pieces = [cut(of_all, 0, 10), cut(of_all, 10, 15)]
+    assert [size_of(each) for each in global_batches(pieces, 5, "user")] == [5, 3, 7]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": torch.zeros(3)}, "^whole = 'user' is to name a column of every batch, one number a sample$"),
+        ({"user": torch.zeros(3, 2)}, "^whole = 'user' is to name a column of every batch"),
+        ([torch.zeros(3)], "^whole = 'user' is to name a column of every batch"),
+        ({"user": torch.tensor([4, 5, 4])}, "^group 4 of 'user' is split: its samples do not stand together"),
+    ],
+)
+def test_what_has_no_whole_groups_is_refused(batch: Any, message: str) -> None:
+    for num_trainers in (1, 2):
+        with pytest.raises(DataError, match=message):
+            list(shares([batch], 0, num_trainers, [], "user"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
+    of_all = of_groups([2, 5, 1])
+    for data in (of_all, [cut(of_all, start, start + 1) for start in range(8)]):
+        message = r"^group [01] has \d samples, more than a batch of \d: give a larger size$"
+        with pytest.raises(DataError, match=message):
+            list(global_batches(data, size, "user"))
 
 
 @pytest.mark.parametrize(

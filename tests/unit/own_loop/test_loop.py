@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import code_block
 from torch import Tensor, nn
 
 import hybrid
@@ -25,6 +26,21 @@ class Net(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.linear(self.table(ids))
+        return out.squeeze(-1)
+
+
+class Pairs(nn.Module):
+    """Who with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = hybrid.Embedding(60, 4, optimizer=hybrid.Adagrad(lr=0.2))
+        self.item = hybrid.Embedding(40, 4, optimizer=hybrid.Adagrad(lr=0.2))
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([self.user(batch["user"]), self.item(batch["item"])], dim=1)
+        out: Tensor = self.mlp(both)
         return out.squeeze(-1)
 
 
@@ -91,6 +107,44 @@ def test_several_optimizers_and_a_schedule_of_torchs_share_a_step() -> None:
             schedule.step()
     assert not any(map(torch.equal, before, after))
     assert all(map(torch.equal, after, model.parameters()))  # whose rates are zero by then
+
+
+def test_the_means_of_several_losses_are_added_each_by_its_own_weights() -> None:
+    cluster, model, optimizer = started()
+    weights = torch.tensor([0.0, 2.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0])
+    for batch in cluster.batches(DATA):
+        first, second = errors(model, batch), model(batch["id"])
+        mean = first.mean() + (second * weights).sum() / weights.sum()
+        expected = torch.autograd.grad(mean, list(model.parameters()), retain_graph=True)
+        cluster.backward(first, more=[(second, weights)])
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        optimizer.step()
+    for batch in cluster.batches(DATA):
+        with pytest.raises(DataError, match=r"one value a sample, \(8,\), not \[\]"):
+            cluster.backward(errors(model, batch), more=[(model(batch["id"]).mean(), None)])
+        break
+
+
+def test_the_snippet_of_the_page_on_groups_trains() -> None:
+    """Who sees items of his own liking ranks them better after than before."""
+    draw = torch.Generator().manual_seed(2)
+    user, item = torch.arange(60).repeat_interleave(5), torch.randint(40, (300,), generator=draw)
+    label = ((user + item) % 3 == 0).float()
+    cluster = hybrid.connect()
+    model = cluster.distribute(Pairs())
+
+    def loss() -> float:
+        with torch.no_grad():
+            values, weights = hybrid.listwise_loss(model({"user": user, "item": item}), label, user)
+        return float((values * weights).sum() / weights.sum())
+
+    before = loss()
+    names = {"cluster": cluster, "model": model, "train": {"user": user, "item": item, "label": label}}
+    names["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(5):
+        exec(code_block("docs/own_loop.md", "python"), names)
+    assert loss() < 0.8 * before
 
 
 def test_an_evaluation_between_two_steps_sees_the_step_before() -> None:
@@ -226,6 +280,17 @@ def test_what_is_not_for_loops_of_ones_own_is_refused(text: str, message: str, t
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         started(tmp_path / "config.toml")
+
+
+def test_asynchronously_there_are_no_steps_for_all_rows_to_take(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[train]\nupdate = "async"\n')
+    cluster = hybrid.connect(tmp_path / "config.toml")
+    net = nn.ModuleDict({"item": hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1, all_rows=True))})
+    message = (
+        "train.update = 'async': must be sync or pipelined, since all rows of table item take every step"
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        cluster.distribute(net)
 
 
 def test_ids_that_are_computed_are_told_once() -> None:

@@ -45,10 +45,11 @@ def test_an_embedding_is_torchs(padding: int | None) -> None:
         assert model(torch.tensor(5)).shape == (4,)
 
 
+@pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding", [None, 0])
-def test_bags_are_torchs(mode: str, padding: int | None) -> None:
-    table = hybrid.EmbeddingBag(9, 4, mode=mode, padding_idx=padding)
+def test_bags_are_torchs(mode: str, padding: int | None, pooled_by: str) -> None:
+    table = hybrid.EmbeddingBag(9, 4, mode=mode, padding_idx=padding, pooled_by=pooled_by)
     plain, rows_RD = hybrid.EmbeddingBag(9, 4, mode=mode), None
     model = hybrid.connect().distribute(nn.ModuleDict({"padded": table, "plain": plain}))
     del plain
@@ -126,6 +127,28 @@ def test_wrong_settings_of_optimizers_are_refused(make: Any) -> None:
         make()
 
 
+@pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW"])
+@pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
+def test_rows_that_nobody_calls_for_decay_where_all_rows_take_every_step(name: str, all_rows: bool) -> None:
+    """Also those of a table that no pass has called."""
+
+    class Two(Of):
+        def __init__(self, table: hybrid.Embedding, other: hybrid.Embedding) -> None:
+            super().__init__(table)
+            self.other = other
+
+    optimizer = getattr(hybrid, name)(lr=0.1, weight_decay=0.5, all_rows=all_rows)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Two(*(hybrid.Embedding(9, 4, optimizer=optimizer) for _ in range(2))))
+    before = cluster.plain_module().state_dict()
+    for ids in cluster.batches(torch.arange(6), size=3):
+        cluster.backward(model(ids).square().sum(1))
+    now = cluster.plain_module().state_dict()
+    for key, rest in (("table.weight", slice(6, None)), ("other.weight", slice(None))):
+        is_changed = now[key][rest] != before[key][rest]
+        assert is_changed.all() if all_rows else not is_changed.any()
+
+
 @pytest.mark.parametrize("freeze", [True, False])
 def test_rows_out_of_a_file_stay_where_they_are_frozen(freeze: bool, tmp_path: Path) -> None:
     rows_RD = torch.rand(9, 4)
@@ -156,3 +179,10 @@ def test_first_rows_are_drawn_as_is_said(kind: Any) -> None:
     assert not zeros_RD.any()
     with pytest.raises(ValueError, match="init is one of uniform, normal, zeros, not 'ones'"):
         kind(9, 4, init="ones")
+
+
+def test_bags_are_pooled_by_workers_or_trainers() -> None:
+    table = hybrid.EmbeddingBag(9, 4, pooled_by="trainers")
+    assert table.spec("tags", 4).pooled_by == "trainers"
+    with pytest.raises(ValueError, match="pooled_by is one of workers, trainers, not 'auto'"):
+        hybrid.EmbeddingBag(9, 4, pooled_by="auto")

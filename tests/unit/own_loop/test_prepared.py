@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, DataError
 from hybrid.own_loop.batches import size_of
 
 ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
@@ -83,6 +84,25 @@ def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_pa
 def test_a_batch_of_one_label_without_weights_has_no_more(tmp_path: Path) -> None:
     train, _ = hybrid.connect(config_of(tmp_path)).prepare()
     assert set(next(train.shares(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}
+
+
+def test_groups_stay_whole_where_that_is_asked_for(tmp_path: Path) -> None:
+    file = config_of(tmp_path)
+    file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"'))
+    train, test = hybrid.connect(file).prepare()
+    first_pass = [dataclasses.replace(train) for _ in range(4)]
+    parts = [list(first_pass[trainer].shares(trainer, 3, 15, [], "group")) for trainer in range(3)]
+    whole = list(first_pass[3].shares(0, 1, 15, [], "group"))
+    assert sum(each.size for each in whole) == len(train)
+    for step, alone in zip(zip(*parts, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat([each.values["group"] for each in step]), alone.values["group"])
+        assert sum(len(each.values["group"].unique()) for each in step) == len(alone.values["group"].unique())
+    with pytest.raises(DataError, match=r"^whole = 'user' is to be 'group' in prepared data: data\.group na"):
+        list(train.shares(0, 1, 15, [], "user"))
+    with pytest.raises(DataError, match="only training rows are in whole groups"):
+        list(test.shares(0, 1, 15, [], "group"))
+    with pytest.raises(DataError, match="more than a batch of 5, which has whole groups: raise"):
+        list(train.shares(0, 1, 5, [], "group"))
 
 
 class Tagged(nn.Module):

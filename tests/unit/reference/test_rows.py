@@ -1,5 +1,6 @@
 """The reference's row optimizers: each row against an optimizer of its own, or against its formula."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.embedding.spec import OptimizerSpec
-from hybrid.reference.rows import State, initial_state, update_rows
+from hybrid.reference.rows import State, WholeTable, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25
 RATE, EPS, BETAS, MOMENTUM, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.7, 0.02
@@ -80,6 +81,28 @@ def test_each_row_has_the_bits_of_a_torch_optimizer_of_its_own(
             assert torch.equal(state[ours][row], torch.zeros_like(state[ours][row]) + expected), ours
     assert torch.equal(table_RD[-1], initial(dtype)[-1])
     assert not torch.equal(table_RD[:-1], initial(dtype)[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("decay", [0.0, DECAY])
+@pytest.mark.parametrize("name", TORCH)
+def test_a_whole_table_is_an_embedding_of_torchs(name: str, decay: float, dtype: torch.dtype) -> None:
+    spec = dataclasses.replace(make_spec(name, decay), all_rows=True)
+    table_RD, state = begin(spec, dtype)
+    whole = WholeTable(spec, table_RD, state)
+    embedding = nn.Embedding.from_pretrained(initial(dtype), freeze=False)
+    optimizer = TORCH[name]([embedding.weight], decay)
+    for step, (ids_U, grad_UD) in enumerate(steps(dtype)):
+        optimizer.param_groups[0]["lr"] = rate = RATE / (1 + step % 3)
+        optimizer.zero_grad()
+        embedding(ids_U).backward(grad_UD)
+        optimizer.step()
+        whole.step(rate, ids_U, grad_UD)
+    assert torch.equal(table_RD, embedding.weight.detach())
+    for ours, theirs in STATE_NAMES.get(name, {}).items():
+        expected = optimizer.state[embedding.weight][theirs]
+        assert torch.equal(state[ours], torch.zeros_like(state[ours]) + expected), ours
+    assert torch.equal(table_RD[-1], initial(dtype)[-1]) == (not decay)
 
 
 @pytest.mark.parametrize("decay", [0.0, DECAY])

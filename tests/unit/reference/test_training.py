@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
-from hybrid.dense.nets import DenseNet
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.models.dense_net import DenseNet
 from hybrid.reference.training import Reference
 
 USERS, ITEMS, DIM, STEPS = 7, 5, 4, 20
@@ -249,6 +249,15 @@ def test_bags_pool_as_torch_pools_them_and_untouched_rows_stay(pooling: str, wei
     assert torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
 
 
+def test_where_all_rows_take_every_step_it_is_torch_over_whole_tables() -> None:
+    plain = Plain()
+    reference = make_reference(OptimizerSpec("adam", 0.3, EPS, BETAS, weight_decay=0.05, all_rows=True))
+    rows = torch.optim.Adam(plain.tables(), 0.3, BETAS, EPS, weight_decay=0.05)
+    train_both(plain, reference, samples(every_row=False), rows, torch.optim.SGD(plain.dense(), 0.1))
+    assert not torch.equal(reference.tables["users"][-1], initial_rows()["users"][-1])
+    assert reference.table_states["users"]["steps"].tolist() == [STEPS] * USERS
+
+
 @pytest.mark.parametrize("clip_norm", [0.01, 1e3])
 def test_clipping_is_that_of_torch_over_all_gradients(clip_norm: float) -> None:
     plain = Plain(torch.float64, remote_net=make_remote_net())
@@ -301,12 +310,18 @@ def test_two_trainers_share_what_ddp_wraps(ddp: str, sizes: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("pooling", ["sum", "max"])
 @pytest.mark.parametrize("broken_step", [None, 6])
-def test_pipelined_reads_rows_that_lack_the_last_update(pooling: str, broken_step: int | None) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_pipelined_reads_rows_that_lack_the_last_update(
+    pooling: str, broken_step: int | None, decay: float
+) -> None:
+    """Which, where all rows decay, is one of all rows; steps touch now these, now those."""
     plain = Plain(torch.float64, pooling)
-    reference = make_reference(pooling=pooling, dtype="float64", update="pipelined", non_finite="skip")
+    spec = OptimizerSpec("sgd", 0.3, weight_decay=decay, all_rows=decay > 0)
+    reference = make_reference(spec, pooling, dtype="float64", update="pipelined", non_finite="skip")
     dense = torch.optim.SGD(plain.dense(), 0.1)
     after = [[table.detach().clone() for table in plain.tables()]]  # tables after each step
-    for number, step in enumerate(samples(every_row=False, dtype=torch.float64)):
+    for number, whole in enumerate(samples(dtype=torch.float64)):
+        step = whole.share(0, 5)
         if number == broken_step:
             step.dense_BF[0, 0] = math.nan
         for table, visible in zip(plain.tables(), after[max(0, number - 1)], strict=True):
@@ -318,7 +333,7 @@ def test_pipelined_reads_rows_that_lack_the_last_update(pooling: str, broken_ste
             dense.step()
             for rows, table in zip(after[-1], plain.tables(), strict=True):
                 assert table.grad is not None
-                rows -= 0.3 * table.grad
+                rows -= 0.3 * (table.grad + decay * rows)
         reference.step([step.batch()])
     for table, rows in zip(plain.tables(), after[-1], strict=True):
         table.data.copy_(rows)

@@ -43,7 +43,7 @@ class TestPaths:
         config = RunConfig(run=RunSection(name=name))
         found = []
         for _ in range(3):
-            found.append(paths.run_path(config))
+            found.append(Path(str(paths.run_path(config))))
             found[-1].mkdir(parents=True)
         first = f"runs/{name}-20300102-030405"
         assert list(map(str, found)) == [first, f"{first}.2", f"{first}.3"]

@@ -10,7 +10,7 @@ from hybrid.config import RunConfig
 from hybrid.config.file import load_config, to_toml
 from hybrid.errors import ConfigError
 from workers.run_folder.paths import run_path
-from workers.run_folder.resume import as_decided, check_same_model, resumed_config, unfinished_run
+from workers.run_folder.resume import as_decided, check_same_model, is_over, newest_run, resumed_config
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:
@@ -23,20 +23,17 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def make_run(name: str, *, is_finished: bool = False) -> Path:
+def make_run(name: str) -> Path:
     folder = Path("runs") / name
     folder.mkdir(parents=True)
     (folder / "config.toml").touch()
-    if is_finished:
-        (folder / "result.json").touch()
     return folder
 
 
-def test_the_newest_run_of_the_name_that_has_not_finished_goes_on() -> None:
+def test_the_newest_run_of_the_name_goes_on() -> None:
     make_run("click-20260101-235959")
     wanted = make_run("click-20260102-000000.10")
     make_run("click-20260102-000000.9")
-    make_run("click-20260103-000000", is_finished=True)
     for other in (
         "click-through-20260104-000000",
         "clic-20260104-000000",
@@ -44,41 +41,49 @@ def test_the_newest_run_of_the_name_that_has_not_finished_goes_on() -> None:
         "xclick-20260104-000000",
     ):
         make_run(other)
-    assert unfinished_run(config(name="click")) == wanted
+    assert newest_run(config(name="click")) == wanted
 
 
 def test_without_such_a_run_there_is_none() -> None:
-    assert unfinished_run(config(name="click")) is None
-    make_run("click-20260103-000000", is_finished=True)
+    assert newest_run(config(name="click")) is None
     (Path("runs") / "click-20260104-000000/logs").mkdir(parents=True)  # failed before its first step
-    assert unfinished_run(config(name="click")) is None
+    assert newest_run(config(name="click")) is None
 
 
 def test_a_name_is_no_pattern() -> None:
     make_run("axb-20260101-000000")
-    assert unfinished_run(config(name="a.b")) is None
-    assert unfinished_run(config(name="a*")) is None
+    assert newest_run(config(name="a.b")) is None
+    assert newest_run(config(name="a*")) is None
 
 
 def test_the_folder_of_a_run_is_found_by_its_name() -> None:
-    folder = run_path(config(name="click"))
+    folder = Path(str(run_path(config(name="click"))))
     folder.mkdir(parents=True)
-    second = run_path(config(name="click"))
+    second = Path(str(run_path(config(name="click"))))
     for run in (folder, second):
         run.mkdir(parents=True, exist_ok=True)
         (run / "config.toml").touch()
-    assert unfinished_run(config(name="click")) == second
+    assert newest_run(config(name="click")) == second
 
 
 def test_a_folder_that_was_chosen_is_the_only_one() -> None:
     make_run("run-20260101-000000")
     chosen = config(folder="chosen")
-    assert unfinished_run(chosen) is None
+    assert newest_run(chosen) is None
     Path("chosen").mkdir()
     Path("chosen/config.toml").touch()
-    assert unfinished_run(chosen) == Path("chosen")
-    Path("chosen/result.json").touch()
-    assert unfinished_run(chosen) is None
+    assert newest_run(chosen) == Path("chosen")
+
+
+@pytest.mark.parametrize("setting", ["train.epochs=4", "train.max_steps=9", "train.patience=2"])
+def test_a_run_is_over_once_it_has_its_result_unless_more_is_asked_for(setting: str) -> None:
+    run = make_run("run-20260101-000000")
+    (run / "config.toml").write_text(to_toml(load_config(None, ["train.epochs=3"])))
+    same, more = (load_config(None, ["train.epochs=3", *extra]) for extra in ([], [setting]))
+    assert not is_over(run, same)
+    (run / "result.json").touch()
+    assert is_over(run, same)
+    assert not is_over(run, more)
 
 
 def test_a_run_goes_on_with_the_same_model_only() -> None:
@@ -99,7 +104,7 @@ OF_THE_MODEL = """
     data.synthetic_test_rows=99 embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
     tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
     dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.cross_layers=3 dense.remote_mlp=8
-    dense.optimizer="SGD" train.batch_size=512
+    dense.experts=3 dense.expert_mlp=8 dense.optimizer="SGD" train.batch_size=512
 """
 OF_THE_RUN = """
     train.epochs=3 train.max_steps=9 train.update="async" train.clip_norm=1 train.micro_batches=2

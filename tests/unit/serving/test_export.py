@@ -1,6 +1,7 @@
 """Exports give what ``hybrid predict`` writes, each from its own file alone."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 from support.commands import code_block
 from support.trained import (
     clicks_config,
+    history_config,
     largest_difference,
     predicted_columns,
+    shop_config,
     texts_of,
     write_clicks,
     write_shop,
@@ -25,6 +28,7 @@ from hybrid.serving import export
 from hybrid.serving.module import TrainedModule, load
 from hybrid.serving.name_map import NameMap
 from workers.offline.exporting import export_run
+from workers.offline.predictions import evaluate
 
 NO_NAMES = NameMap(())
 BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
@@ -84,7 +88,7 @@ def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_pat
     check_as_predicted(run, served, write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-@pytest.mark.parametrize(("net", "pooling"), [("deepfm", "max"), ("wide_deep", "mean")])
+@pytest.mark.parametrize(("net", "pooling"), [("deepfm", "max"), ("wide_deep", "mean"), ("ple", "sum")])
 def test_other_nets_do_too(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
@@ -123,6 +127,24 @@ def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path)
         ("spent.value", ["samples"], "spent", "regression"),
         ("stars.probability", ["samples", 5], "stars", "classes"),
     ]
+
+
+@pytest.mark.parametrize("net", ["dcn_v2", "din_net:build"])
+def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "din_net", raising=False)
+    run, served = (
+        write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net})),
+        tmp_path / "served",
+    )
+    export_run(run, served, ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    given = {
+        each["name"]: each["shape"]
+        for each in json.loads((served / "preprocessing.json").read_text())["inputs"]
+    }
+    assert (given["seen"], given["seen.offsets"]) == (["ids of seen"], ["samples + 1"])
 
 
 @pytest.mark.parametrize("kind", ["regression", "classes"])
@@ -231,6 +253,17 @@ def test_what_narrow_rows_cost_is_said_of_every_task(
         *(f"buy.{name}" for name in BINARY),
         *("spent.rmse", "spent.mae", "stars.accuracy", "stars.log loss"),
     ]
+
+
+def test_it_is_measured_by_weights_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_trained(tmp_path / "run", shop_config(tmp_path, data={"weighted_metrics": "true"}))
+    evaluate(run, [])
+    expected = dict(line.rsplit(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
+    export_run(run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
+    said = re.findall(r"^(.+?) +(\S+) with the rows as", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == 2 * len(BINARY) + 4
+    for name, value in said:
+        assert f"{float(value):.4f}" == expected[name], name
 
 
 def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(

@@ -49,13 +49,13 @@ def test_rows_are_replaced_and_their_state_begins_anew(
         new.whole_rows("item", new.manifest.tables["item"][:2]),
         stored.whole_rows("item", stored.manifest.tables["item"][:2]),
     )
-    assert not read_tensors(new.folder / shard_file("user", 1, 2))["sum"].any()
+    assert not read_tensors(Path(str(new.folder)) / shard_file("user", 1, 2))["sum"].any()
 
 
 def test_the_state_of_a_table_that_was_trained_is_dropped(stored: Checkpoint, tmp_path: Path) -> None:
     """By importing twice, with state put in between."""
     rows_RD = rows_like(stored, "user")
-    path = stored.folder / shard_file("user", 0, 2)
+    path = Path(str(stored.folder)) / shard_file("user", 0, 2)
     arrays = map_arrays(path, is_writable=True)
     arrays["sum"][:] = 7.0
     del arrays
@@ -91,4 +91,4 @@ def test_nothing_is_overwritten_and_nothing_left(stored: Checkpoint, tmp_path: P
         write_imported(stored, {"u": tensor}, {"user": "u"}, tmp_path / "new")
     assert not list(tmp_path.glob("new*"))
     with pytest.raises(CheckpointError, match="exists already"):
-        write_imported(stored, {}, {}, stored.folder)
+        write_imported(stored, {}, {}, Path(str(stored.folder)))

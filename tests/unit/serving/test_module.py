@@ -1,13 +1,16 @@
 """A module out of a checkpoint gives what ``hybrid predict`` writes."""
 
 import csv
+import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
+from support.commands import code_block
 from support.trained import (
     clicks_config,
+    history_config,
     largest_difference,
     predicted_columns,
     shop_config,
@@ -22,6 +25,7 @@ import hybrid
 from hybrid.checkpoint.files import DENSE_FILE
 from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.reader import Checkpoint
+from hybrid.config.sections import NETS
 from hybrid.errors import CheckpointError, ConfigError, DataError
 from hybrid.serving.module import TrainedModule, load
 
@@ -49,7 +53,7 @@ def check_as_predicted(run: Path, inputs: Path, tolerance: float) -> TrainedModu
     return model
 
 
-@pytest.mark.parametrize("net", ["dlrm", "dcn_v2", "deepfm", "wide_deep"])
+@pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
 def test_it_gives_what_predict_writes(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(
@@ -80,7 +84,7 @@ def test_whatever_the_model_is_made_of(tmp_path: Path, sections: dict[str, dict[
     check_as_predicted(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
 
 
-@pytest.mark.parametrize("net", ["dlrm", "wide_deep"])
+@pytest.mark.parametrize("net", ["dlrm", "wide_deep", "mmoe", "ple"])
 def test_several_tasks_and_columns_of_every_kind(tmp_path: Path, net: str) -> None:
     sections: dict[str, dict[str, object]] = {"dense": {"net": net}, "train": {"dtype": "float64"}}
     run = write_trained(tmp_path / "run", shop_config(tmp_path, **sections))
@@ -95,6 +99,42 @@ def test_several_tasks_and_columns_of_every_kind(tmp_path: Path, net: str) -> No
     assert min(values.std() for values in expected.values()) > 1e-3
     with torch.no_grad():
         assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-12
+
+
+@pytest.mark.parametrize("net", ["dlrm", "dcn_v2", "deepfm", "wide_deep", "din_net:build"])
+def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nets that are built in, and of that of docs/models.md."""
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = history_config(tmp_path, dense={"net": net}, train={"dtype": "float64"})
+    run = write_trained(tmp_path / "run", config)
+    monkeypatch.delitem(sys.modules, "din_net", raising=False)
+    model, new = load(run), write_shop(tmp_path / "new.csv", 70, seed=2)
+    assert isinstance(model, TrainedModule)
+    expected = predicted_columns(run, new)
+    assert expected["probability"].std() > 1e-3
+    with torch.no_grad():
+        assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-12
+
+
+def test_a_history_too_long_is_cut_or_refused_as_in_training(tmp_path: Path) -> None:
+    """What is given as rows already is cut behind the first."""
+    model = load(write_trained(tmp_path / "run", history_config(tmp_path)))
+    assert isinstance(model, TrainedModule)
+    columns = {
+        "price": ["1"],
+        "user": ["u1"],
+        "item": ["i1"],
+        "seen": ["i0|i1|i2|i3"],
+        "tags": ["a:1|b:2|c:3"],
+    }
+    batch = model.encode(columns)
+    cut = model.encode({**columns, "seen": ["i1|i2|i3"]})
+    assert torch.equal(batch["seen"], cut["seen"])
+    longer = {**cut, "seen": torch.cat([cut["seen"], cut["seen"]]), "seen.offsets": torch.tensor([0, 6])}
+    assert torch.equal(model.outputs(longer), model.outputs(cut))
+    with pytest.raises(DataError, match=r"^encode\(columns\): row 0: .* at most 3 ids"):
+        model.encode({**columns, "tags": ["a:1|b:2|c:3|d:4"]})
 
 
 @pytest.mark.parametrize("kind", ["regression", "classes"])

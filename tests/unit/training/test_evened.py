@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.batch import Batch
+from hybrid.errors import DataError
 from hybrid.training.evened import evened
 
 
@@ -108,3 +109,53 @@ def test_weights_add_up_over_trainers(
     assert batch.total_weights is not None
     assert batch.total_weights.tolist() == totals
     assert batch.global_size == 2 + others[1]
+    assert batch.total_groups is None
+
+
+class Groups:
+    """A process group whose other trainer has one batch of samples of ``groups``, which count ``total``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, groups: list[int], total: float) -> None:
+        self._others, self._sums = torch.tensor(groups), [1.0, len(groups), len(groups), total]
+        monkeypatch.setattr(dist, "all_reduce", self._all_reduce)
+        monkeypatch.setattr(dist, "all_gather", self._all_gather)
+        self._sizes: list[int] = []
+
+    def size(self) -> int:
+        return 2
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, group: Groups) -> None:
+        if operation == dist.ReduceOp.SUM:
+            tensor += torch.tensor(self._sums, dtype=torch.float64)
+
+    def _all_gather(self, parts: list[torch.Tensor], own: torch.Tensor, group: Groups) -> None:
+        """First of how many groups there are, then of these."""
+        others = self._others if self._sizes else torch.tensor([len(self._others)])
+        self._sizes.append(len(own))
+        parts[0].copy_(own)
+        parts[1][: len(others)] = others
+
+
+def test_groups_add_up_over_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = cast(dist.ProcessGroup, Groups(monkeypatch, [8, 9, 4], 2.5))
+    labels = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
+    own = Batch.empty(1, 1)._replace(labels=labels, groups=torch.tensor([5, 5, 5, 6, 6]))
+    cpu = torch.device("cpu")
+    (batch,) = evened([own], Batch.empty(1, 1), group, cpu, num_tasks=1, has_ranking=True)
+    assert batch.total_groups is not None
+    assert batch.total_groups.tolist() == [4.5]  # both of its own have two labels, and weights of 1
+    assert batch.total_weights is not None
+    assert batch.total_weights.tolist() == [batch.global_size] == [8]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_group_that_two_trainers_have_in_a_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch, is_list: bool
+) -> None:
+    group = cast(dist.ProcessGroup, Groups(monkeypatch, [8, 6, 4], 2.5))
+    own = Batch.empty(1, 1)._replace(labels=torch.ones(3), groups=torch.tensor([5, 5, 6]))
+    batches = [own] if is_list else iter([own])
+    steps = evened(batches, Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=1, has_ranking=True)
+    message = r"^group 6 is split: trainers 0 and 1 have samples of it in one step$"
+    with pytest.raises(DataError, match=message):
+        next(steps)

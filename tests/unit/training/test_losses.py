@@ -1,5 +1,6 @@
 """The loss of a step: what its parts add up to, however samples are shared, and what torch makes of it."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -21,6 +22,14 @@ TASKS = {
     "skip": TaskSection(loss="focal", focal_gamma=1.5, weight=2.0),
     "price": TaskSection(kind="regression"),
 }
+RANKED = {
+    "click": TaskSection(ranking_loss="pairwise", ranking_share=0.3, weight=2.0),
+    "stars": TaskSection(kind="classes", classes=3, weight=0.5),
+    "spent": TaskSection(kind="regression", ranking_loss="pairwise", ranking_share=1.0),
+    "skip": TaskSection(loss="focal", focal_gamma=1.5, ranking_loss="listwise"),
+    "price": TaskSection(kind="regression"),
+}
+GROUPS = torch.tensor([3] * 4 + [1] * 6 + [7] + [5] * 9 + [2] * 3)
 SIZE = 23
 
 
@@ -101,6 +110,62 @@ def test_parts_of_uneven_and_empty_shares_add_up(cuts: tuple[int, ...], has_weig
     torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
     found, wanted = (torch.autograd.grad(each, outputs, retain_graph=True)[0] for each in (total, whole))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def ranked(has_weights: bool) -> tuple[Tensor, Batch]:
+    outputs, batch = samples(has_weights)
+    batch = batch._replace(groups=GROUPS)
+    return outputs, batch._replace(total_groups=batch.order_totals(len(RANKED)))
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_losses_of_the_order_in_groups_are_those_of_plain_loops(has_weights: bool) -> None:
+    outputs, batch = ranked(has_weights)
+    found = Objective(RANKED)(outputs, batch)
+    expected = torch.stack(ReferenceLoss(RANKED).parts([outputs], [batch])).sum()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    of_found, of_expected = (torch.autograd.grad(loss, outputs)[0] for loss in (found, expected))
+    torch.testing.assert_close(of_found, of_expected, rtol=1e-11, atol=1e-15)
+    plain = {name: dataclasses.replace(task, ranking_loss="") for name, task in RANKED.items()}
+    assert abs(found - Objective(plain)(outputs, batch)).item() > 0.1
+    # Of the whole batch by the reference, wherever a group's samples are: a split group would show.
+    shares = batch._replace(total_groups=None).split(3)
+    apart = outputs.split([len(share.labels) for share in shares])
+    again = torch.stack(ReferenceLoss(RANKED).parts(apart, shares)).sum()
+    torch.testing.assert_close(again, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_parts_of_whole_groups_add_up(parts: int, has_weights: bool) -> None:
+    outputs, batch = ranked(has_weights)
+    whole = Objective(RANKED)(outputs, batch)
+    shares = batch.split(parts)
+    assert parts < 8 or not all(len(share.labels) for share in shares)
+    apart = outputs.split([len(share.labels) for share in shares])
+    total = torch.stack([Objective(RANKED)(*each) for each in zip(apart, shares, strict=True)]).sum()
+    torch.testing.assert_close(total, whole, rtol=1e-12, atol=0)
+    found, wanted = (torch.autograd.grad(each, outputs)[0] for each in (total, whole))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-15)
+
+
+def test_the_whole_share_leaves_nothing_of_the_other_loss() -> None:
+    outputs = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
+    batch = batch_of(torch.tensor([0.0, 1.0]))._replace(groups=torch.tensor([1, 1]))
+    batch = batch._replace(total_groups=batch.order_totals(1))
+    task = {"click": TaskSection(ranking_loss="pairwise", ranking_share=1.0, weight=0.5)}
+    loss = Objective(task)(outputs, batch)
+    assert loss.item() == pytest.approx(math.log1p(math.exp(3)) / 2, rel=1e-12)
+
+
+def test_groups_with_nothing_to_put_in_order_add_nothing() -> None:
+    outputs, batch = ranked(has_weights=True)
+    none = torch.zeros_like(batch.labels)
+    batch = batch._replace(weights=none, total_weights=none.double().sum(0))
+    batch = batch._replace(total_groups=batch.order_totals(len(RANKED)))
+    loss = Objective(RANKED)(outputs, batch)
+    assert loss.item() == 0
+    assert not torch.autograd.grad(loss, outputs)[0].any()
 
 
 @pytest.mark.parametrize("size", [7, 8, 1000])

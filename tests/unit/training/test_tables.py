@@ -12,6 +12,7 @@ from hybrid.config import (
     EmbeddingSection,
     RunConfig,
     TableSection,
+    TrainSection,
 )
 from hybrid.embedding.spec import OptimizerSpec, Pooling, tables_of
 from hybrid.errors import ConfigError, DataError
@@ -41,11 +42,12 @@ def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
 def test_every_setting_of_the_optimizer_reaches_its_tables() -> None:
     embedding = EmbeddingSection(
         optimizer="ftrl", learning_rate=0.1, eps=0.2, beta1=0.3, beta2=0.4, momentum=0.5, weight_decay=0.6,
-        ftrl_beta=0.7, ftrl_l1=0.8,
+        ftrl_beta=0.7, ftrl_l1=0.8, all_rows=True,
     )  # fmt: skip
     expected = OptimizerSpec(
-        "ftrl", 0.1, eps=0.2, betas=(0.3, 0.4), momentum=0.5, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8
-    )
+        "ftrl", 0.1, eps=0.2, betas=(0.3, 0.4), momentum=0.5, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8,
+        all_rows=True,
+    )  # fmt: skip
     assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
 
 
@@ -57,6 +59,14 @@ def test_a_section_overrides_one_table() -> None:
     assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
     assert (item.optimizer.name, item.optimizer.learning_rate) == ("adam", 0.5)
     assert (user.dim, user.optimizer.name) == (16, "adagrad")
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_all_rows_of_some_tables_take_every_step(is_default: bool) -> None:
+    sections = {"user": TableSection(all_rows=True), "item": TableSection(all_rows=False)}
+    embedding = EmbeddingSection(all_rows=is_default)
+    specs = table_specs(RunConfig(embedding=embedding, tables=sections), COLUMNS)
+    assert [t.optimizer.all_rows for t in specs] == [True, False, is_default]
 
 
 def test_columns_share_a_table_as_large_as_the_largest_needs() -> None:
@@ -97,12 +107,35 @@ def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> 
     assert placement.num_workers == 3
 
 
+def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
+    """Of 20 rows, 64 samples of 4 ids name all; 8 samples name 16, which are more bytes than 8 vectors."""
+    bags = FeatureSpec("tags", 20, True), FeatureSpec("shops", 4000, True)
+    tags = InputSpec((), (*bags, FeatureSpec("age", 9)))
+    means = {"tags": 4.0, "shops": 4.0}
+
+    def by_trainers(**sections: object) -> tuple[str, ...]:
+        train = TrainSection(batch_size=128)
+        config = RunConfig(cluster=ClusterSection(trainers=2), train=train).replace(**sections)
+        return place_tables(config, tags, means)[1].pooled_by_trainers
+
+    assert by_trainers() == ("tags",)
+    assert by_trainers(train=TrainSection(batch_size=128, micro_batches=8)) == ()
+    assert by_trainers(cluster=ClusterSection(trainers=16)) == ()
+    assert by_trainers(embedding=EmbeddingSection(placement="row"), cluster=ClusterSection(workers=60)) == (
+        "tags",
+        "shops",
+    )
+    assert by_trainers(embedding=EmbeddingSection(pooled_by="workers")) == ()
+    sections = {"tags": TableSection(pooled_by="workers"), "shops": TableSection(pooled_by="trainers")}
+    assert by_trainers(tables=sections) == ("shops",)
+
+
 def test_first_rows_and_frozen_ones() -> None:
     sections = {
         "user": TableSection(init="normal", init_scale=0.01),
         "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
     }
-    (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, Path("prepared"))
+    (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, "prepared")
     assert (user.init, user.init_scale, user.initial, user.keys) == ("normal", 0.01, "", "")
     assert (item.optimizer.name, item.init, item.keys) == ("frozen", "zeros", "prepared")
     assert item.initial == str(Path("rows.parquet").absolute())
@@ -149,3 +182,31 @@ def test_a_column_may_pool_otherwise_than_its_table() -> None:
     max_of_user = RunConfig(columns={"user": ColumnSection(pooling="max")})
     with pytest.raises(ConfigError, match=r"^columns\.user\.pooling = 'max': must be sum or mean"):
         table_specs(max_of_user, weighted)
+
+
+def test_a_column_that_is_not_pooled_is_a_sequence_of_its_table() -> None:
+    spec = InputSpec((), (FeatureSpec("item", 9), FeatureSpec("seen", 7, multi_hot=True)))
+    columns = {"seen": ColumnSection(pooling="none", max_ids=3)}
+    tables = {"item": TableSection(features=("item", "seen"), dim=4)}
+    (item,) = table_specs(RunConfig(tables=tables, columns=columns), spec)
+    assert (item.sequences, item.poolings) == ((0, 3), ())
+    candidate, seen = tables_of(spec, [item])
+    assert (candidate.sequence, candidate.width, candidate.num_vectors) == (0, 4, 1)
+    assert (seen.sequence, seen.width, seen.num_vectors) == (3, 13, 3)
+    (item, seen) = table_specs(RunConfig(columns=columns), spec)
+    assert (item.sequences, seen.sequences) == ((), (3,))
+
+
+def test_ids_with_weights_may_be_a_sequence_of_a_table_that_takes_the_largest() -> None:
+    spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
+    columns = {"tags": ColumnSection(kind="weighted", pooling="none", max_ids=3)}
+    (tags,) = table_specs(RunConfig(embedding=EmbeddingSection(pooling="max"), columns=columns), spec)
+    assert tags.sequences == (3,)
+
+
+def test_a_column_of_one_id_is_no_sequence() -> None:
+    columns = {"user": ColumnSection(pooling="none", max_ids=3)}
+    with pytest.raises(
+        ConfigError, match=r"^columns\.user\.pooling = 'none': needs a column of several ids: "
+    ):
+        table_specs(RunConfig(columns=columns), COLUMNS)

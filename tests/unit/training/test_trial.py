@@ -1,9 +1,12 @@
 """What is measured of a job's nets before any of them trains."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from hybrid.config import RunConfig
 from hybrid.config.file import load_config
+from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.training import trial
 from hybrid.training.build import Blueprint
@@ -34,15 +37,20 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return calls
 
 
-def gain(*settings: str, index: int = 0) -> float:
+def gain(*settings: str, index: int = 0, own: Sequence[str] = ()) -> float:
     config: RunConfig = load_config(None, [*LARGE, *settings])
     spec = InputSpec(("x",), (FeatureSpec("ids", 10), FeatureSpec("others", 10)))
-    return MatmulTrial(index, Blueprint(config, spec, table_specs(config, spec, 1))).gain()
+    return MatmulTrial(index, Blueprint(config, spec, table_specs(config, spec, 1)), own).gain()
 
 
 def test_the_layers_of_a_trainer_are_measured_with_its_samples(measured: Measured) -> None:
     assert gain() == SLOWER
     assert measured == [([(129, 512), (512, 256)], 1024)]
+
+
+def test_the_device_is_that_of_its_own_host(measured: Measured) -> None:
+    with pytest.raises(ConfigError, match=r"^dense.device = 'cuda:77': this machine has"):
+        gain(own=["dense.device=cuda:77"])
 
 
 def test_the_samples_are_those_of_one_pass(measured: Measured) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hybrid.trust.refusals import RefusedPayload
 from hybrid.wire.all_to_all import Packet, all_to_all
-from hybrid.wire.carrier.frames import DTYPES
+from hybrid.wire.layout import DTYPES
 from hybrid.wire.shared_memory import SharedMemory
 
 

@@ -100,7 +100,7 @@ def test_trainers_share_with_those_of_their_host(monkeypatch: pytest.MonkeyPatch
         hosts.name = f"host {rank % 2}"
         return join(rank, group)
 
-    monkeypatch.setattr(shared_memory, "_host", lambda: hosts.name)
+    monkeypatch.setattr(shared_memory, "own_host", lambda: hosts.name)
     parts = together(5, join_on_a_host)
     assert [[m.index - 10 for m in part.members] for part in parts if part] == [
         [0, 2, 4],

@@ -9,10 +9,10 @@ import numpy as np
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.spec import TableSpec, tables_of
 from hybrid.embedding.traffic import Traffic, traffic
 from hybrid.input_spec import InputSpec
-from hybrid.training.tables import place_tables
+from hybrid.training.tables import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.wire.combining import may_combine, pays
 from hybrid.wire.shared_memory import MOST_MEMBERS
 from workers.offline.planning.dense import DenseWork, dense_work
@@ -103,19 +103,18 @@ def demand(
         ids_per_sample: mean number of ids of each multi-hot feature.
         hosts: over which trainers are spread evenly.
     """
-    cluster, parts = config.cluster, config.train.micro_batches
+    cluster = config.cluster
     tables, placement = place_tables(config, input_spec, ids_per_sample)
-    width_of = {feature: table.dim for table in tables for feature in table.features}
-    widths = [width_of[feature.name] for feature in input_spec.sparse_features]
+    widths = [table.width for table in tables_of(input_spec, tables)]
     dense = DenseWork(0.0, 0) if why_not_modelled(config) else dense_work(config, input_spec, widths)
     samples = config.train.batch_size / cluster.trainers
     moved = traffic(
         tables,
         placement,
         ids_per_sample,
-        samples / parts,
+        samples_of_lookup(config),
         cluster.trainers,
-        2 if config.embedding.wire_dtype == "bfloat16" else None,
+        wire_bytes_per_value(config),
     )
     return Demand(
         config,

@@ -29,7 +29,7 @@ def dense_work(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) 
     """Count those of ``dense.net``; its parameters lie in memory meanwhile.
 
     Args:
-        widths: of the vectors of each sparse feature.
+        widths: of what the net gets of each sparse feature.
 
     Raises:
         ConfigError: as when the net is built to be trained.

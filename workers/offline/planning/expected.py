@@ -1,16 +1,15 @@
 """The columns of a data set as far as a configuration alone tells them, for plans without data."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data.layout import Layout
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.located import open_split, ready
 from hybrid.data.synthetic import ClickLog
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.places import Place
 from workers.screen.terminal import passing_status
 
 
@@ -21,7 +20,7 @@ class Expected(NamedTuple):
     ids_per_sample: Mapping[str, float]
 
 
-def expected_data(config: RunConfig, cache: Path, ids_per_sample: float | None = None) -> Expected:
+def expected_data(config: RunConfig, cache: Place, ids_per_sample: float | None = None) -> Expected:
     """What the training samples of ``config`` hold; they are prepared where only they tell.
 
     The built-in click log is known. Hashing makes tables of a size that is known, but how many ids a column
@@ -48,8 +47,8 @@ def expected_data(config: RunConfig, cache: Path, ids_per_sample: float | None =
     if data.vocabulary == "hash" and is_plain and (ids_per_sample is not None or _holds_one_id(data)):
         return _hashed(data, ids_per_sample)
     with passing_status() as say:
-        folder = prepare(config, cache, say)
-    dataset = PreparedDataset.open(folder, "train")
+        folder = ready(config, cache, say)
+    dataset = open_split(folder, "train", data)
     return Expected(dataset.input_spec, dataset.ids_per_sample)
 
 

@@ -8,9 +8,13 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from hybrid.dense.nets import CrossInteraction, DenseNet, DotInteraction, LinearTerm, WideHead
 from hybrid.dense.tensor.plan import TensorStyle, automatic_plan, parse_plan
 from hybrid.errors import ConfigError
+from hybrid.models.dcn_v2 import CrossInteraction
+from hybrid.models.dense_net import DenseNet
+from hybrid.models.dlrm import DotInteraction
+from hybrid.models.mmoe import MMoE
+from hybrid.models.wide_deep import LinearTerm, WideHead
 
 
 def mlp(*widths: int) -> nn.Sequential:
@@ -62,6 +66,14 @@ PAIR = {"0": "colwise", "2": "rowwise"}
         (CrossInteraction(5, 2), {"layers.0": GATHERED, "layers.1": GATHERED}),
         (LinearTerm(3), {}),
         (DotInteraction(3, 4), {}),
+        (
+            MMoE(4, (3,), num_experts=2, expert=(8, 6), tower=(5,)),
+            {
+                **{f"experts.experts.{n}.{name}": style for n in range(2) for name, style in PAIR.items()},
+                "gates.0.shares": GATHERED,
+                **{f"towers.0.{name}": style for name, style in PAIR.items()},
+            },
+        ),
         (nn.Identity(), {}),
         (nn.Linear(4, 3), {"": GATHERED}),
         (nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3)), {"0": "colwise", "1": "rowwise"}),

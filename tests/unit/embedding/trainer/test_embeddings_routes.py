@@ -20,6 +20,7 @@ from hybrid.steps.ticket import Purpose, Ticket
 DTYPE = torch.float64
 SIZE, ROWS = 4, 9
 SGD = OptimizerSpec("sgd", 0.5)
+POOLED = pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
 TRAINING = pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 PLACED = pytest.mark.parametrize(
     ("placement", "workers"), [("table", 1), ("table", 3), ("row", 2), ("row", 3)]
@@ -31,6 +32,10 @@ def table(name: str, dim: int, worker: int | None, pooling: Pooling = Pooling.SU
     where = {"placement": "row"} if worker is None else {"workers": (worker,)}
     features = ("s0", "s1") if name == "s" else (name,)
     return TableSpec(name, ROWS, dim, pooling, features, SGD, 1.0, **where)
+
+
+def placed(of: TableSpec, placement: str, pooled_by: str) -> TableSpec:
+    return dataclasses.replace(of, placement=placement, pooled_by=pooled_by)
 
 
 # Both widths on both workers, one of each kind that is split, and one that two features share.
@@ -107,39 +112,48 @@ def check_step(
 
 
 @TRAINING
+@POOLED
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 def test_each_feature_has_its_columns_forward_and_backward(
-    stack: ExitStack, order: Sequence[str], purpose: Purpose
+    stack: ExitStack, order: Sequence[str], pooled_by: str, purpose: Purpose
 ) -> None:
-    each = cluster(stack, TABLES, 2, dtype=DTYPE, multi_hot=MULTI_HOT, order=order)
+    tables = [*TABLES[:-1], dataclasses.replace(S, pooled_by=pooled_by)]  # of two with bags
+    each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=MULTI_HOT, order=order)
     check_step(each, SparseFeatures.from_bags(random_bags(each)), purpose)
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
+@POOLED
 @PLACED
 def test_bags_pool_wherever_their_rows_are(
-    stack: ExitStack, placement: str, workers: int, pooling: Pooling
+    stack: ExitStack, placement: str, workers: int, pooled_by: str, pooling: Pooling
 ) -> None:
-    tables = [dataclasses.replace(table(n, 3, None, pooling), placement=placement) for n in ("a", "b")]
+    tables = [placed(table(n, 3, None, pooling), placement, pooled_by) for n in ("a", "b")]
     each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b"))
     for step in range(3):
         check_step(each, SparseFeatures.from_bags(random_bags(each, 7, step)), step=step)
 
 
 @pytest.mark.parametrize("has_bags", [True, False], ids=["bags", "one id"])
+@POOLED
 @PLACED
-def test_weights_count(stack: ExitStack, placement: str, workers: int, has_bags: bool) -> None:
-    tables = [dataclasses.replace(table(n, 3, None), placement=placement) for n in ("a", "b")]
+def test_weights_count(
+    stack: ExitStack, placement: str, workers: int, pooled_by: str, has_bags: bool
+) -> None:
+    tables = [placed(table(n, 3, None), placement, pooled_by) for n in ("a", "b")]
     each = cluster(stack, tables, workers, dtype=DTYPE, multi_hot=("a", "b") if has_bags else ())
     sparse = SparseFeatures.from_bags(random_bags(each))
     weights_L = torch.linspace(-1, 2, len(sparse.ids_L), dtype=DTYPE)
     check_step(each, sparse._replace(weights_L=weights_L, offsets=sparse.offsets if has_bags else None))
 
 
+@POOLED
 @PLACED
-def test_features_of_one_table_may_pool_differently(stack: ExitStack, placement: str, workers: int) -> None:
+def test_features_of_one_table_may_pool_differently(
+    stack: ExitStack, placement: str, workers: int, pooled_by: str
+) -> None:
     poolings = (Pooling.MEAN, Pooling.MAX)
-    shared = dataclasses.replace(table("s", 2, None), placement=placement, poolings=poolings)
+    shared = dataclasses.replace(placed(table("s", 2, None), placement, pooled_by), poolings=poolings)
     each = cluster(stack, [shared, A], workers, dtype=DTYPE, multi_hot=("s0", "s1"))
     assert [of.pooling for of in each.table_of_feature] == [*poolings, Pooling.SUM]
     for step in range(2):
@@ -147,14 +161,15 @@ def test_features_of_one_table_may_pool_differently(stack: ExitStack, placement:
 
 
 @TRAINING
+@pytest.mark.parametrize("by_trainers", ["", "a", "abcd"], ids=["none", "one", "all"])
 @pytest.mark.parametrize("placement", ["table", "row"])
 def test_weights_of_some_features_leave_others_as_they_are(
-    stack: ExitStack, placement: str, purpose: Purpose
+    stack: ExitStack, placement: str, by_trainers: str, purpose: Purpose
 ) -> None:
     """Bags of one pooling or another beside weighted ones, and features of one id, whose rows travel once."""
     poolings = {"a": Pooling.SUM, "b": Pooling.MEAN, "c": Pooling.MAX, "d": Pooling.MEAN, "e": Pooling.SUM}
     tables = [
-        dataclasses.replace(table(name, 3, None, pooling), placement=placement)
+        placed(table(name, 3, None, pooling), placement, "trainers" if name in by_trainers else "workers")
         for name, pooling in poolings.items()
     ]
     each = cluster(stack, tables, 2, dtype=DTYPE, multi_hot=("a", "b", "c", "d"))
@@ -176,9 +191,11 @@ def test_an_empty_batch_takes_part_in_the_step(stack: ExitStack) -> None:
         check_step(each, sparse, step=step)
 
 
+@POOLED
 @pytest.mark.parametrize("only", [A, M, S], ids=["one id", "split bags", "shared"])
-def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec) -> None:
-    each = cluster(stack, [dataclasses.replace(only, num_rows=1)], 2, dtype=DTYPE, multi_hot=MULTI_HOT)
+def test_a_table_may_have_a_single_row(stack: ExitStack, only: TableSpec, pooled_by: str) -> None:
+    of_one = dataclasses.replace(only, num_rows=1, pooled_by=pooled_by)
+    each = cluster(stack, [of_one], 2, dtype=DTYPE, multi_hot=MULTI_HOT)
     check_step(each, SparseFeatures.from_bags(random_bags(each)))
 
 
@@ -210,15 +227,17 @@ def asked(
     return [items[0], items[1]]
 
 
+@POOLED
 @pytest.mark.parametrize("multi_hot", [False, True])
 @pytest.mark.parametrize(("placement", "ids_dtype"), [("table", torch.int64), ("row", torch.int32)])
 def test_tables_may_have_more_rows_than_32_bits_count(
-    placement: str, ids_dtype: torch.dtype, multi_hot: bool
+    placement: str, ids_dtype: torch.dtype, multi_hot: bool, pooled_by: str
 ) -> None:
     """Ids travel as 32 bits where the rows of each worker are few enough; their addresses never wrap."""
     num_rows = 3 * 2**30
     large = TableSpec("large", num_rows, 2, Pooling.SUM, ("large",), SGD, 1.0, placement, (0, 1))
     small = TableSpec("small", 5, 2, Pooling.SUM, ("small",), SGD, 1.0, "table", (1,))
+    large, small = (dataclasses.replace(each, pooled_by=pooled_by) for each in (large, small))
     ids = [num_rows - 1, 0, num_rows - 2, 2**31]
     items = asked([large, small], [[[i] for i in ids], [[4], [0], [4], [1]]], [multi_hot] * 2)
     found = [[(bags.ids_L.dtype, set(bags.ids_L.tolist())) for _, bags in of_worker] for of_worker in items]
@@ -235,9 +254,11 @@ def test_items_leave_in_no_view_of_more() -> None:
     generator = torch.Generator().manual_seed(5)
     items: list[Item] = []
     largest_and_mean = [table("m", 3, None, Pooling.MAX), table("b", 3, 0, Pooling.MEAN)]
+    here = [dataclasses.replace(each, pooled_by="trainers") for each in largest_and_mean]
     for tables, multi_hot in (
         ([*TABLES, S], [*[False] * 4, True, False, True]),
         (largest_and_mean, [True] * 2),
+        (here, [True] * 2),
     ):
         lengths = [[b % 3 if many else 1 for b in range(SIZE)] for many in multi_hot]
         bags = [

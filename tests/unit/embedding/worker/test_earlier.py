@@ -1,6 +1,7 @@
 """Rows as they were before the last update: saved, and read by the one lookup that must not see it."""
 
 import dataclasses
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,18 +27,26 @@ CUT = 3  # the step before which checkpoints are taken
 SIZE = 6
 
 
-def tables(placement: str) -> list[TableSpec]:
-    """Those of one id a sample are placed as asked, those that are pooled are whole."""
+def tables(placement: str, whole: Collection[str] = ()) -> list[TableSpec]:
+    """Those of one id a sample are placed as asked, those that are pooled are whole.
+
+    Args:
+        whole: names of those of which all rows take every step.
+    """
     pooled = [
         TableSpec(name, 9, 3, pooling, (name,), OptimizerSpec("adam", 0.1), 1.0, "table")
         for name, pooling in POOLED.items()
     ]
     wide = dataclasses.replace(specs(placement, dim=5)[2], name="wide", features=("wide",))
-    return [*specs(placement), wide, *pooled]
+    spec = OptimizerSpec("adam", 0.1, weight_decay=0.1, all_rows=True)
+    return [
+        dataclasses.replace(each, optimizer=spec) if each.name in whole else each
+        for each in (*specs(placement), wide, *pooled)
+    ]
 
 
-def pipelined(stack: ExitStack, placement: str, workers: int, seed: int = 7) -> Cluster:
-    return cluster(stack, tables(placement), workers, seed, RULES, multi_hot=list(POOLED))
+def pipelined(stack: ExitStack, placement: str, workers: int, whole: Collection[str] = ()) -> Cluster:
+    return cluster(stack, tables(placement, whole), workers, rules=RULES, multi_hot=list(POOLED))
 
 
 def ids(each: Cluster, step: int) -> SparseFeatures:
@@ -94,10 +103,15 @@ def staleness(each: Cluster) -> set[Staleness]:
         (("row", 8), ("row", 5)),  # more workers than some tables have rows
     ],
 )
+@pytest.mark.parametrize("whole", [(), ("a", "wide", "max")], ids=["touched", "all of some"])
 def test_what_goes_on_from_a_checkpoint_has_the_bits_of_what_was_never_stopped(
-    stack: ExitStack, tmp_path: Path, saved_by: tuple[str, int], loaded_by: tuple[str, int]
+    stack: ExitStack,
+    tmp_path: Path,
+    saved_by: tuple[str, int],
+    loaded_by: tuple[str, int],
+    whole: Collection[str],
 ) -> None:
-    first, same, second = (pipelined(stack, *by) for by in (saved_by, saved_by, loaded_by))
+    first, same, second = (pipelined(stack, *by, whole) for by in (saved_by, saved_by, loaded_by))
     expected = train_ahead(first, range(CUT + 3))
     train_ahead(same, range(CUT), closing=CUT - 1)
     second.load(same.save(tmp_path / "step", CUT), CUT)
@@ -183,6 +197,17 @@ def test_they_are_the_rows_that_the_last_update_touched_and_go_with_the_next(
         )
         for file in found:
             assert torch.equal(file[f"weight.{table.name}"], initial[key][file[f"rows.{table.name}"]])
+
+
+def test_they_are_all_rows_where_the_last_update_was_of_all(stack: ExitStack, tmp_path: Path) -> None:
+    each = pipelined(stack, "row", 2, whole=("c",))
+    initial = each.whole()
+    train_ahead(each, range(1), closing=0)
+    files = Checkpoint.open(each.save(tmp_path / "step", 1)).earlier_rows().values()
+    rows_U, earlier_UD = (torch.cat([file[f"{kind}.c"] for file in files]) for kind in ("rows", "weight"))
+    assert rows_U.sort().values.tolist() == list(range(23))
+    assert torch.equal(earlier_UD, initial["c.weight"][rows_U])
+    assert not (each.whole()["c.weight"] == initial["c.weight"]).any()
 
 
 def test_a_group_that_the_last_update_did_not_touch_is_read_as_it_is(stack: ExitStack) -> None:

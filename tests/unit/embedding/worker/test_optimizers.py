@@ -1,16 +1,18 @@
 """Row optimizers against those of the reference, which unit/reference/test_rows.py compares with torch."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hybrid.config.tables import TABLE_OPTIMIZERS
+from hybrid.config.tables import OPTIMIZERS_OF_ALL_ROWS, TABLE_OPTIMIZERS
 from hybrid.embedding.spec import OptimizerSpec
 from hybrid.embedding.worker.optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
-from hybrid.reference.rows import initial_state, update_rows
+from hybrid.reference.rows import WholeTable, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25  # a width that no vector register holds evenly
 RATE, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
@@ -28,9 +30,9 @@ def initial(dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(ROWS, DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def steps(dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor, float]]:
+def steps(dtype: torch.dtype = torch.float64, seed: int = 1) -> Iterator[tuple[Tensor, Tensor, float]]:
     """Touched rows, none at first and never the last one, their gradients, and the factor."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     for step in range(STEPS):
         rows_U = torch.randperm(ROWS - 1, generator=generator)[: step % ROWS].sort().values
         grad_UD = torch.randn(len(rows_U), DIM, dtype=torch.float64, generator=generator).to(dtype)
@@ -55,6 +57,50 @@ def test_every_step_is_that_of_the_reference(name: str, decay: float, dtype: tor
     assert torch.equal(weight_RD[-1], initial(dtype)[-1])
     for key, tensor in optimizer.state.items():
         torch.testing.assert_close(tensor, state[key], rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_OF_ALL_ROWS)
+@dtypes
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    decay=st.sampled_from([0.0, 0.01]),
+    cuts=st.sets(st.integers(1, ROWS - 1)),
+)
+def test_all_rows_take_every_step_in_blocks_of_any_size(
+    name: str, dtype: torch.dtype, seed: int, decay: float, cuts: set[int]
+) -> None:
+    weight_RD, expected_RD = initial(dtype), initial(dtype)
+    optimizer = make(name, weight_RD, weight_decay=decay, all_rows=True)
+    state = initial_state(optimizer.spec, expected_RD)
+    whole = WholeTable(optimizer.spec, expected_RD, state)
+    for rows_U, grad_UD, factor in steps(dtype, seed):
+        given_UD = grad_UD.clone()
+        for first, last in pairwise([0, *sorted(cuts), ROWS]):
+            is_here_U = (rows_U >= first) & (rows_U < last)
+            optimizer.step_all(first, last, rows_U[is_here_U], grad_UD[is_here_U], factor)
+        whole.step(RATE * factor, rows_U, grad_UD)
+        assert torch.equal(grad_UD, given_UD)
+        assert torch.equal(weight_RD, expected_RD)
+    for key, tensor in optimizer.state.items():
+        assert torch.equal(tensor, state[key])
+    assert torch.equal(weight_RD[-1], initial(dtype)[-1]) == (not decay)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS_OF_ALL_ROWS)
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_rows_that_are_not_touched_are_left_out_where_no_step_would_change_them(
+    name: str, decay: float
+) -> None:
+    """As is seen from rows of the reference that were touched in the first step alone."""
+    table_RD = initial()
+    optimizer = make(name, initial(), weight_decay=decay, all_rows=True)
+    whole = WholeTable(optimizer.spec, table_RD, initial_state(optimizer.spec, table_RD))
+    whole.step(RATE, torch.arange(ROWS), torch.ones_like(table_RD))
+    before = table_RD.clone()
+    whole.step(RATE, torch.arange(1), torch.ones(1, DIM, dtype=table_RD.dtype))
+    assert optimizer.spec.steps_all_rows != torch.equal(table_RD[1:], before[1:])
+    assert not make(name, initial(), weight_decay=decay).spec.steps_all_rows
 
 
 def test_bias_corrections_are_exact_and_their_table_has_an_end() -> None:

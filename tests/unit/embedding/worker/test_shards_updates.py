@@ -23,7 +23,7 @@ from hybrid.config import ScheduleSection
 from hybrid.config.tables import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.spec import OptimizerSpec, Pooling
 from hybrid.embedding.worker.shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
 from hybrid.steps.rules import UpdateMode, UpdateRules
@@ -228,19 +228,23 @@ class TestBlocks:
     """An update goes through the touched rows block by block."""
 
     @pytest.mark.parametrize("scale", [None, 0.3], ids=["at once", "decided"])
-    def test_their_size_changes_no_bit(self, monkeypatch: pytest.MonkeyPatch, scale: float | None) -> None:
-        results = [self.rows_and_state(scale, expected_blocks=1)]
+    @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
+    def test_their_size_changes_no_bit(
+        self, monkeypatch: pytest.MonkeyPatch, scale: float | None, all_rows: bool
+    ) -> None:
+        results = [self.rows_and_state(scale, 1, all_rows)]
         for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
             monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", block_bytes)
-            results.append(self.rows_and_state(scale, num_blocks))
+            results.append(self.rows_and_state(scale, num_blocks, all_rows))
         whole, *blocked = results
         for each in blocked:
             assert whole.keys() == each.keys()
             assert all(torch.equal(whole[name], each[name]) for name in whole)
 
     @staticmethod
-    def rows_and_state(scale: float | None, expected_blocks: int | None) -> dict[str, Tensor]:
-        with hosting(UpdateRules(1, check_finite=scale is None), "adam", ROWS) as host:
+    def rows_and_state(scale: float | None, expected_blocks: int | None, all_rows: bool) -> dict[str, Tensor]:
+        rules = UpdateRules(1, check_finite=scale is None)
+        with hosting(rules, "adam", ROWS, weight_decay=0.1, all_rows=all_rows) as host:
             (group,) = host.groups
             blocks = list(group.blocks(ROWS))
             assert len(blocks) == expected_blocks or (expected_blocks is None and len(blocks) > 1)
@@ -265,17 +269,85 @@ class TestBlocks:
         assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
         assert all(0 < last - first <= 3 for first, last in blocks)
 
+    @pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
     def test_a_gradient_that_is_not_finite_is_found_in_any_block(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, monkeypatch: pytest.MonkeyPatch, all_rows: bool
     ) -> None:
         monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", 1)
         for row in range(6):
-            with hosting(UpdateRules(1)) as host:
+            with hosting(UpdateRules(1), weight_decay=0.1, all_rows=all_rows) as host:
                 grad_BD = torch.ones(6, 2)
                 grad_BD[row, 1] = torch.inf
                 host.contribute(train(0), [(0, Bags(torch.arange(6)))], [grad_BD], 0)
                 with pytest.raises(NonFiniteError, match=rf"table t, row {row}, is not finite$"):
                     host.barrier.drain()
+
+
+class TestAllRows:
+    """Every row takes every step, whoever touches it."""
+
+    @pytest.mark.parametrize("scale", [1.0, 0.25, None])
+    def test_a_decision_scales_or_drops_gradients_and_the_norm_is_theirs_alone(
+        self, scale: float | None
+    ) -> None:
+        """As clipping in torch comes before its optimizers add their decay."""
+        rules = UpdateRules(1, check_finite=False)
+        with hosting(rules, weight_decay=0.5, all_rows=True) as host:
+            rows = host.groups[0].weight_RD
+            before = rows.clone()
+            host.contribute(train(0), [(0, Bags(torch.tensor([4, 1])))], [torch.ones(2, 2)], 0)
+            assert host.barrier.norm(0).wait() == 4.0
+            assert torch.equal(rows, before)
+            host.barrier.decide(0, scale)
+            host.barrier.drain()
+            expected = before
+            if scale is not None:
+                gradient = torch.zeros(6, 2)
+                gradient[[4, 1]] = scale
+                expected = before - (gradient + 0.5 * before)
+            torch.testing.assert_close(rows, expected)
+            assert host.version == 1
+
+    @pytest.mark.parametrize("parts", [[], [(0, Bags(torch.empty(0, dtype=torch.int64)))]])
+    @pytest.mark.parametrize("clip_norm", [None, 1.0])
+    def test_they_take_a_step_that_touches_none(
+        self, parts: list[tuple[int, Bags]], clip_norm: float | None
+    ) -> None:
+        rules = UpdateRules(1, clip_norm=clip_norm)
+        with hosting(rules, weight_decay=0.5, all_rows=True) as host:
+            rows = host.groups[0].weight_RD
+            before = rows.clone()
+            host.contribute(train(0), parts, [torch.empty(0, 2)] * len(parts), 0)
+            if clip_norm is not None:
+                assert host.barrier.norm(0).wait() == 0.0
+                host.barrier.decide(0, 1.0)
+            host.barrier.drain()
+            torch.testing.assert_close(rows, before * 0.5)
+
+    def test_splits_with_shards_that_a_step_leaves_out_change_no_bit(self, stack: ExitStack) -> None:
+        """On eight workers, two steps of five ids leave some shards of 23 rows without any."""
+        spec = OptimizerSpec("adam", 0.1, weight_decay=0.1, all_rows=True)
+        split, whole = (
+            cluster(stack, [dataclasses.replace(t, optimizer=spec) for t in specs(placement)], workers)
+            for placement, workers in (("row", 8), ("table", 1))
+        )
+        before = whole.whole()
+        for each in (split, whole):
+            each.train(0, 2)
+        tensors = whole.whole()
+        for name, tensor in split.whole().items():
+            assert torch.equal(tensor, tensors[name])
+            assert not (tensor == before[name]).any()
+
+    def test_a_table_beside_them_takes_its_own_rows_only(self, stack: ExitStack) -> None:
+        first, *others = specs(optimizer="sgd")
+        spec = dataclasses.replace(first.optimizer, weight_decay=0.1, all_rows=True)
+        each = cluster(stack, [dataclasses.replace(first, optimizer=spec), *others], 1)
+        before = each.whole()
+        each.train(0, 1)
+        moved = {name: int((rows != before[name]).all(1).sum()) for name, rows in each.whole().items()}
+        assert moved["a.weight"] == NUM_ROWS["a"]
+        assert 0 < moved["c.weight"] <= 5
 
 
 class TestFiniteness:

@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 import pytest
 
-from hybrid.config import RunConfig
-from hybrid.input_spec import InputSpec
+from hybrid.config import ColumnSection, RunConfig
+from hybrid.input_spec import FeatureSpec, InputSpec
 from workers.offline.planning.demand import demand, messages, why_not_modelled
 
 Configured: TypeAlias = Callable[..., RunConfig]
@@ -102,6 +102,17 @@ def test_a_trainer_computes_its_share_of_the_batch(configured: Configured, spec:
     for term in ("sample", "flop", "value", "id"):
         assert four.trainer[term] == pytest.approx(one.trainer[term] / 4)
     assert four.trainer["parameter"] == one.trainer["parameter"] == four.dense.parameters
+
+
+def test_a_sequence_is_rows_to_move_and_vectors_to_compute_with(configured: Configured) -> None:
+    spec = InputSpec((), (FeatureSpec("item", 1000), FeatureSpec("seen", 1000, multi_hot=True)))
+    config = configured(train={"batch_size": 100}, cluster={"trainers": 1}, dense={"net": "dcn_v2"})
+    apart = config.replace(columns={"seen": ColumnSection(pooling="none", max_ids=5)})
+    pooled, sequence = (demand(each, spec, {"seen": 3.0}, hosts=1) for each in (config, apart))
+    dim = config.embedding.dim
+    assert (pooled.trainer["value"], sequence.trainer["value"]) == (100 * 2 * dim, 100 * 6 * dim)
+    assert sequence.trainer["byte"] > 1.2 * pooled.trainer["byte"]
+    assert sequence.trainer["flop"] > 2 * pooled.trainer["flop"]
 
 
 @pytest.mark.parametrize(

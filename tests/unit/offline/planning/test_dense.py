@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from hybrid.config import RunConfig
+from hybrid.config.sections import NETS
 from hybrid.input_spec import FeatureSpec, InputSpec
 from workers.offline.planning.dense import dense_work
 
 SPEC = InputSpec(("x", "y", "z"), tuple(FeatureSpec(f"c{k}", 10) for k in range(5)))
 OWN_NET = """
 from torch import Tensor, nn
-from hybrid.dense.nets import DenseNet
+from hybrid.models.dense_net import DenseNet
 
 class Sum(nn.Module):
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def test_dlrm() -> None:
     assert work.parameters == (3 + 1) * 7 + (7 + 1) * 4 + (19 + 1) * 11 + 11 + 1
 
 
-@pytest.mark.parametrize("net", ["dcn_v2", "deepfm", "wide_deep"])
+@pytest.mark.parametrize("net", [net for net in NETS if net != "dlrm"])
 def test_every_net_is_counted_in_any_precision(net: str) -> None:
     double = config(net=net)
     double = double.replace(train=dataclasses.replace(double.train, dtype="float64"))

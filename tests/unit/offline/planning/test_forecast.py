@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -26,8 +26,9 @@ def hosts(count: int = 1, cores: int = 64, bytes_per_second: float = math.inf) -
 def asked(configured: Configured, spec: InputSpec) -> Callable[..., Demand]:
     """The demand of 2 trainers and 3 workers."""
 
-    def build(update: str = "pipelined", count: int = 1) -> Demand:
-        config = configured(train={"update": update}, cluster={"trainers": 2, "workers": 3})
+    def build(update: str = "pipelined", count: int = 1, **embedding: Any) -> Demand:
+        cluster = {"trainers": 2, "workers": 3}
+        config = configured(train={"update": update}, cluster=cluster, embedding=embedding)
         return demand(config, spec, {}, hosts=count)
 
     return build
@@ -122,6 +123,18 @@ def test_memory_is_that_of_rows_processes_and_nets(asked: Callable[..., Demand],
     assert found.trainer_bytes == 100 + 16 * demanded.dense.parameters
     assert found.host_bytes == pytest.approx(2 * found.trainer_bytes + rows + 3 * 1000)
     assert 1000 + rows / 3 <= found.worker_bytes < 1000 + rows
+
+
+@pytest.mark.parametrize(("update", "copies"), [("pipelined", 1), ("sync", 0)])
+def test_all_rows_that_take_every_step_are_kept_twice_for_checkpoints_of_pipelined_runs(
+    update: str, copies: int, asked: Callable[..., Demand], priced: Priced
+) -> None:
+    """4 tables of 1,000 rows of 16, of 4 bytes a value."""
+    touched, whole = (
+        forecast(asked(update, weight_decay=0.1, all_rows=all_rows), priced({}, {}), hosts())
+        for all_rows in (False, True)
+    )
+    assert whole.host_bytes - touched.host_bytes == pytest.approx(copies * 4 * 1000 * 16 * 4)
 
 
 def test_more_hosts_than_roles(asked: Callable[..., Demand], priced: Priced) -> None:

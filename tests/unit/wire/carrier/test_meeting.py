@@ -6,9 +6,11 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import pytest
@@ -18,9 +20,10 @@ from support.carrier import place
 from hybrid.errors import ClusterError
 from hybrid.topology import Role, RoleKind, Topology
 from hybrid.trust.secret import Secret
-from hybrid.wire.carrier import meeting
+from hybrid.wire.carrier import introduction, meeting
 from hybrid.wire.carrier.frames import Kind, Message
-from hybrid.wire.carrier.meeting import Connection, Place, meet_trainers, meet_workers
+from hybrid.wire.carrier.introduction import Address, Connection, Place
+from hybrid.wire.carrier.meeting import meet_trainers, meet_workers
 
 TOPOLOGY = Topology(2, 2)
 SECONDS = 10.0
@@ -36,14 +39,22 @@ def worker(index: int) -> Place:
     return place(Role(RoleKind.WORKER, index), TOPOLOGY)
 
 
+@pytest.fixture(params=["one host", "two hosts"], autouse=True)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> socket.AddressFamily:
+    """How trainers of this process reach workers of it."""
+    if request.param == "one host":
+        return socket.AF_UNIX
+    monkeypatch.setattr(introduction, "own_host", lambda: "another")
+    return socket.AF_INET
+
+
 @contextmanager
 def listening(
     store: dist.Store, pool: ThreadPoolExecutor, own: Place
-) -> Iterator[tuple[tuple[str, int], Future[list[Connection]]]]:
+) -> Iterator[tuple[Address, Future[list[Connection]]]]:
     """A worker that waits for its trainers: where, and whom it will have met."""
     met = pool.submit(meet_trainers, own, store, "lo")
-    address, port = json.loads(store.get(own.role.rpc_name))
-    yield (address, port), met
+    yield Address(*json.loads(store.get(own.role.rpc_name))), met
     for each in met.result(SECONDS):
         each.socket.close()
 
@@ -60,7 +71,7 @@ def close(*met: dict[Role, Connection]) -> None:
             connection.socket.close()
 
 
-def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor) -> None:
+def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: socket.AddressFamily) -> None:
     store = dist.HashStore()
     at_workers = [pool.submit(meet_trainers, worker(i), store, "lo") for i in range(2)]
     at_trainers = [pool.submit(meet_workers, trainer(i), store).result(SECONDS) for i in (1, 0)]
@@ -72,9 +83,10 @@ def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor) -> None:
             theirs.socket.setblocking(True)
             assert theirs.frames.receive(theirs.socket)
             assert theirs.frames.next() == (Kind.CALL, 1, f"from {index}", [])
+            assert mine.socket.family == theirs.socket.family == family
     listeners = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     for future in at_workers:
-        assert all(each.laddr.port != json.loads(store.get("worker0"))[1] for each in listeners)
+        assert all(each.laddr.port != json.loads(store.get("worker0"))[3] for each in listeners)
         close({Role(RoleKind.TRAINER, i): met for i, met in enumerate(future.result(SECONDS))})
     close(*at_trainers)
 
@@ -85,7 +97,7 @@ def test_strangers_are_not_let_in_and_do_no_harm(
     monkeypatch.setattr(meeting, "_MOST_STRANGERS", 20)
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(50)]
+        silent = [stack.enter_context(connected(address)) for _ in range(50)]
         silent[0].settimeout(SECONDS)
         assert silent[0].recv(100)[16:] == silent[0].recv(100) == b"", "the first gives way to those after it"
         for said in (os.urandom(HELLO_BYTES), bytes(HELLO_BYTES), b"GET / HTTP/1.0\r\n\r\n" * 3):
@@ -105,9 +117,20 @@ def only_worker_0(own: Place) -> Place:
     return dataclasses.replace(own, topology=Topology(own.topology.num_trainers, 1))
 
 
-def answer_to(address: tuple[str, int], said: bytes) -> bytes:
+def connected(address: Address) -> socket.socket:
+    """A connection, once the worker has a place for one more."""
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            return address.connect()
+        except BlockingIOError:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def answer_to(address: Address, said: bytes) -> bytes:
     """What a worker answers to this, beyond its random bytes."""
-    with socket.create_connection(address, SECONDS) as connection:
+    with connected(address) as connection:
         connection.sendall(said)
         answer = b""
         with contextlib.suppress(ConnectionResetError):
@@ -126,12 +149,15 @@ def test_a_hello_that_was_heard_is_good_for_nothing_else(pool: ThreadPoolExecuto
             heard.append(data)
             super().sendall(data, flags)
 
+        def sendmsg(self, buffers: list[bytes], *rest: Any) -> int:  # type: ignore[override]
+            heard.append(b"".join(buffers))
+            return super().sendmsg(buffers, *rest)
+
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(socket, "socket", Heard)
             stack.callback(close, meet_workers(only_worker_0(trainer(0)), store))
-        (hello,) = heard
-        assert len(hello) == HELLO_BYTES
+        (hello,) = [said for said in heard if len(said) == HELLO_BYTES]  # the worker's words are heard too
         assert answer_to(address, hello) == b""
         assert answer_to(address, b"\1" + hello[1:]) == b""
         assert not met.done()
@@ -154,11 +180,11 @@ def test_a_crowd_does_not_keep_trainers_out(
     monkeypatch.setattr(meeting, "_MOST_STRANGERS", 20)
     store, is_over = dist.HashStore(), threading.Event()
 
-    def crowd(address: tuple[str, int]) -> None:
+    def crowd(address: Address) -> None:
         while not is_over.is_set():
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 for _ in range(40):
-                    stack.enter_context(socket.create_connection(address, 1.0))
+                    stack.enter_context(address.connect())
 
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         crowds = [pool.submit(crowd, address) for _ in range(2)]
@@ -174,7 +200,7 @@ def test_a_worker_of_another_run_is_noticed(pool: ThreadPoolExecutor) -> None:
     """What listens could be anything: the trainer asks for a proof, too."""
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        store.set("worker0", json.dumps(impostor.getsockname()))
+        store.set("worker0", json.dumps(["elsewhere", "", *impostor.getsockname()]))
 
         def answer() -> None:
             connection, _ = impostor.accept()
@@ -203,7 +229,7 @@ def test_a_worker_that_cannot_be_reached_is_named() -> None:
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    store.set("worker0", json.dumps(["127.0.0.1", port]))
+    store.set("worker0", json.dumps(["elsewhere", "", "127.0.0.1", port]))
     own = dataclasses.replace(only_worker_0(trainer(1)), timeout_seconds=0.2)
     said = rf"^trainer 1 cannot reach worker 0 at 127.0.0.1:{port}: .*refused"
     with pytest.raises(ClusterError, match=said):

@@ -2,11 +2,13 @@
 
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -21,8 +23,8 @@ from hybrid.errors import ConfigError
 from hybrid.trust.failure_text import read_raised_later
 from hybrid.wire.carrier import server as server_module
 from hybrid.wire.carrier.frames import Kind, Message
+from hybrid.wire.carrier.introduction import Connection
 from hybrid.wire.carrier.link import Link
-from hybrid.wire.carrier.meeting import Connection
 from hybrid.wire.carrier.server import Server
 from hybrid.wire.failure import LostError, RefusedError
 from hybrid.wire.pending import PendingTensors
@@ -61,6 +63,12 @@ def cannot_travel(*_: object) -> Future[list[Tensor]]:
 
 
 FUNCTIONS = (double, promise, refuse, large, cannot_travel)
+
+
+@pytest.fixture(params=[False, True], ids=["two hosts", "one host"], autouse=True)
+def is_one_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both ends of every connection are."""
+    monkeypatch.setattr(sys.modules[__name__], "connection", partial(connection, request.param))
 
 
 @contextmanager

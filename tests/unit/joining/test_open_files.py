@@ -12,8 +12,8 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.config import ClusterSection
-from hybrid.errors import ClusterError
-from workers.launching.open_files import allow_open_files, files_needed
+from hybrid.errors import HybridError
+from workers.joining.open_files import allow_open_files, files_needed
 
 CLUSTER = ClusterSection(trainers=2, workers=2, transport="uv")
 
@@ -36,7 +36,7 @@ def test_the_soft_limit_becomes_the_hard_one(limits: list[tuple[int, int]]) -> N
 
 def test_too_low_a_hard_limit_is_refused(limits: list[tuple[int, int]]) -> None:
     limits.append((64, 100))
-    with pytest.raises(ClusterError) as caught:
+    with pytest.raises(HybridError) as caught:
         allow_open_files(CLUSTER)
     assert str(caught.value) == (
         "a role of 1 master, 2 trainer(s), 2 worker(s) needs about 156 open files, and 100 are allowed "
@@ -52,9 +52,9 @@ def test_what_is_needed_grows_with_the_roles_and_how_they_connect() -> None:
     assert needed == [156, 165, 312, 687]
 
 
-@pytest.mark.parametrize("command", ["launch", "run own:main", "master", "worker --index 0"])
+@pytest.mark.parametrize("command", ["launch", "run own:main", "master"])
 def test_every_command_that_starts_roles_says_so_before_it_starts_any(command: str, tmp_path: Path) -> None:
-    line = f"ulimit -n 60; exec {sys.executable} -m workers {command} --set cluster.master_port=29999"
+    line = f"ulimit -n 60; exec {sys.executable} -m workers {command}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HYBRID_SECRET": secrets.token_hex(32)}
     ran = subprocess.run(
         ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60

@@ -3,7 +3,7 @@
 import resource
 
 from hybrid.config import ClusterSection
-from hybrid.errors import ClusterError
+from hybrid.errors import HybridError
 from hybrid.topology import rpc_transport
 
 # Measured with 5 to 41 roles (torch 2.13), and rounded up: what the master has open, who has the most,
@@ -22,14 +22,14 @@ def allow_open_files(cluster: ClusterSection) -> None:
     """Let this process, and those that it will start, have open as many files as the system lets them.
 
     Raises:
-        ClusterError: that is less than a role needs.
+        HybridError: that is less than a role needs.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     needed = files_needed(cluster)
     if resource.RLIM_INFINITY != hard < needed:
-        raise ClusterError(
+        raise HybridError(
             f"a role of {cluster.topology} needs about {needed} open files, and {hard} are allowed "
             "(ulimit -Hn); raise that, or start fewer roles"
         )

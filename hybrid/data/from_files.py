@@ -1,0 +1,239 @@
+"""The samples of files, prepared: each part of a file is parsed once, by as many processes as cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.config import RunConfig
+from hybrid.data import spill
+from hybrid.data.bad_rows import BadRowLog, BadRowReport
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.fitting import Learnt, vocabularies
+from hybrid.data.manifest import NO_BAD_ROWS, DatasetReport
+from hybrid.data.parts import Part, parts_of
+from hybrid.data.processes import Job, Processes, Result, Told
+from hybrid.data.progress import Progress
+from hybrid.data.sources import RawBlock
+from hybrid.data.spill import PartLog
+from hybrid.data.split import Split
+from hybrid.data.split_writer import LabelSums, SplitPlace, SplitWriter, label_reports
+from hybrid.data.stages import (
+    TEST,
+    TRAIN,
+    EncodeJob,
+    ParseJob,
+    Piece,
+    RankJob,
+    Reading,
+    encode_piece,
+    learn_piece,
+    parse_part,
+    rank_words,
+)
+from hybrid.data.unknown import UnknownCounter
+from hybrid.data.vocabulary import NO_VALUES
+from hybrid.errors import DataError
+
+# The share of the time that each phase takes of Criteo's rows, on two cores.
+_PHASES = {"reading": 0.72, "counting": 0.07, "ordering values": 0.10, "writing": 0.11}
+_BYTES_A_PROCESS = 32 << 20  # to read less, none is started
+
+
+class FilesPreparation:
+    """Prepares the samples of files, and writes the arrays of both splits.
+
+    Args:
+        config: says how files are split.
+        reading: says how they are read.
+        folder: of the splits.
+        spilt: of what is there meanwhile; parts that are in it are not parsed again.
+        tell: told how far it is.
+        check: called twice a second; what it raises ends the preparation.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        reading: Reading,
+        folder: Path,
+        spilt: Path,
+        tell: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._reading = reading
+        self._layout = reading.layout
+        self._folder = folder
+        self._spill = spilt
+        self._progress = Progress(_PHASES, tell)
+        self._check = check
+
+    def write(
+        self, train: Sequence[Path], test: Sequence[Path]
+    ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
+        """Write the arrays; what was learnt, and the reports of the splits.
+
+        Args:
+            train, test: the files; without test files, rows are held out.
+
+        Raises:
+            ConfigError: a key does not fit the files.
+            DataError: a file cannot be used.
+        """
+        block_bytes = self._reading.block_bytes
+        parts = {
+            split: parts_of(files, self._layout, block_bytes)
+            for split, files in ((TRAIN, train), (TEST, test))
+        }
+        size = sum(part.size for each in parts.values() for part in each)
+        count = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_A_PROCESS))
+        self._spill.mkdir(parents=True, exist_ok=True)
+        with Processes(count, self._check) as processes:
+            pieces, bad_rows = self._parse(processes, parts)
+            learnt, starts = self._learn(processes, pieces)
+            encoder = self._rank(processes, pieces, learnt)
+            reports = self._encode(processes, pieces, encoder, starts, bad_rows)
+        return encoder, reports
+
+    def _parse(
+        self, processes: Processes, parts: Mapping[str, Sequence[Part]]
+    ) -> tuple[list[Piece], dict[str, BadRowReport]]:
+        """The pieces of all parts, and the reports of bad rows."""
+        jobs = [
+            ParseJob(part, self._reading, self._spill / f"{split}-{i}")
+            for split, each in parts.items()
+            for i, part in enumerate(each)
+        ]
+        logs = self._mapped(processes, "reading", parse_part, jobs, [max(1, job.part.size) for job in jobs])
+        parsed = zip(jobs, logs, strict=True)
+        train, bad_rows = self._logged(parsed, len(parts[TRAIN]))
+        reports = {TRAIN: bad_rows, TEST: NO_BAD_ROWS}
+        split = Split.of(self._config, _blocks(train))
+        train = [piece._replace(split=split) for piece in train]
+        if not parts[TEST]:
+            return train, reports
+        test, reports[TEST] = self._logged(parsed, len(parts[TEST]))
+        if not test:
+            names = ", ".join(dict.fromkeys(str(part.path) for part in parts[TEST]))
+            raise DataError(f"{names}: no rows; check data.test_path")
+        return [*train, *test], reports
+
+    def _logged(
+        self, parsed: Iterator[tuple[ParseJob, PartLog]], num_parts: int
+    ) -> tuple[list[Piece], BadRowReport]:
+        """The pieces of the next parts, and the report of their bad rows."""
+        log = BadRowLog(self._config.data.bad_rows == "fail", self._config.data.max_bad_fraction)
+        pieces = []
+        first_row = lines = 0
+        for job, found in islice(parsed, num_parts):
+            if job.part.is_first:
+                log.start_file()
+                lines = 0
+            for block in found.blocks:
+                log.add(job.part.path, block.num_good, [row.after(lines) for row in block.bad])
+            for i, piece in enumerate(found.pieces):
+                pieces.append(Piece(spill.piece_folder(job.folder, i), first_row + piece.first_row, None))
+            lines += found.num_lines
+            first_row += found.num_rows
+            if job.part.is_last:
+                log.finish_file(job.part.path)
+        return pieces, log.finish()
+
+    def _learn(self, processes: Processes, pieces: Sequence[Piece]) -> tuple[Learnt, dict[str, list[_Start]]]:
+        """What the training rows teach, and where the samples of each piece begin, and all end."""
+        learnt = Learnt.of(self._layout)
+        num_sparse = len(self._layout.sparse)
+        starts = {split: [_Start(0, np.zeros(num_sparse, np.int64))] for split in (TRAIN, TEST)}
+        jobs = [(piece, self._reading) for piece in pieces]
+        for found in self._mapped(processes, "counting", learn_piece, jobs):
+            for moments, numbers in zip(found.moments, found.numbers, strict=True):
+                learnt.moments.add(moments)
+                for quantiles, each in zip(learnt.quantiles_K, numbers, strict=True):
+                    quantiles.add(each)
+            learnt.several_K |= found.several_K
+            for split, before in starts.items():
+                num_rows, values_K = found.places.get(split, (0, 0))
+                before.append(_Start(before[-1].row + num_rows, before[-1].values_K + values_K))
+        return learnt, starts
+
+    def _rank(self, processes: Processes, pieces: Sequence[Piece], learnt: Learnt) -> FeatureEncoder:
+        """The encoder, once each piece knows the rows of its words."""
+        groups = vocabularies(self._layout.sparse, self._config.tables)
+        folders = [piece.folder for piece in pieces]
+        paths = {name: self._spill / f"vocabulary-{i}.arrow" for i, name in enumerate(groups)}
+        jobs = [
+            RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name])
+            for name, group in groups.items()
+        ]
+        for _ in self._mapped(processes, "ordering values", rank_words, jobs):
+            pass
+        words = {name: spill.read_ranked(path) for name, path in paths.items()}
+        return FeatureEncoder.of_learnt(self._layout, self._config.tables, learnt, words)
+
+    def _encode(
+        self,
+        processes: Processes,
+        pieces: Sequence[Piece],
+        encoder: FeatureEncoder,
+        starts: Mapping[str, Sequence[_Start]],
+        bad_rows: Mapping[str, BadRowReport],
+    ) -> dict[str, DatasetReport]:
+        """Write the samples of all pieces."""
+        slim = dataclasses.replace(
+            encoder, sparse=tuple(dataclasses.replace(each, values=NO_VALUES) for each in encoder.sparse)
+        )
+        multi_hot = [k for k, each in enumerate(encoder.sparse) if each.multi_hot]
+        places = {split: [start.place(multi_hot) for start in each] for split, each in starts.items()}
+        targets = self._layout.targets
+        jobs = [
+            EncodeJob(piece, slim, targets, {split: each[i] for split, each in places.items()}, self._folder)
+            for i, piece in enumerate(pieces)
+        ]
+        sums: dict[str, list[LabelSums]] = {split: [] for split in places}
+        unknown = {split: UnknownCounter(encoder) for split in places}
+        for written in self._mapped(processes, "writing", encode_piece, jobs):
+            for split, found in written.items():
+                sums[split] += found.label_sums
+                unknown[split].add_counted(found.unknown_K, found.values_K)
+        reports = {}
+        for split, each in places.items():
+            SplitWriter(self._folder / split, encoder.input_spec, targets, each[-1]).close()
+            labels = label_reports(targets.tasks, sums[split])
+            reports[split] = DatasetReport(each[-1].row, labels, bad_rows[split], unknown[split].report())
+        return reports
+
+    def _mapped(
+        self,
+        processes: Processes,
+        phase: str,
+        work: Callable[[Job, Told], Result],
+        jobs: Sequence[Job],
+        sizes: Sequence[int] = (),
+    ) -> Iterator[Result]:
+        """What ``work`` makes of each job, in their order, as a phase of the whole."""
+        self._progress.start(phase, sizes or [1] * len(jobs))
+        yield from processes.map(work, jobs, self._progress.told)
+
+
+class _Start(NamedTuple):
+    """Rows of a split, and values of each column of data.sparse, before a piece."""
+
+    row: int
+    values_K: npt.NDArray[np.int64]
+
+    def place(self, multi_hot: Sequence[int]) -> SplitPlace:
+        return SplitPlace(self.row, tuple(self.values_K[[*multi_hot]].tolist()))
+
+
+def _blocks(pieces: Sequence[Piece]) -> Iterator[RawBlock]:
+    """The rows of pieces, without their categorical columns."""
+    for piece in pieces:
+        yield from spill.read_piece(piece.folder, piece.first_row, ())

@@ -1,0 +1,236 @@
+"""Rows that are parsed and not yet encoded, on the disk: a folder a part, in pieces of a few blocks.
+
+A piece holds its categorical columns as codes into words of its own, so that what is done to a value is done
+once for each distinct one::
+
+    part-3/piece-0/rows.arrow     numbers, codes, targets: a record batch a block
+    part-3/piece-0/words.arrow    the distinct texts of each categorical column
+    part-3/part.json              the rows, lines and bad rows of each block
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hybrid.data.bad_rows import BadRow, Reason
+from hybrid.data.columns import is_list
+from hybrid.data.fitting import Ranked
+from hybrid.data.sources import RawBlock
+from hybrid.data.targets import Targets
+
+_ROWS, _WORDS, _PART = "rows.arrow", "words.arrow", "part.json"
+
+
+class BlockLog(NamedTuple):
+    """What is known of the rows of a block.
+
+    Attributes:
+        num_rows: bad ones included.
+        num_lines: lines that they take.
+        num_good: rows without the bad ones.
+        bad: the bad ones, with their lines in the part.
+    """
+
+    num_rows: int
+    num_lines: int
+    num_good: int
+    bad: list[BadRow]
+
+
+@dataclass(frozen=True)
+class PieceLog:
+    """What is known of a piece of a part.
+
+    Attributes:
+        first_row: of its rows in the part.
+        num_rows: good ones.
+    """
+
+    first_row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class PartLog:
+    """What is known of a part that is parsed."""
+
+    blocks: list[BlockLog]
+    pieces: list[PieceLog]
+
+    @property
+    def num_rows(self) -> int:
+        """Bad ones included."""
+        return sum(block.num_rows for block in self.blocks)
+
+    @property
+    def num_lines(self) -> int:
+        return sum(block.num_lines for block in self.blocks)
+
+    def write(self, folder: Path) -> None:
+        """Beside its pieces."""
+        (folder / _PART).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> PartLog:
+        """What ``write`` wrote."""
+        content = json.loads((folder / _PART).read_text(encoding="utf-8"))
+        blocks = [
+            BlockLog(rows, lines, good, [BadRow(line, Reason(why), *more) for line, why, *more in bad])
+            for rows, lines, good, bad in content["blocks"]
+        ]
+        return cls(blocks, [PieceLog(**piece) for piece in content["pieces"]])
+
+
+def piece_folder(part: Path, piece: int) -> Path:
+    """Where a piece of a part is."""
+    return part / f"piece-{piece}"
+
+
+def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
+    """Write some blocks.
+
+    Args:
+        first_row: of them, among those that ``source_rows_B`` counts.
+    """
+    folder.mkdir()
+    words: list[Any] = []
+    columns = []
+    for column in zip(*(block.sparse for block in blocks), strict=True):
+        coded, found = _coded(column)
+        columns.append(coded)
+        words.append(found)
+    dtype = np.float32 if all(_is_narrow(block.dense_BF) for block in blocks) else np.float64
+    batches = [
+        _batch(block, [column[i] for column in columns], dtype, first_row) for i, block in enumerate(blocks)
+    ]
+    with pa.OSFile(str(folder / _ROWS), "wb") as file, pa.ipc.new_file(file, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(each)], pa.int64()), each) for each in words]
+    table = pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])
+    with pa.OSFile(str(folder / _WORDS), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_batch(table)
+
+
+def _is_narrow(dense_BF: npt.NDArray[np.float64]) -> bool:
+    """Whether float32 holds the same numbers."""
+    return bool(np.array_equal(dense_BF.astype(np.float32), dense_BF, equal_nan=True))
+
+
+def _coded(column: Sequence[Any]) -> tuple[list[Any], Any]:
+    """A column of some blocks as codes, int32 or lists of these, and the words that these are of.
+
+    One of numbers stays as it is and has no words.
+    """
+    flat = [each.flatten() if is_list(each) else each for each in column]
+    if not pa.types.is_dictionary(flat[0].type):
+        return list(column), pa.array([], pa.large_string())
+    dictionaries = [each.dictionary.cast(pa.large_string()) for each in flat]
+    together = pa.concat_arrays(dictionaries).dictionary_encode()
+    place_D = np.asarray(together.indices.fill_null(0))
+    starts = np.cumsum([0, *map(len, dictionaries)])
+    coded = []
+    for each, start, given in zip(column, starts, flat, strict=False):
+        mask_L = np.asarray(given.indices.is_null())
+        at_L = np.asarray(given.indices.fill_null(0)) + start
+        codes_L = place_D[at_L] if len(place_D) else np.zeros(len(at_L), np.int32)
+        codes = pa.array(codes_L, pa.int32(), mask=mask_L)
+        coded.append(pa.ListArray.from_arrays(each.offsets, codes) if is_list(each) else codes)
+    return coded, together.dictionary
+
+
+def _batch(block: RawBlock, sparse: Sequence[Any], dtype: Any, first_row: int) -> Any:
+    columns: dict[str, Any] = {"row": pa.array((block.source_rows_B - first_row).astype(np.int32))}
+    if num_dense := block.dense_BF.shape[1]:
+        columns["dense"] = _matrix(block.dense_BF.astype(dtype), num_dense)
+    columns |= {f"sparse_{k}": column for k, column in enumerate(sparse)}
+    columns |= {f"weights_{k}": lists for k, lists in enumerate(block.weights)}
+    if block.targets is not None:
+        labels_BT, weights_BT, groups_B = block.targets
+        columns["labels"] = _matrix(labels_BT, labels_BT.shape[1])
+        if weights_BT is not None:
+            columns["weights"] = _matrix(weights_BT, weights_BT.shape[1])
+        if groups_B is not None:
+            columns["groups"] = pa.array(groups_B)
+    if block.split_B is not None:
+        columns["split"] = pa.array(block.split_B)
+    return pa.record_batch(columns)
+
+
+def _matrix(matrix: npt.NDArray[Any], width: int) -> Any:
+    return pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(matrix).reshape(-1)), width)
+
+
+def read_words(folder: Path) -> list[Any]:
+    """The distinct texts of each column of data.sparse in a piece; none of columns of numbers."""
+    with pa.memory_map(str(folder / _WORDS)) as file:
+        batch = pa.ipc.open_file(file).get_batch(0)
+    return [column.flatten() for column in batch.columns]
+
+
+def read_piece(folder: Path, first_row: int, words: Sequence[Any]) -> Iterator[RawBlock]:
+    """The blocks of a piece.
+
+    Args:
+        first_row: of the piece among all rows.
+        words: for each column of data.sparse what its codes stand for, an array as long as its words.
+    """
+    with pa.memory_map(str(folder / _ROWS)) as file:
+        reader = pa.ipc.open_file(file)
+        for i in range(reader.num_record_batches):
+            yield _block(reader.get_batch(i), first_row, words)
+
+
+def _block(batch: Any, first_row: int, words: Sequence[Any]) -> RawBlock:
+    columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    sparse = (_with_words(columns[f"sparse_{k}"], each) for k, each in enumerate(words))
+    weights = (column for name, column in columns.items() if name.startswith("weights_"))
+    dense_BF = np.empty((batch.num_rows, 0))
+    if "dense" in columns:
+        dense_BF = _array(columns["dense"]).astype(np.float64)
+    targets = None
+    if "labels" in columns:
+        parts = (columns.get("weights"), columns.get("groups"))
+        targets = Targets(
+            _array(columns["labels"]), *(None if each is None else _array(each) for each in parts)
+        )
+    split_B = _array(columns["split"]) if "split" in columns else None
+    rows_B = first_row + np.asarray(columns["row"]).astype(np.int64)
+    return RawBlock(dense_BF, tuple(sparse), targets, rows_B, tuple(weights), split_B)
+
+
+def _with_words(column: Any, words: Any) -> Any:
+    """Codes as a dictionary array, or lists of these; numbers as they are."""
+    if is_list(column):
+        return pa.ListArray.from_arrays(column.offsets, _with_words(column.flatten(), words))
+    if pa.types.is_floating(column.type):
+        return column
+    return pa.DictionaryArray.from_arrays(column, words, safe=False)
+
+
+def _array(column: Any) -> Any:
+    if pa.types.is_fixed_size_list(column.type):
+        return np.asarray(column.flatten()).reshape(len(column), column.type.list_size)
+    return np.asarray(column)
+
+
+def write_ranked(path: Path, found: Ranked) -> None:
+    """Write a vocabulary, with how often each word comes."""
+    batch = pa.record_batch({"word": found.words, "count": pa.array(found.counts_V)})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
+        writer.write_batch(batch)
+
+
+def read_ranked(path: Path) -> Ranked:
+    """What ``write_ranked`` wrote."""
+    with pa.memory_map(str(path)) as file:
+        batch = pa.ipc.open_file(file).get_batch(0)
+    return Ranked(batch.column("word"), np.asarray(batch.column("count")))

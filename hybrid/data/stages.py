@@ -1,0 +1,275 @@
+"""What is done with a part of the input, or a piece of it, by whichever process is free. Free of torch.
+
+::
+
+    parse_part    a part of a file ──> pieces: numbers, and codes into words of their own
+    learn_piece   a piece          ──> how often each word comes in training rows; moments, quantiles
+    rank_words    all pieces       ──> a vocabulary; for each piece the row of each word
+    encode_piece  a piece          ──> its samples, at their place in the arrays of the splits
+
+What a stage gives depends on the files and the configuration alone, not on who does it, nor when.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from hybrid.config import ColumnSection, DataSection, TaskSection
+from hybrid.config.columns import Column
+from hybrid.data import spill
+from hybrid.data.columns import is_list
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.fitting import WordCounts, holds_several, numbers_of, ranked
+from hybrid.data.layout import Layout
+from hybrid.data.lines import BLOCK_BYTES
+from hybrid.data.parts import PART_BLOCKS, PART_ROWS, Part, read_part
+from hybrid.data.processes import Told
+from hybrid.data.scaling import BlockMoments
+from hybrid.data.sources import RawBlock, parse_of
+from hybrid.data.spill import BlockLog, PartLog, PieceLog
+from hybrid.data.split import Split
+from hybrid.data.split_writer import LabelSums, SplitPlace, SplitWriter
+from hybrid.data.targets import TargetSpec
+from hybrid.data.unknown import UnknownCounter
+
+TRAIN, TEST = "train", "test"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files are read: the sections of the configuration that say so.
+
+    Attributes:
+        block_bytes: text parsed at a time.
+    """
+
+    data: DataSection
+    columns: Mapping[str, ColumnSection]
+    tasks: Mapping[str, TaskSection]
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(self.data, self.columns, self.tasks)
+
+
+class ParseJob(NamedTuple):
+    """A part, how it is read, and the folder that its pieces go to; this appears whole."""
+
+    part: Part
+    reading: Reading
+    folder: Path
+
+
+def parse_part(job: ParseJob, told: Told) -> PartLog:
+    """Parse a part, unless it is there already; DataError or ConfigError where it cannot be read."""
+    if job.folder.exists():
+        told(0, 1.0)
+        return PartLog.read(job.folder)
+    part, layout = job.part, job.reading.layout
+    making = job.folder.with_name(f"making-{job.folder.name}")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    log = PartLog([], [])
+    held: list[RawBlock] = []
+    row = 0
+    for table, share in read_part(part, layout, job.reading.block_bytes):
+        block, bad = parse_of(part.path, table, layout, row)
+        log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), bad))
+        if len(block.source_rows_B):
+            held.append(block)
+        row += table.num_rows
+        if _is_full(held, part):
+            _write_piece(making, log, held)
+            held = []
+        told(table.num_rows, share)
+    if held:
+        _write_piece(making, log, held)
+    log.write(making)
+    making.rename(job.folder)
+    return log
+
+
+def _is_full(held: Sequence[RawBlock], part: Part) -> bool:
+    rows = sum(len(block.source_rows_B) for block in held)
+    return rows >= PART_ROWS or (len(held) >= PART_BLOCKS and part.format != "parquet")
+
+
+def _write_piece(folder: Path, log: PartLog, held: Sequence[RawBlock]) -> None:
+    first_row = int(held[0].source_rows_B[0])
+    spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
+    log.pieces.append(PieceLog(first_row, sum(len(block.source_rows_B) for block in held)))
+
+
+class Piece(NamedTuple):
+    """A piece, and which rows it has.
+
+    Attributes:
+        folder: what is in it.
+        first_row: of it among all rows of its split's files.
+        split: says which are test rows; None where all are.
+    """
+
+    folder: Path
+    first_row: int
+    split: Split | None
+
+    def blocks(self, words: Sequence[Any]) -> list[dict[str, RawBlock]]:
+        """The training rows and the test rows of each block (:func:`hybrid.data.spill.read_piece`)."""
+        return [self._parted(block) for block in spill.read_piece(self.folder, self.first_row, words)]
+
+    def _parted(self, block: RawBlock) -> dict[str, RawBlock]:
+        if self.split is None:
+            return {TEST: block}
+        is_test_B = self.split.is_test(block)
+        if not is_test_B.any():
+            return {TRAIN: block}
+        return {TRAIN: block.select(~is_test_B), TEST: block.select(is_test_B)}
+
+
+class PieceLearnt(NamedTuple):
+    """What is learnt of a piece, beside the counts of its words.
+
+    Attributes:
+        moments: of the training rows of each block.
+        numbers: of them too, for each column of data.sparse those whose quantiles make buckets.
+        several_K: which columns hold several values in a training row.
+        places: how much each split gets: rows, and values of each column of data.sparse.
+    """
+
+    moments: list[BlockMoments]
+    numbers: list[list[npt.NDArray[np.float64]]]
+    several_K: npt.NDArray[np.bool_]
+    places: dict[str, tuple[int, npt.NDArray[np.int64]]]
+
+
+def learn_piece(job: tuple[Piece, Reading], told: Told) -> PieceLearnt:
+    """Learn from the training rows of a piece; how often each word comes is written beside it."""
+    piece, reading = job
+    layout = reading.layout
+    sizes = [len(words) for words in spill.read_words(piece.folder)]
+    counts: list[npt.NDArray[np.int64]] = [np.zeros(size, np.int64) for size in sizes]
+    learnt = PieceLearnt([], [], np.zeros(len(sizes), np.bool_), {})
+    for block in piece.blocks([pa.array(np.arange(size, dtype=np.int32)) for size in sizes]):
+        for split, rows in block.items():
+            num_rows, values_K = learnt.places.get(split, (0, np.zeros(len(sizes), np.int64)))
+            more_K = np.array([*map(_num_values, rows.sparse)], np.int64)
+            learnt.places[split] = num_rows + len(rows.source_rows_B), values_K + more_K
+        if (training := block.get(TRAIN)) is None:
+            continue
+        learnt.moments.append(BlockMoments.of(training.dense_BF, layout.transforms))
+        pairs = zip(layout.sparse, training.sparse, strict=True)
+        learnt.numbers.append([numbers_of(column, given) for column, given in pairs])
+        for k, column in enumerate(training.sparse):
+            learnt.several_K[k] |= holds_several(column)
+            if sizes[k]:
+                counts[k] += WordCounts.of(column).counts_D
+    for k, counts_D in enumerate(counts):
+        np.save(_counts_path(piece.folder, k), counts_D)
+    told(0, 1.0)
+    return learnt
+
+
+def _num_values(column: Any) -> int:
+    return len(column.flatten()) if is_list(column) else len(column) - int(column.null_count)
+
+
+def _counts_path(folder: Path, k: int) -> Path:
+    return folder / f"counts_{k}.npy"
+
+
+def _rows_path(folder: Path, k: int) -> Path:
+    return folder / f"rows_{k}.npy"
+
+
+class RankJob(NamedTuple):
+    """The columns that share a vocabulary, by their places; all pieces; and the file that it goes to."""
+
+    columns: dict[int, Column]
+    pieces: list[Path]
+    path: Path
+
+
+def rank_words(job: RankJob, told: Told) -> None:
+    """Order the words of a vocabulary, and say for each piece which row each of its words has."""
+    parts = [
+        (folder, k, WordCounts(spill.read_words(folder)[k], np.load(_counts_path(folder, k))))
+        for folder in job.pieces
+        for k in job.columns
+    ]
+    found, ranks = ranked([part for _, _, part in parts])
+    for (folder, k, _), rank_D in zip(parts, ranks, strict=True):
+        known = int((found.counts_V >= job.columns[k].min_count).sum())
+        np.save(_rows_path(folder, k), np.where(rank_D <= known, rank_D, 0).astype(np.int32))
+    spill.write_ranked(job.path, found)
+    told(0, 1.0)
+
+
+class EncodeJob(NamedTuple):
+    """A piece, and where its samples go.
+
+    Attributes:
+        encoder: without the values of vocabularies.
+        places: where the samples of each split begin.
+        folder: of the splits.
+    """
+
+    piece: Piece
+    encoder: FeatureEncoder
+    targets: TargetSpec
+    places: dict[str, SplitPlace]
+    folder: Path
+
+
+class PieceWritten(NamedTuple):
+    """What is summed up of the samples of a split in a piece: labels by block, unknown values by column."""
+
+    label_sums: list[LabelSums]
+    unknown_K: npt.NDArray[np.int64]
+    values_K: npt.NDArray[np.int64]
+
+
+def encode_piece(job: EncodeJob, told: Told) -> dict[str, PieceWritten]:
+    """Write the samples of a piece."""
+    piece, encoder = job.piece, job.encoder
+    unknown = {split: UnknownCounter(encoder) for split in job.places}
+    spec = encoder.input_spec
+    with ExitStack() as files:
+        writers = {
+            split: files.enter_context(
+                closing(SplitWriter(job.folder / split, spec, job.targets, place, is_end=False))
+            )
+            for split, place in job.places.items()
+        }
+        for block in piece.blocks(_rows_of_words(piece.folder, encoder)):
+            for split, rows in block.items():
+                encoded = encoder.encode(rows)
+                unknown[split].add(rows, encoded)
+                writers[split].append(encoded, rows.targets, rows.source_rows_B)
+    told(0, 1.0)
+    return {
+        split: PieceWritten(writer.label_sums, *unknown[split].counted) for split, writer in writers.items()
+    }
+
+
+def _rows_of_words(folder: Path, encoder: FeatureEncoder) -> list[Any]:
+    """The rows of the table of each word of each column."""
+    return [
+        _rows(folder, k, encoding, words)
+        for k, (encoding, words) in enumerate(zip(encoder.sparse, spill.read_words(folder), strict=True))
+    ]
+
+
+def _rows(folder: Path, k: int, encoding: Any, words: Any) -> Any:
+    if encoding.vocabulary == "build":
+        return pa.array(np.load(_rows_path(folder, k)))
+    return pa.array(encoding.rows(words))

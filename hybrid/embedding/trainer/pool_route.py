@@ -1,0 +1,93 @@
+"""Features of any number of ids a sample, whose distinct rows come here to be pooled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.embedding.bags import Bags, pool_recorded
+from hybrid.embedding.gradients import RowGradients
+from hybrid.embedding.placement import Location
+from hybrid.embedding.spec import Pooling
+from hybrid.embedding.trainer.batch_ids import BatchIds
+from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot
+from hybrid.embedding.trainer.row_route import AddressSpace, Rows
+
+
+class PoolRoute:
+    """Multi-hot features of one pooling and one width: distinct rows travel once, and are pooled here.
+
+    Args:
+        features: their numbers.
+        locations: where the shards of each feature's table lie.
+        pooling: how bags become vectors.
+        is_weighted: whether their ids have weights, as those of a batch may.
+    """
+
+    def __init__(
+        self,
+        features: tuple[int, ...],
+        locations: Sequence[Sequence[Location]],
+        pooling: Pooling,
+        *,
+        is_weighted: bool,
+    ) -> None:
+        self.features = features
+        self._features_F = np.array(features)
+        self._space = AddressSpace(locations)
+        self._pooling = pooling
+        self._is_weighted = is_weighted
+
+    def start(self, ids: BatchIds, items: Items) -> Assembler:
+        pooling, weights_L = ids.pooled_as(self._pooling, self._is_weighted)
+        size, num_bags = ids.count(self.features), ids.batch_size * len(self.features)
+        addresses_L = torch.empty(size, dtype=self._space.dtype)
+        offsets = torch.empty(num_bags + 1, dtype=torch.int32)
+        positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
+        self._space.write_bags(ids, self._features_F, addresses_L, offsets, positions_L)
+        rows = self._space.ask(addresses_L, items)
+        weights_L = None if weights_L is None else weights_L[positions_L]
+        shape_BFD = (ids.batch_size, len(self.features), self._space.dim)
+        return _PooledRows(rows, offsets, weights_L, pooling, shape_BFD)
+
+
+class _PooledRows:
+    """Assembles by pooling the distinct rows, as a worker pools those of a table.
+
+    Args:
+        rows: the distinct rows, and where each stands among all ids, bag after bag.
+        offsets: int32, where each bag starts, (B * F + 1).
+        weights_L: of each id, or None.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        offsets: Tensor,
+        weights_L: Tensor | None,
+        pooling: Pooling,
+        shape_BFD: tuple[int, int, int],
+    ) -> None:
+        self._rows = rows
+        self._offsets = offsets
+        self._weights_L = weights_L
+        self._pooling = pooling
+        self.shape_BFD = shape_BFD
+        self._bags: Bags  # of ranks among the distinct rows, with what their gradients will need
+
+    def vectors(self, results: Results) -> Tensor:
+        rows_UD, ranks_L = self._rows.answered(results)
+        bags = Bags(ranks_L, self._offsets, self._weights_L, self._pooling)
+        pooled_ND, self._bags = pool_recorded(rows_UD, bags)
+        return pooled_ND.view(self.shape_BFD)
+
+    def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
+        starts_V, order_L = self._rows.starts_V, self._rows.order_L
+        ranks_U = np.arange(len(starts_V) - 1, dtype=order_L.dtype)
+        gradients = RowGradients(self._bags, grad_BFD.flatten(0, 1), (ranks_U, starts_V, order_L))
+        parts, first = [], 0
+        for slot, size in self._rows.slots:
+            parts.append((slot, gradients.block(first, first + size)[0]))
+            first += size
+        return parts

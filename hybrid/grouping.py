@@ -1,0 +1,70 @@
+"""Samples in groups: cuts that keep groups whole, and how much each counts where samples are put in order.
+
+The samples of a group stand together. A group belongs to the part, of whatever is cut, in whose range its
+last sample lies::
+
+    groups       7 7 7 2 5 5 5 5 3      ends  3 4 8 9
+    ranges      |     |     |     |
+    parts        7 7 7|2    |5 5 5 5 3
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+def group_ends(groups_B: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
+    """Where each run of equal groups ends, after its last sample, (G,)."""
+    if not len(groups_B):
+        return np.empty(0, np.int64)
+    return np.append(np.flatnonzero(groups_B[1:] != groups_B[:-1]) + 1, len(groups_B))
+
+
+def split_group(groups_B: npt.NDArray[np.generic]) -> object | None:
+    """A group whose samples do not stand together, if there is one."""
+    runs_G = groups_B[group_ends(groups_B) - 1]
+    found_U, counts_U = np.unique(runs_G, return_counts=True)
+    return found_U[counts_U > 1][0].item() if len(found_U) < len(runs_G) else None
+
+
+def last_end(ends_G: npt.NDArray[np.int64], stop: int) -> int:
+    """The last of some ends that is not after ``stop``; 0 where there is none."""
+    number = int(np.searchsorted(ends_G, stop, side="right"))
+    return int(ends_G[number - 1]) if number else 0
+
+
+def whole_bounds(ends_G: npt.NDArray[np.int64], start: int, stop: int) -> tuple[int, int]:
+    """Start and stop of the groups whose last samples lie from ``start`` to ``stop``."""
+    return last_end(ends_G, start), last_end(ends_G, stop)
+
+
+def order_weights(labels_B: Tensor, weights_B: Tensor | None, groups_B: Tensor) -> Tensor:
+    """How much each sample counts in a loss of the order within groups, float64.
+
+    A sample counts where its weight is above 0. The mean weight of a group's samples that count is shared
+    among them equally, where two of them have different labels; other groups have nothing to put in order.
+
+    Args:
+        weights_B: None for all ones.
+    """
+    weights_B = torch.ones(len(labels_B)) if weights_B is None else weights_B
+    weights_B, counts_B = weights_B.double(), weights_B > 0
+    groups_U, index_B = groups_B.unique(return_inverse=True)
+    zeros_U = torch.zeros(len(groups_U), dtype=torch.float64)
+    counted, labels_N = index_B[counts_B], labels_B[counts_B].double()
+    highest_U = (zeros_U - torch.inf).scatter_reduce(0, counted, labels_N, "amax")
+    lowest_U = (zeros_U + torch.inf).scatter_reduce(0, counted, labels_N, "amin")
+    sizes_U = counted.bincount(minlength=len(groups_U)).clamp(min=1)
+    each_U = zeros_U.index_add(0, index_B, weights_B) / sizes_U.square()
+    each_B: Tensor = each_U.where(highest_U > lowest_U, 0)[index_B].where(counts_B, 0)
+    return each_B
+
+
+def order_totals(labels_BT: Tensor, weights_BT: Tensor | None, groups_B: Tensor) -> Tensor:
+    """The sums of :func:`order_weights` by task, (T,)."""
+    columns = labels_BT.unbind(1)
+    weights = [None] * len(columns) if weights_BT is None else weights_BT.unbind(1)
+    return torch.stack(
+        [order_weights(*of_task, groups_B).sum() for of_task in zip(columns, weights, strict=True)]
+    )

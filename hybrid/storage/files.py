@@ -1,0 +1,353 @@
+"""Reading, writing, listing and removing: files of this machine and of stores alike.
+
+What is missing is FileNotFoundError, all else that goes wrong an OSError, as of the disk; a store's is a
+StorageError, whose text says what to do. A file of a store is visible once it is complete, at its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import shutil
+import stat
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol
+
+from hybrid.storage.places import Place, RemotePath
+from hybrid.storage.stores import asking
+
+# What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
+_BLOCK_BYTES = 16 << 20
+_REQUESTS = 6
+
+
+class Writer(Protocol):
+    """What a file is written by."""
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        """Add to it."""
+        ...
+
+
+class Entry(NamedTuple):
+    """A file or folder in a folder.
+
+    Attributes:
+        place: where it is.
+        size: in bytes; 0 of a folder.
+        mtime_ns: when it was last written; 0 where the store does not say.
+        is_folder: whether it is one.
+    """
+
+    place: Place
+    size: int
+    mtime_ns: int
+    is_folder: bool
+
+
+def entry(place: Place) -> Entry | None:
+    """What there is at a place; None for nothing."""
+    if not isinstance(place, RemotePath):
+        try:
+            status = place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        is_folder = stat.S_ISDIR(status.st_mode)
+        return Entry(place, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
+    with asking(place, "found") as (filesystem, path):
+        return _entry(place, filesystem.get_file_info(path))
+
+
+def exists(place: Place) -> bool:
+    """Whether there is something."""
+    return entry(place) is not None
+
+
+def is_file(place: Place) -> bool:
+    """Whether there is a file."""
+    found = entry(place)
+    return found is not None and not found.is_folder
+
+
+def size(place: Place) -> int:
+    """The size of a file in bytes; FileNotFoundError where there is none."""
+    found = entry(place)
+    if found is None or found.is_folder:
+        raise FileNotFoundError(2, "No such file", str(place))
+    return found.size
+
+
+def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
+    """What is in a folder, by name; nothing where there is none.
+
+    Args:
+        is_deep: all files below it, and no folders.
+    """
+    if not isinstance(folder, RemotePath):
+        found = folder.rglob("*") if is_deep else folder.glob("*")
+        every = [each for path in found if (each := entry(path)) is not None]
+    else:
+        every = _remote_entries(folder, is_deep)
+    return sorted((e for e in every if not (is_deep and e.is_folder)), key=lambda each: str(each.place))
+
+
+def _remote_entries(folder: RemotePath, is_deep: bool) -> list[Entry]:
+    from pyarrow import fs
+
+    with asking(folder, "listed") as (filesystem, path), suppress(FileNotFoundError):
+        selector = fs.FileSelector(path, recursive=is_deep)
+        infos = filesystem.get_file_info(selector)
+        start = len(path.rstrip("/")) + 1
+        found = [_entry(folder / info.path[start:], info) for info in infos]
+        return [each for each in found if each is not None]
+    return []
+
+
+def _entry(place: RemotePath, info: Any) -> Entry | None:
+    if info.type.name == "NotFound":
+        return None
+    return Entry(place, info.size or 0, info.mtime_ns or 0, info.type.name == "Directory")
+
+
+def version(place: Place) -> str:
+    """What is another one once a file is written anew: its size, its time and, of S3, its ETag."""
+    found = entry(place)
+    if found is None or found.is_folder:
+        raise FileNotFoundError(2, "No such file", str(place))
+    tag = ""
+    if isinstance(place, RemotePath):
+        with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
+            tag = (file.metadata() or {}).get("ETag", b"").decode()
+    return f"{found.size} {found.mtime_ns} {tag}".rstrip()
+
+
+def read_bytes(place: Place) -> bytes:
+    """All of a file, which is small."""
+    with reading(place) as file:
+        return file.read()
+
+
+def read_text(place: Place) -> str:
+    """All of a text, which is small."""
+    return read_bytes(place).decode()
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file of a store as Python's own files are; errors of the store come out of its methods only."""
+
+    def __init__(self, place: RemotePath) -> None:
+        self._place = place
+        with asking(place, "read") as (filesystem, path):
+            self._file = filesystem.open_input_file(path)
+            self._size = self._file.size()
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")
+        with asking(self._place, "read"):
+            content = self._file.read_at(min(len(view), self._size - self._at), self._at)
+        view[: len(content)] = content
+        self._at += len(content)
+        return len(content)
+
+    def readall(self) -> bytes:
+        with asking(self._place, "read"):
+            content: bytes = self._file.read_at(self._size - self._at, self._at)
+        self._at += len(content)
+        return content
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = min(max(start + offset, 0), self._size)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+@contextmanager
+def reading(place: Place) -> Iterator[IO[bytes]]:
+    """Open a file for reading: from its beginning to its end, or wherever one seeks."""
+    if not isinstance(place, RemotePath):
+        with place.open("rb") as local_file:
+            yield local_file
+        return
+    with io.BufferedReader(_RemoteFile(place), _BLOCK_BYTES) as file:
+        yield file
+
+
+def read_range(place: Place, start: int, length: int) -> bytes:
+    """Some bytes of a file, from ``start`` on; fewer where it ends before."""
+    return next(read_ranges(place, [(start, length)]))
+
+
+def read_ranges(place: Place, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Ranges of a file, starts and lengths, in their order; of a store, some at a time ahead of need."""
+    if not isinstance(place, RemotePath):
+        with place.open("rb", buffering=0) as local_file:
+            for start, length in ranges:
+                yield os.pread(local_file.fileno(), length, start)
+        return
+    with asking(place, "read") as (filesystem, path):
+        file = filesystem.open_input_file(path)
+
+    def read(start: int, length: int) -> bytes:
+        with asking(place, "read"):
+            content: bytes = file.read_at(length, start)
+            return content
+
+    with file, ThreadPoolExecutor(_REQUESTS, "store") as threads:
+        wanted, under_way = iter(ranges), deque[Future[bytes]]()
+        try:
+            while True:
+                more = islice(wanted, _REQUESTS - len(under_way))
+                under_way.extend(threads.submit(read, *each) for each in more)
+                if not under_way:
+                    return
+                yield under_way.popleft().result()
+        finally:
+            for each in under_way:
+                each.cancel()
+
+
+def blocks(place: Place) -> Iterator[bytes]:
+    """All of a file, in its order, in blocks of some MiB."""
+    num_bytes = size(place)
+    starts = range(0, num_bytes, _BLOCK_BYTES)
+    return read_ranges(place, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
+
+
+def checksum(place: Place) -> str:
+    """The SHA-256 of a file."""
+    digest = hashlib.sha256()
+    for block in blocks(place):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+@contextmanager
+def local(place: Place, sha256: str | None = None) -> Iterator[Path]:
+    """A path of this machine where a file can be read, and mapped into memory.
+
+    That of a file here is its own. Another is fetched into the folder of temporary files (``TMPDIR``), where
+    it has no name: its path is good in here only, maps of it last, and nothing is left of it after a kill.
+
+    Args:
+        sha256: that a file which is fetched must have.
+
+    Raises:
+        ValueError: it has another checksum.
+    """
+    if not isinstance(place, RemotePath):
+        yield place
+        return
+    digest = hashlib.sha256()
+    with tempfile.TemporaryFile(prefix="hybrid-") as file:
+        for block in blocks(place):
+            digest.update(block)
+            file.write(block)
+        file.flush()
+        if sha256 is not None and digest.hexdigest() != sha256:
+            raise ValueError("it is not as it was written")
+        yield Path(f"/proc/self/fd/{file.fileno()}")
+
+
+@contextmanager
+def writing(place: Place) -> Iterator[Writer]:
+    """Write a file, and see it safely stored at the end; where that fails, nothing is left of it."""
+    if isinstance(place, RemotePath):
+        with _writing_remote(place) as stream:
+            yield stream
+        return
+    try:
+        with place.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            place.unlink(missing_ok=True)
+        raise
+
+
+class _Stream:
+    """A file of a store that is being written; it is there once it is closed."""
+
+    def __init__(self, place: RemotePath) -> None:
+        self._place = place
+        with asking(place, "written") as (filesystem, path):
+            # As it is, whatever its name ends in.
+            self._stream = filesystem.open_output_stream(path, compression=None)
+
+    def write(self, content: bytes | memoryview, /) -> int:
+        with asking(self._place, "written"):
+            self._stream.write(content)
+        return memoryview(content).nbytes
+
+    def close(self) -> None:
+        with asking(self._place, "written"):
+            self._stream.close()
+
+    def abandon(self) -> None:
+        """Leave nothing of it. A stream can only be closed, which makes a file of what it has."""
+        with suppress(OSError):
+            self.close()
+            remove(self._place)
+
+
+@contextmanager
+def _writing_remote(place: RemotePath) -> Iterator[Writer]:
+    stream = _Stream(place)
+    try:
+        yield stream
+        stream.close()
+    except BaseException:
+        stream.abandon()
+        raise
+
+
+def write_bytes(place: Place, content: bytes) -> None:
+    """Write a small file: of a store in one request, so that readers see the old one or the new one."""
+    with writing(place) as file:
+        file.write(content)
+
+
+def remove(place: Place) -> None:
+    """Remove a file, or a folder with all that is in it; nothing where there is none."""
+    if not isinstance(place, RemotePath):
+        if place.is_dir():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+        return
+    with asking(place, "removed") as (filesystem, path), suppress(FileNotFoundError):
+        found = filesystem.get_file_info(path)
+        if found.type.name == "Directory":
+            filesystem.delete_dir(path)
+        elif found.type.name == "File":
+            filesystem.delete_file(path)
+
+
+def send(file: Path, place: Place) -> None:
+    """Copy a file of this machine to a place."""
+    with file.open("rb") as source, writing(place) as target:
+        while block := source.read(_BLOCK_BYTES):
+            target.write(block)

@@ -1,0 +1,1 @@
+"""What several hosts cost, on one machine whose namespaces they are: ``scripts/hosts``."""

@@ -1,0 +1,149 @@
+"""Slurm's daemons on this machine: a controller, and a node for each component of a job."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hybrid.errors import HybridError
+from workers.launching.forking import end_with_parent
+
+NODES = ("n1", "n2", "n3")  # a component gets nodes of its own
+_PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
+_UP_SECONDS = 30.0
+_END_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+_KEY_BYTES = 1024
+# A requeued job waits until no credential of its start before is valid any more.
+_CREDENTIAL_SECONDS = 5
+_CONFIGURATION = """
+ClusterName=hybrid
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+AuthInfo=socket={folder}/munge.socket,cred_expire={credential}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU_Memory
+SchedulerParameters=bf_interval=1,sched_interval=2
+SlurmdParameters=config_overrides
+MpiDefault=none
+ReturnToService=2
+KillWait=5
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def why_not() -> str:
+    """Why Slurm cannot be brought up here; empty where it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [name for name in _PROGRAMS if shutil.which(name) is None]
+    packages = "apt-get install slurmctld slurmd slurm-client munge"
+    return f"{', '.join(missing)} not found: {packages}" if missing else ""
+
+
+@contextmanager
+def slurm() -> Iterator[dict[str, str]]:
+    """A Slurm of three nodes; the environment of its commands.
+
+    Raises:
+        HybridError: it does not come up.
+    """
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-slurm-")))
+        environment = _configure(folder)
+        munge = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in _MUNGE_FILES]
+        daemons = [
+            ["munged", "--foreground", "--force", *munge],
+            ["slurmctld", "-D", "-c"],
+            *(["slurmd", "-D", "-N", node] for node in NODES),
+        ]
+        for command in daemons:
+            log = stack.enter_context((folder / f"{'-'.join([command[0], command[-1][-2:]])}.log").open("wb"))
+            stack.enter_context(_daemon(command, environment, log.fileno()))
+        _await_nodes(environment)
+        try:
+            yield environment
+        finally:
+            subprocess.run(["scancel", "--full", "--user=root"], env=environment, timeout=_END_SECONDS)
+            _await(lambda: not _asked(["squeue", "--noheader"], environment), "its jobs do not end")
+
+
+_MUNGE_FILES = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+
+
+def _configure(folder: Path) -> dict[str, str]:
+    key = folder / "munge.key"
+    key.touch(mode=0o400)
+    key.write_bytes(os.urandom(_KEY_BYTES))
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (folder / name).mkdir()
+    host = socket.gethostname()
+    port, *ports = _free_ports(1 + len(NODES))
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={p} CPUs=16 RealMemory=200000"
+        for node, p in zip(NODES, ports, strict=True)
+    )
+    text = _CONFIGURATION.format(
+        host=host, port=port, folder=folder, nodes=nodes, credential=_CREDENTIAL_SECONDS
+    )
+    (folder / "slurm.conf").write_text(text)
+    return {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+@contextmanager
+def _daemon(command: Sequence[str], environment: dict[str, str], log: int) -> Iterator[None]:
+    parent = os.getpid()
+    process = subprocess.Popen(
+        command, env=environment, stdout=log, stderr=log, preexec_fn=lambda: end_with_parent(parent)
+    )
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_END_SECONDS)
+
+
+def _await_nodes(environment: dict[str, str]) -> None:
+    def are_up() -> bool:
+        return _asked(["sinfo", "--noheader", "--format=%D %t"], environment) == f"{len(NODES)} idle"
+
+    _await(are_up, "its nodes do not come up")
+
+
+def _await(condition: Callable[[], bool], failure: str) -> None:
+    deadline = time.monotonic() + _UP_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            raise HybridError(f"Slurm: {failure}")
+        time.sleep(_POLL_SECONDS)
+
+
+def _asked(command: Sequence[str], environment: dict[str, str]) -> str:
+    """What a command of Slurm's prints; empty where it fails."""
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_END_SECONDS)
+    return ended.stdout.strip()

@@ -1,0 +1,235 @@
+"""The files under configs/cluster: what they start, and when they start it again."""
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from slurm_run.daemons import why_not
+from support.commands import ROOT, eventually
+
+from hybrid.config.file import load_config
+from workers.arguments import parse
+from workers.endings import ExitCode
+
+FOLDER = ROOT / "configs/cluster"
+SECONDS = 10.0
+SCHEMA = json.loads((ROOT / "tests/support/jobset_schema.json").read_text())
+
+
+@pytest.fixture
+def jobset() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
+    return document
+
+
+def jobs(jobset: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The specification of each replicated job."""
+    return {each["name"]: each["template"]["spec"] for each in jobset["spec"]["replicatedJobs"]}
+
+
+def container(job: dict[str, Any]) -> dict[str, Any]:
+    (only,) = job["template"]["spec"]["containers"]
+    found: dict[str, Any] = only
+    return found
+
+
+def test_the_jobset_is_one_by_its_definition(jobset: dict[str, Any]) -> None:
+    jsonschema.validate(jobset, SCHEMA)
+
+
+def misspell(jobset: dict[str, Any]) -> None:
+    job = jobs(jobset)["worker"]
+    job["completionsMode"] = job.pop("completionMode")
+
+
+def misplace(jobset: dict[str, Any]) -> None:
+    jobset["spec"]["maxRestarts"] = jobset["spec"]["failurePolicy"].pop("maxRestarts")
+
+
+def quote(jobset: dict[str, Any]) -> None:
+    jobs(jobset)["trainer"]["completions"] = "2"
+
+
+def misname(jobset: dict[str, Any]) -> None:
+    jobset["spec"]["failurePolicy"]["rules"][0]["action"] = "FailJob"
+
+
+@pytest.mark.parametrize("harm", [misspell, misplace, quote, misname])
+def test_its_definition_refuses_a_slip(
+    harm: Callable[[dict[str, Any]], None], jobset: dict[str, Any]
+) -> None:
+    harm(jobset)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(jobset, SCHEMA)
+
+
+def test_its_commands_are_ones_of_this_project(jobset: dict[str, Any]) -> None:
+    found = jobs(jobset)
+    for name, job in found.items():
+        each = container(job)
+        options = parse([*each["command"][1:], *each.get("args", [])])
+        assert options.command == name
+        if name != "master":
+            host = jobset["metadata"]["name"]
+            assert options.master == f"{host}-master-0-0.{host}"
+            continue
+        config = load_config(None, options.set)
+        sizes = {f"{kind}s": found[kind]["completions"] for kind in ("trainer", "worker")}
+        assert sizes == {"trainers": config.cluster.trainers, "workers": config.cluster.workers}
+        assert options.resume == "auto"
+
+
+def test_its_pods_end_by_what_this_project_means(jobset: dict[str, Any]) -> None:
+    grace = load_config(None).cluster.rpc_timeout_seconds
+    for job in jobs(jobset).values():
+        assert (job["parallelism"], job["backoffLimit"]) == (job["completions"], 0)
+        (rule,) = job["podFailurePolicy"]["rules"]
+        assert rule["onExitCodes"]["values"] == [ExitCode.FAILED, ExitCode.USAGE]
+        assert rule["onExitCodes"]["containerName"] == container(job)["name"]
+        assert job["template"]["spec"]["terminationGracePeriodSeconds"] > grace
+        assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Callable[[str, str], None]:
+    """Puts a command of the test's own in the place of a real one."""
+    (tmp_path / "bin").mkdir()
+
+    def put(name: str, script: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+
+    put("hybrid", '[ "$1" != secret ] || echo a-secret >"$2"')
+    return put
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    return {"PATH": f"{folder}/bin:/usr/bin:/bin", **more}
+
+
+SLURM = {
+    "SLURMD_NODENAME": "n1",
+    "SLURM_JOB_ID": "7",
+    "SLURM_NTASKS_HET_GROUP_1": "2",
+    "SLURM_NTASKS_HET_GROUP_2": "3",
+}
+NODE = 'if [ "$1" = show ]; then echo "   NodeAddr=10.0.0.7 NodeHostName=n1"; else echo "$@" >>requeued; fi'
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_requeued"),
+    [(0, 0, False), (1, 0, False), (2, 0, False), (75, 0, True), (137, 3, True), (75, 10, False)],
+)
+def test_slurm_starts_a_job_again_where_that_may_help(
+    code: int, restarts: int, is_requeued: bool, commands: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    commands("scontrol", NODE)
+    commands("sleep", "")
+    commands("srun", f'echo "$@" >started; echo "$HYBRID_SECRET" >>started; exit {code}')
+    variables = environment(tmp_path, SLURM_RESTART_COUNT=str(restarts), **SLURM)
+    command = [str(FOLDER / "slurm.sh"), "--config", "a b.toml"]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert ended.returncode == code, ended.stderr
+    assert (tmp_path / "requeued").exists() == is_requeued
+    started, secret = (tmp_path / "started").read_text().splitlines()
+    assert secret == "a-secret"
+    role = started.partition(" hybrid ")[2]
+    assert role == "role --master 10.0.0.7 --resume auto --trainers 2 --workers 3 --config a b.toml"
+    assert parse(role.replace("a b", "a").split()).command == "role"
+
+
+def test_slurms_warning_reaches_the_roles(commands: Callable[[str, str], None], tmp_path: Path) -> None:
+    commands("scontrol", NODE)
+    commands("srun", 'trap "exit 75" USR1; touch started; while :; do /bin/sleep 0.02; done')
+    commands("sleep", "")
+    variables = environment(tmp_path, **SLURM)
+    with subprocess.Popen([str(FOLDER / "slurm.sh")], cwd=tmp_path, env=variables) as script:
+        assert eventually((tmp_path / "started").exists, SECONDS)
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(SECONDS) == 75
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(bool(why_not()), reason=f"no Slurm here: {why_not()}")
+def test_a_real_slurm_starts_a_job_again_and_its_end_is_that_of_an_undisturbed_run() -> None:
+    command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.endswith("\nthe end has the bits of an undisturbed run\n")
+
+
+# What hosts.sh starts there: says what it was given, and waits to be stopped or for its end.
+ROLE = """
+case $1 in secret) echo a-secret >"$2"; exit;; esac
+echo "$HYBRID_SECRET $@" >>"roles/$HOST-$1"
+trap 'echo stopped >>"roles/$HOST-$1"; exit 143' TERM
+while [ ! -e end ]; do /bin/sleep 0.02; done
+exit $(<end)
+"""
+
+
+@pytest.fixture
+def hosts(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """hosts.sh with a master and two trainers on n0, and a worker on n1."""
+    (tmp_path / "roles").mkdir()
+    commands("hybrid", ROLE)
+    commands("ssh", 'HOST=$1; export HOST; shift; exec bash -c "$*"')
+    command = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--config", "a b.toml"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL
+    ) as script:
+        yield script
+        script.kill()
+        (tmp_path / "end").write_text("0")
+
+
+def lines(folder: Path) -> dict[str, list[str]]:
+    return {path.name: path.read_text().splitlines() for path in (folder / "roles").iterdir()}
+
+
+def test_hosts_are_given_their_roles_and_the_secret(hosts: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
+    sizes = "--set cluster.master_address=n0 --set cluster.trainers=2 --set cluster.workers=1"
+    said = {name: sorted(each) for name, each in lines(tmp_path).items()}
+    assert said == {
+        "n0-master": [f"a-secret master --resume auto {sizes} --config a b.toml"],
+        "n0-trainer": [f"a-secret trainer --index {index} --master n0" for index in (0, 1)],
+        "n1-worker": ["a-secret worker --index 0 --master n0"],
+    }
+    (tmp_path / "end").write_text("0")
+    assert hosts.wait(SECONDS) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_where_hosts_sh_ends_so_do_its_roles(
+    number: signal.Signals, hosts: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """They hear SIGTERM, by which the run is saved."""
+    assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
+    hosts.send_signal(number)
+    assert hosts.wait(SECONDS) == (143 if number is signal.SIGINT else -number)
+    assert eventually(lambda: sum(each.count("stopped") for each in lines(tmp_path).values()) == 4, SECONDS)
+
+
+def test_hosts_sh_starts_all_again_where_that_may_help(
+    hosts: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
+    (tmp_path / "next").write_text("75")
+    (tmp_path / "next").rename(tmp_path / "end")
+    assert eventually(lambda: len(lines(tmp_path)["n1-worker"]) > 1, SECONDS)
+    (tmp_path / "next").write_text("1")
+    (tmp_path / "next").rename(tmp_path / "end")
+    assert hosts.wait(SECONDS) == 1

@@ -1,0 +1,152 @@
+"""Folders that roles elsewhere must see as the master does, found out by calls to one that is here."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from support.stores import BUCKET, Store
+
+from hybrid import wire
+from hybrid.data.manifest import FILE_NAME
+from hybrid.errors import CheckpointError, DataError
+from hybrid.storage import files
+from hybrid.storage.places import place
+from hybrid.topology import MASTER, Role, RoleKind
+from workers.session import reach
+from workers.session.reach import DataLook, FolderLook, Reach
+
+HERE = socket.gethostname()
+SHARED = "must be storage that all hosts share"
+# By loopback it is this process that is asked, whatever its name.
+ELSEWHERE = Reach([MASTER])
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    (folder / FILE_NAME).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Role, Path]]:
+    """The roles that are asked, and for what; nobody answers."""
+    found: list[tuple[Role, Path]] = []
+
+    class Answered:
+        def wait(self) -> None: ...
+
+    def create(role: Role, look: object, path: Path, *_: object, timeout_seconds: float) -> Answered:
+        found.append((role, path))
+        return Answered()
+
+    monkeypatch.setattr(wire, "create", create)
+    return found
+
+
+def test_what_is_shared_is_found_and_nothing_of_the_probe_is_left(loopback: None, tmp_path: Path) -> None:
+    ELSEWHERE.check_checkpoints(tmp_path / "runs" / "run" / "checkpoints")
+    assert list(tmp_path.iterdir()) == []
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "step-1").touch()
+    ELSEWHERE.check_checkpoints(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-1"]
+
+
+def test_a_place_in_a_store_is_looked_at_too(loopback: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store()
+    try:
+        for name, value in store.environment.items():
+            monkeypatch.setenv(name, value)
+        folder = place(f"s3://{BUCKET}/run/checkpoints")
+        ELSEWHERE.check_checkpoints(folder)
+        assert files.entries(folder, is_deep=True) == []
+        with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
+            FolderLook(folder / "probe", "token", True, "b")
+    finally:
+        store.close()
+
+
+def test_a_role_that_sees_another_folder_is_told_and_the_probe_is_gone(
+    loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    monkeypatch.setattr(files, "read_text", lambda place: "what another host has")
+    with pytest.raises(wire.RemoteError) as raised:
+        ELSEWHERE.check_checkpoints(folder)
+    assert str(raised.value) == (
+        f"{folder} on host {HERE} is not that of the master's host {HERE} (it holds other files); run.folder "
+        f"{SHARED}"
+    )
+    assert raised.value.failure.kind == CheckpointError.__name__
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_or_cannot_be_written_is_not_shared(tmp_path: Path) -> None:
+    probe = tmp_path / "checkpoints" / "probe"
+    folder = re.escape(str(probe.parent))
+    words = f"^{folder} on host {HERE} is not that of the master's host b \\({{}}\\); run.folder"
+    with pytest.raises(CheckpointError, match=words.format("No such file or directory")):
+        FolderLook(probe, "token", True, "b")
+    probe.parent.mkdir()
+    probe.write_text("token")
+    FolderLook(probe, "token", True, "b")
+    assert list(probe.parent.iterdir()) == [probe]
+    with pytest.raises(CheckpointError, match=words.format("it holds other files")):
+        FolderLook(probe, "another", False, "b")
+
+
+def test_one_who_only_reads_need_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = tmp_path / "probe"
+    probe.write_text("token")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(files, "write_bytes", refuse)
+    FolderLook(probe, "token", False, "b")
+    with pytest.raises(CheckpointError, match=r"\(Permission denied\); run.folder"):
+        FolderLook(probe, "token", True, "b")
+
+
+def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
+    checksum = reach._checksum(prepared)
+    DataLook(prepared, checksum, "b")
+    wire.create(MASTER, DataLook, prepared, checksum, "b", timeout_seconds=5.0).wait()
+    (prepared / FILE_NAME).write_text("{ }")
+    rule = f"{prepared} on host {HERE} is not that of the master's host b ({{}}); data.cache_folder {SHARED}"
+    with pytest.raises(DataError) as raised:
+        DataLook(prepared, checksum, "b")
+    assert str(raised.value) == rule.format("it holds other data")
+    (prepared / FILE_NAME).unlink()
+    with pytest.raises(DataError) as raised:
+        DataLook(prepared, checksum, "b")
+    assert str(raised.value) == rule.format("No such file or directory")
+
+
+def test_trainers_are_asked_for_data_and_all_for_checkpoints_by_whole_paths(
+    prepared: Path, tmp_path: Path, asked: list[tuple[Role, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer, worker = Role(RoleKind.TRAINER, 1), Role(RoleKind.WORKER, 0)
+    Reach([trainer, worker]).check_data(Path("prepared"))
+    assert asked == [(trainer, prepared)]
+    asked.clear()
+    Reach([trainer, worker]).check_checkpoints(Path("run/checkpoints"))
+    (first, probe), (second, same) = asked
+    assert (first, second, probe) == (trainer, worker, same)
+    assert probe.parent == tmp_path / "run/checkpoints"
+    assert list(tmp_path.iterdir()) == [prepared]
+
+
+def test_on_one_host_nobody_is_asked_and_nothing_written(
+    tmp_path: Path, asked: list[tuple[Role, Path]]
+) -> None:
+    Reach([]).check_data(tmp_path / "nowhere")
+    Reach([]).check_checkpoints(tmp_path / "nowhere")
+    assert asked == []
+    assert list(tmp_path.iterdir()) == []

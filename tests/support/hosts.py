@@ -1,0 +1,263 @@
+"""Hosts on one machine: process trees in namespaces of their own, joined by a switch that can be cut.
+
+::
+
+    switch ── a bridge in a network namespace of its own
+      ├── host-0   own network, process numbers, mounts, name and shared memory; 10.77.0.1 on eth0
+      └── host-1   the same; 10.77.0.2
+
+Process numbers of its own, since TensorPipe takes another channel between processes that see each other. What
+hosts share is the project, its Python, and the folders that they are given; ``/tmp``, the home, ``/dev/shm``
+are each one's own. All of it is gone when the process that made it ends, however it does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import psutil
+from support import forwarder
+from support.first_process import SECONDS, first_process, processes_in
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = Path("/tmp/home")  # of a host, in which its commands run
+INTERFACE = "eth0"
+_MOST = 8
+_NETWORK = "10.77.0"
+_HARDWARE = "02:00:00:00:00"  # and the number: others find a host that comes back at once
+# Arguments: name, home, lines of /etc/hosts, folders that remain where they are.
+_MAKE_HOST = r"""
+echo "$1" > /proc/sys/kernel/hostname
+home=$2 lines=$3; shift 3
+mount -t tmpfs tmpfs /dev/shm
+number=0
+for kept; do
+    mkdir "/dev/shm/$((++number))"
+    mount --bind "$kept" "/dev/shm/$number"
+done
+mount -t tmpfs tmpfs /tmp
+mkdir "$home"
+number=0
+for kept; do
+    mkdir -p "$kept"
+    mount --move "/dev/shm/$((++number))" "$kept"
+    rmdir "/dev/shm/$number"
+done
+printf '%s' "$lines" > /tmp/hosts
+mount --bind /tmp/hosts /etc/hosts
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cable:
+    """What joins each host to the others, where it is not as quick as the machine.
+
+    Attributes:
+        delay_seconds: from one host to another.
+        bits_per_second: of each host, in each direction.
+    """
+
+    delay_seconds: float = 0.0
+    bits_per_second: float = 10e9
+
+
+class Switch:
+    """Joins hosts, for the length of a ``with`` block, at whose end they are gone.
+
+    Args:
+        folder: for the output of what runs on hosts.
+        cable: of each host; one that is given cannot be pulled.
+    """
+
+    def __init__(self, folder: Path, cable: Cable | None = None) -> None:
+        self.folder = folder
+        self.hosts: list[Host] = []
+        self._cable = cable
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._pid = self._stack.enter_context(first_process(["--net"], ""))
+        if self._cable is None:
+            self.configure("link add name bridge type bridge", "link set bridge up")
+        else:
+            self._stack.enter_context(_forwarding(self._pid, self._cable))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def host(self, *shared: Path, number: int | None = None, lines: str | None = None) -> Host:
+        """A new host.
+
+        Args:
+            shared: folders that it has in common with others, where they are here.
+            number: of a host that was killed, and comes back; else the next one.
+            lines: of its ``/etc/hosts``; else the names of the first hosts.
+        """
+        number = len(self.hosts) if number is None else number
+        host = self._stack.enter_context(
+            Host(self, number, shared, _hosts_file() if lines is None else lines)
+        )
+        self._plug_in(host)
+        host.configure(
+            "link set lo up",
+            f"link set {INTERFACE} address {_HARDWARE}:{number:02}",
+            f"link set {INTERFACE} up",
+            f"address add {host.address}/24 dev {INTERFACE}",
+        )
+        self.hosts[number : number + 1] = [host]
+        return host
+
+    def _plug_in(self, host: Host) -> None:
+        if self._cable is None:
+            self.configure(
+                f"link add name {host.port} type veth peer name {INTERFACE} netns {host.pid}",
+                f"link set {host.port} master bridge",
+                f"link set {host.port} up",
+            )
+        else:
+            self.configure(f"link set {host.port} netns {host.pid} name {INTERFACE}")
+
+    def down(self, host: Host) -> None:
+        """Pull the host's cable: nothing goes there, nor comes from there, and nobody is told."""
+        self.configure(f"link set {host.port} down")
+
+    def up(self, host: Host) -> None:
+        """Put it back."""
+        self.configure(f"link set {host.port} up")
+
+    def unplug(self, host: Host) -> None:
+        """Take away the port of a host that is gone."""
+        with suppress(subprocess.CalledProcessError):  # the system may have, with the host
+            self.configure(f"link delete {host.port}")
+
+    def configure(self, *lines: str) -> None:
+        """What ``ip`` is to do in the switch."""
+        _ip(self._pid, lines)
+
+
+class Host:
+    """A machine of one's own; see :meth:`Switch.host`, which makes it.
+
+    Attributes:
+        name: of the host.
+        address: on its interface.
+        output: a folder out here for what its commands print.
+        pid: of its first process, as it is seen from outside.
+        is_alive: whether nobody has killed it.
+    """
+
+    def __init__(self, switch: Switch, number: int, shared: Sequence[Path], lines: str) -> None:
+        self.name, self.address = _name(number), _address(number)
+        self.port = _port(number)
+        self.output = switch.folder
+        self.pid = 0
+        self.is_alive = True
+        self._switch = switch
+        self._lines = lines
+        # What lies elsewhere than in /tmp remains there anyway.
+        kept = {path.resolve() for path in (ROOT, Path(sys.prefix), *shared)}
+        self._kept = sorted(each for each in kept if each.is_relative_to("/tmp"))
+        self._kept = [each for each in self._kept if not any(p in kept for p in each.parents)]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        flags = ["--net", "--pid", "--mount", "--uts", "--ipc", "--mount-proc"]
+        arguments = [self.name, HOME, self._lines, *self._kept]
+        self.pid = self._stack.enter_context(first_process(flags, _MAKE_HOST, *map(str, arguments)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def configure(self, *lines: str) -> None:
+        """What ``ip`` is to do on this host."""
+        _ip(self.pid, lines)
+
+    def run(self, *command: object) -> str:
+        """What a command prints that comes to its end here."""
+        ended = subprocess.run(
+            [*self.entering, *map(str, command)], env=self.environment({}), capture_output=True, text=True,
+            timeout=SECONDS,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    @property
+    def entering(self) -> list[str]:
+        """What comes before a command that is to run here."""
+        kinds = ("--net", "--pid", "--mount", "--uts", "--ipc")
+        change_folder = 'cd "$0" && exec "$@"'
+        return ["nsenter", "--target", str(self.pid), *kinds, "sh", "-c", change_folder, str(HOME)]
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """Of a command that is to run here: this process's with ``given``, and a home of the host's own."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
+        return {**own, "HOME": str(HOME), "PYTHONPATH": str(ROOT), **given}
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live here but the first, frozen ones too."""
+        return [each for each in processes_in(self.pid) if each.pid != self.pid]
+
+    def freeze(self) -> None:
+        """Stop all processes; the network goes on to answer for them, as a machine's does that swaps."""
+        for each in processes_in(self.pid):
+            each.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Have them go on."""
+        for each in processes_in(self.pid):
+            each.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End the host, and all that runs there, at once."""
+        self._stack.close()
+        self._switch.unplug(self)
+        self.is_alive = False
+
+
+def _name(number: int) -> str:
+    return f"host-{number}"
+
+
+def _address(number: int) -> str:
+    return f"{_NETWORK}.{number + 1}"
+
+
+def _port(number: int) -> str:
+    return f"to-{_name(number)}"
+
+
+def _hosts_file() -> str:
+    named = "".join(f"{_address(number)} {_name(number)}\n" for number in range(_MOST))
+    return f"127.0.0.1 localhost\n{named}"
+
+
+def _ip(pid: int, lines: Sequence[str]) -> None:
+    """Have ``ip`` do some things in the network of a process."""
+    command, script = ["nsenter", "--target", str(pid), "--net", "ip", "-batch", "-"], "\n".join(lines)
+    subprocess.run(command, input=script, capture_output=True, text=True, timeout=SECONDS, check=True)
+
+
+@contextmanager
+def _forwarding(switch: int, cable: Cable) -> Iterator[None]:
+    """Have a program forward between ports in a switch, which are there from then on."""
+    ports = [_port(number) for number in range(_MOST)]
+    command = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(switch), "--net"]
+    command += [sys.executable, "-S", "-E", forwarder.__file__]
+    command += [str(cable.delay_seconds), str(cable.bits_per_second), *ports]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n", "see above"
+            yield
+        finally:
+            process.kill()

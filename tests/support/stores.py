@@ -1,0 +1,173 @@
+"""An S3 server in this process, and a proxy before it that does what networks and stores do now and then."""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+BUCKET = "bucket"
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "somebody",
+    "AWS_SECRET_ACCESS_KEY": "something",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+_TIMEOUT_SECONDS = 20.0
+_REFUSAL = b"<Error><Code>%s</Code><Message>planted</Message></Error>"
+
+# Of a request, by its method and path with query: what becomes of it.
+Plan = Callable[[str, str], str | None]
+
+
+class Store:
+    """An S3 server on loopback, with one bucket, which the environment names to all clients."""
+
+    def __init__(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line a request
+
+        self._server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.address = f"{host}:{port}"
+        self.environment = {"AWS_ENDPOINT_URL": f"http://{self.address}"}
+        self.request("PUT", f"/{BUCKET}")
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """What the server answers to a request that nobody has signed."""
+        connection = HTTPConnection(self.address, timeout=_TIMEOUT_SECONDS)
+        connection.request(method, path, body)
+        answer = connection.getresponse().read()
+        connection.close()
+        return answer
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+class Proxy:
+    """Stands before a store; each request comes to what ``plan`` says of it.
+
+    That is None (it is passed on), ``cut`` (its connection is, once it is read), ``lose`` (the store hears of
+    it, and its answer is cut), ``torn`` (half of the answer comes), ``slow``, or a status such as ``503``.
+
+    Attributes:
+        plan: see above.
+        seen: methods and paths of all requests so far.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.plan: Plan = lambda method, path: None
+        self.seen: list[tuple[str, str]] = []
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                proxy._handle(self, store)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_any
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_TIMEOUT_SECONDS)
+
+    def _handle(self, client: BaseHTTPRequestHandler, store: Store) -> None:
+        body = _body(client)
+        self.seen.append((client.command, client.path))
+        fate = self.plan(client.command, client.path)
+        if fate == "cut":
+            _cut(client)
+            return
+        if fate is not None and fate.isdecimal():
+            code = {"503": b"SlowDown", "500": b"InternalError", "403": b"AccessDenied"}[fate]
+            _answer(client, int(fate), _REFUSAL % code)
+            return
+        if fate == "slow":
+            time.sleep(0.3)
+        connection = HTTPConnection(store.address, timeout=_TIMEOUT_SECONDS)
+        dropped = ("expect", "connection", "transfer-encoding")
+        headers = {k: v for k, v in client.headers.items() if k.lower() not in dropped}
+        connection.request(client.command, client.path, body, headers)
+        response = connection.getresponse()
+        content = response.read()
+        if fate == "lose":
+            _cut(client)
+        else:
+            _answer(client, response.status, content, response.headers.items(), is_torn=fate == "torn")
+        connection.close()
+
+
+def _body(client: BaseHTTPRequestHandler) -> bytes:
+    if client.headers.get("Transfer-Encoding", "").lower() != "chunked":
+        return client.rfile.read(int(client.headers.get("Content-Length") or 0))
+    parts = []
+    while count := int(client.rfile.readline().partition(b";")[0], 16):
+        parts.append(client.rfile.read(count))
+        client.rfile.readline()
+    client.rfile.readline()
+    return b"".join(parts)
+
+
+def _cut(client: BaseHTTPRequestHandler) -> None:
+    client.close_connection = True
+    with suppress(OSError):
+        client.connection.shutdown(socket.SHUT_RDWR)
+
+
+def _answer(
+    client: BaseHTTPRequestHandler,
+    status: int,
+    content: bytes,
+    headers: Iterable[tuple[str, str]] = (),
+    is_torn: bool = False,
+) -> None:
+    with suppress(OSError):
+        client.send_response_only(status)
+        given = dict(headers)
+        length = given.pop("Content-Length", str(len(content)))
+        for name, value in given.items():
+            if name.lower() not in ("connection", "transfer-encoding"):
+                client.send_header(name, value)
+        client.send_header("Content-Length", length if client.command == "HEAD" else str(len(content)))
+        client.end_headers()
+        if client.command != "HEAD":
+            client.wfile.write(content[: len(content) // 2] if is_torn else content)
+    if is_torn:
+        _cut(client)
+
+
+@contextmanager
+def named_by_environment(values: dict[str, str]) -> Iterator[None]:
+    """Have processes that start in here, and this one, read these from the environment."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,237 @@
+"""Files that are parsed in parts, by several processes, give the bytes that they give in one."""
+
+import dataclasses
+import random
+from collections import Counter
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.samples import csv_config, write
+
+from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
+from hybrid.data import from_files, parts as parts_module, prepared, stages
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.from_files import FilesPreparation
+from hybrid.data.parts import Part, parts_of
+from hybrid.data.prepared import prepare
+from hybrid.data.sources import Source
+from hybrid.data.stages import Reading
+from hybrid.errors import DataError, HybridError
+
+HEAD = "label,x,user,tags,seen,when,score,w"
+# Rows, blank lines, and every kind of bad row that spans lines or shares one.
+ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]
+SECTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bags": {
+        "columns": {
+            "tags": ColumnSection(kind="weighted"),
+            "bucket": ColumnSection(kind="buckets", source=("x",), quantiles=5),
+            "both": ColumnSection(kind="cross", source=("user", "when"), hash_rows=50),
+            "seen": ColumnSection(max_ids=2, too_many_ids="keep_last"),
+        },
+        "tables": {"people": TableSection(features=("user", "seen"))},
+    },
+    "tasks": {
+        "tasks": {
+            "a": TaskSection(label="label"),
+            "b": TaskSection(label="score", kind="regression", mask="label"),
+        }
+    },
+}
+DATA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bags": {"sparse": ("user", "tags", "bucket", "both", "seen"), "multi_hot_separator": "|"},
+    "tasks": {"label": "", "weight": "w", "vocabulary_min_count": 3},
+    "hash": {"vocabulary": "hash", "hash_rows": 30, "group": "user"},
+    "time": {"split": "time", "split_column": "when"},
+    "column": {"split": "column", "split_column": "user"},
+}
+
+
+def config_of(path: Path, kind: str, **keys: Any) -> RunConfig:
+    given = {"dense": ("x",), "sparse": ("user", "when"), "max_bad_fraction": 0.5, **DATA[kind], **keys}
+    return csv_config(path, **given).replace(**SECTIONS.get(kind, {}))
+
+
+def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
+    draw = random.Random(seed)
+    lines = [HEAD]
+    for _ in range(num_rows):
+        user = f"u{int(2 ** (7 * draw.random()))}"
+        tags = "|".join(f"t{draw.randrange(9)}:{draw.random():.2f}" for _ in range(draw.randrange(3)))
+        seen = "|".join(f"u{draw.randrange(30)}" for _ in range(draw.randrange(4)))
+        when, score = draw.randrange(400), f"{draw.gauss(0, 1):.4f}"
+        lines.append(f"{draw.randrange(2)},{draw.gauss(0, 9):.3f},{user},{tags},{seen},{when},{score},0.5")
+        if draw.random() < 0.1:
+            lines.append(draw.choice(ODD))
+    return (end.join(lines) + end).encode()
+
+
+def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
+    """All that is made of some files, or what is wrong with them."""
+    reading = Reading(config.data, dict(config.columns), dict(config.tasks), block_bytes)
+    preparation = FilesPreparation(
+        config, reading, folder, folder.with_suffix(".parts"), lambda line: None, lambda: None
+    )
+    try:
+        encoder, reports = preparation.write(paths, ())
+    except HybridError as error:
+        return f"{type(error).__name__}: {error}"
+    arrays = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.npy")}
+    assert len(arrays) >= 8
+    assert {path.suffix for path in folder.rglob("*") if path.is_file()} == {".npy"}
+    return arrays, [asdict(each) for each in encoder.sparse], {k: asdict(v) for k, v in reports.items()}
+
+
+def in_parts(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
+    """Let files be cut into small parts, and so many processes read them."""
+    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
+
+
+@pytest.mark.parametrize("kind", DATA)
+def test_parts_give_the_rows_of_the_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = "\r\n" if kind == "column" else "\n"
+    monkeypatch.setattr("hybrid.data.bad_rows.MAX_EXAMPLES", 10_000)  # the lines of all
+    paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i, ends)) for i in range(2))
+    config = config_of(paths[0], kind, numeric_scaling="min_max")
+    whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
+    in_parts(monkeypatch, 1)
+    # Some records have line breaks, and must not be cut.
+    monkeypatch.setattr("hybrid.data.text.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("hybrid.data.lines.MAX_RECORD_BYTES", 2000)
+    parts = outcome(config, tmp_path / "parts", paths, 9000)
+    assert not isinstance(whole, str)
+    assert parts == whole
+
+
+def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
+    found = []
+    for count in (1, 3):
+        in_parts(monkeypatch, count)
+        found.append(outcome(config_of(path, "bags"), tmp_path / str(count), (path,), 20_000))
+    assert not isinstance(found[0], str)
+    assert found[0] == found[1]
+
+
+def test_values_are_ordered_as_by_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.csv", text(3000, 1).replace(b'"', b""))
+    in_parts(monkeypatch, 1)
+    config = config_of(path, "plain", test_fraction=0.0, sparse=("user",), vocabulary_min_count=2)
+    _, (encoding,), reports = outcome(config, tmp_path / "new", (path,), 5000)
+    rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
+    good = [row[2] for row in rows if len(row) == 8 and row[0] in ("0", "1") and row[1] != "much"]
+    values = [user for _, user in sorted((-n, user) for user, n in Counter(good).items() if n > 1)]
+    assert list(encoding["values"]) == values
+    users = np.load(tmp_path / "new/train/ids.npy")[:, 0]
+    assert reports["train"]["num_rows"] == len(users) == len(good)
+    assert users.tolist() == [1 + values.index(user) if user in values else 0 for user in good]
+
+
+def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(1)
+    rows = {"label": [i % 2 for i in range(3000)], "x": [draw.random() for _ in range(3000)]}
+    rows["user"] = [int(2 ** (8 * draw.random())) for _ in range(3000)]
+    rows["when"] = [[f"a{draw.randrange(9)}"] * draw.randrange(3) for _ in range(3000)]
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet", row_group_size=500)
+    config = config_of(tmp_path / "a.parquet", "plain")
+    config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
+    whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
+    monkeypatch.setattr("hybrid.data.parts.PART_ROWS", 1000)
+    monkeypatch.setattr(stages, "PART_ROWS", 1000)
+    in_parts(monkeypatch, 2)
+    assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
+
+
+def test_the_first_fault_is_told_whoever_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = text(3000, 2).replace(b'"', b"").splitlines()
+    good = [line for line in lines if line.count(b",") == 7 and line[:1] in b"01" and b"much" not in line]
+    late = len(good) - 5
+    good[late] = b"1,nothing,u,,,5,0,1"
+    path = write(tmp_path / "a.csv", b"\n".join([HEAD.encode(), *good]))
+    in_parts(monkeypatch, 2)
+    found = outcome(config_of(path, "plain", bad_rows="fail"), tmp_path / "new", (path,), 5000)
+    assert found.startswith(f"DataError: {path}:{late + 2}: x is 'nothing', expected a finite number; ")
+    found = outcome(config_of(path, "plain", sparse=("nobody",)), tmp_path / "other", (path,), 5000)
+    assert found.startswith(f"ConfigError: data.sparse = 'nobody': {path} has no such column")
+
+
+def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.csv", text(3000, 2))
+    in_parts(monkeypatch, 2)
+    config = config_of(path, "plain")
+    reading = Reading(config.data, {}, {}, 5000)
+
+    def check() -> None:
+        raise DataError("stopped")
+
+    preparation = FilesPreparation(
+        config, reading, tmp_path / "new", tmp_path / "parts", lambda line: None, check
+    )
+    with pytest.raises(DataError, match="stopped"):
+        preparation.write([path], [])
+
+
+def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
+    path, empty = write(tmp_path / "a.csv", text(50, 2)), write(tmp_path / "b.csv", HEAD)
+    config = config_of(path, "plain")
+    reading, nothing = Reading(config.data, {}, {}), lambda line: None
+    preparation = FilesPreparation(
+        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None
+    )
+    with pytest.raises(DataError, match=rf"{empty}: no rows; check data.test_path"):
+        preparation.write([path], [empty])
+
+
+def test_one_that_was_interrupted_goes_on_with_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And ends with the bytes of one that was not; parts of other samples are removed."""
+    path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
+    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=4000))
+    config = config_of(path, "plain")
+    undisturbed = prepare(config, tmp_path / "other")
+    read, parsed = parts_module.read_part, list[int]()
+    left = 5
+
+    def read_part(part: Part, *args: Any) -> Any:
+        if len(parsed) == left:
+            raise KeyboardInterrupt
+        parsed.append(part.start)
+        return read(part, *args)
+
+    monkeypatch.setattr(stages, "read_part", read_part)
+    for seed in (config.run.seed + 1, config.run.seed):  # other samples, then these
+        parsed.clear()
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config.replace(run=dataclasses.replace(config.run, seed=seed)), cache)
+        (kept,) = (each for each in cache.iterdir() if each.is_dir())
+        assert len(list(kept.glob("train-*"))) == 5
+    left = -1
+    found = prepare(config, cache)
+    assert parsed == [part.start for part in parts_of([path], Reading(config.data, {}, {}).layout, 4000)]
+    for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
+        assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
+    assert [*cache.iterdir()] == [found]
+
+
+def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit of means and deviations, which are summed up by block."""
+    path = write(tmp_path / "a.csv", text(4000, 1).replace(b'"', b""))
+    config = config_of(path, "plain", test_fraction=0.0)
+    source = Source((path,), config.data, block_bytes=3000)
+    expected = FeatureEncoder.fit(source.blocks(), config.data).dense
+    in_parts(monkeypatch, 1)
+    reading, nothing = Reading(config.data, {}, {}, 3000), lambda line: None
+    preparation = FilesPreparation(
+        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None
+    )
+    assert preparation.write([path], [])[0].dense == expected

@@ -1,0 +1,175 @@
+"""Prepared data in a store: sent once, found again, opened by their URL."""
+
+import dataclasses
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.samples import csv_config, write
+from support.stores import BUCKET, Store
+
+from hybrid.config import RunConfig, TaskSection
+from hybrid.config.file import validate
+from hybrid.data.loader import BatchLoader
+from hybrid.data.located import StoreFolder, open_split, read_encoder, ready, source_of
+from hybrid.data.prepared import cache_folder, prepare
+from hybrid.data.storage import PreparedDataset
+from hybrid.errors import ConfigError, DataError, StorageError
+from hybrid.storage.files import entries, remove, write_bytes
+from hybrid.storage.places import RemotePath, place
+
+
+def config_of(folder: Path, cache: str = "", name: str = "train.csv") -> RunConfig:
+    rows = "".join(f"{i % 2},{i},c{i % 7}\n" for i in range(6000))
+    path = write(folder / name, f"label,x,c\n{rows}")
+    config = csv_config(path, dense=("x",), sparse=("c",), test_fraction=0.1, cache_folder=cache)
+    data = dataclasses.replace(config.data, local_cache_folder=str(folder / "local"))
+    return config.replace(data=data)
+
+
+@pytest.fixture
+def cache(store: Store, tmp_path: Path) -> RemotePath:
+    found = place(f"s3://{BUCKET}/{tmp_path.name}")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def rows_of(dataset: PreparedDataset) -> list[float]:
+    with BatchLoader(dataset, batch_size=900, shuffle=True).batches(0) as stream:
+        rows = [x for batch in stream for x in batch.dense_features[:, 0].tolist()]
+    dataset.close()
+    return rows
+
+
+def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: RemotePath) -> None:
+    config = config_of(tmp_path, str(cache))
+    assert cache_folder(config) == cache
+    said: list[str] = []
+    folder = ready(config, cache, said.append)
+    assert source_of(folder).startswith(f"{cache}/")
+    assert said[-1] == f"sending the prepared data to {source_of(folder)}"
+    here = prepare(config, tmp_path / "cache")
+    for split in ("train", "test"):
+        expected = PreparedDataset.open(here, split)
+        for source in (folder, source_of(folder)):
+            assert rows_of(open_split(source, split, config.data)) == rows_of(expected)
+        far = open_split(folder, split, config.data)
+        np.testing.assert_array_equal(far.source_rows, expected.source_rows)
+    assert read_encoder(source_of(folder)).text == read_encoder(source_of(here)).text
+    assert (folder / "manifest.json").read_bytes() == (here / "manifest.json").read_bytes()
+    assert list(tmp_path.glob("local/sent/prepared/*")) == [], "no rows are kept here"
+    said.clear()
+    before = entries(cache, is_deep=True)
+    assert ready(config, cache, said.append) == folder
+    assert said == [f"prepared data found in {source_of(folder)}"]
+    assert entries(cache, is_deep=True) == before
+
+
+def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) -> None:
+    config = config_of(tmp_path, str(cache))
+    first = ready(config, cache)
+    elsewhere = dataclasses.replace(config.data, local_cache_folder=str(tmp_path / "other"))
+    said: list[str] = []
+    second = ready(config.replace(data=elsewhere), cache, said.append)
+    assert said == [f"prepared data found in {source_of(first)}"]
+    assert second != first
+    assert source_of(second) == source_of(first)
+
+
+def test_an_attempt_that_fails_leaves_nothing_that_counts(
+    tmp_path: Path, cache: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, write_file = config_of(tmp_path, str(cache)), StoreFolder.write
+
+    def fail(folder: StoreFolder, name: str, parts: Iterator[bytes]) -> None:
+        if name == "test/samples.index":
+            assert entries(cache, is_deep=True), "there is something to remove"
+            raise StorageError("s3://bucket: cannot be written")
+        write_file(folder, name, parts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreFolder, "write", fail)
+        with pytest.raises(StorageError, match="cannot be written"):
+            ready(config, cache)
+    assert entries(cache, is_deep=True) == []
+    assert rows_of(open_split(ready(config, cache), "train", config.data))
+
+
+def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: RemotePath) -> None:
+    config, said = config_of(tmp_path, str(cache)), list[str]()
+
+    def check() -> None:
+        if any(line.startswith("sending") for line in said):
+            raise DataError("the run has ended")
+
+    with pytest.raises(DataError, match="the run has ended"):
+        ready(config, cache, said.append, check)
+    assert entries(cache, is_deep=True) == []
+    assert said[-1].startswith("sending")
+
+
+def test_a_split_without_rows_is_sent_too(tmp_path: Path, cache: RemotePath) -> None:
+    config = config_of(tmp_path, str(cache))
+    config = config.replace(data=dataclasses.replace(config.data, test_fraction=0.0))
+    folder = ready(config, cache)
+    assert rows_of(open_split(folder, "test", config.data)) == []
+    assert len(rows_of(open_split(folder, "train", config.data))) == 6000
+
+
+def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: RemotePath) -> None:
+    config = config_of(tmp_path, str(cache))
+    folder = ready(config, cache)
+    target = place(source_of(folder))
+    (attempt,) = [each.place for each in entries(target) if each.is_folder]
+    remove(attempt / "train" / "samples.index")
+    with pytest.raises(
+        DataError, match=r"^s3://.*: lacks train/samples\.index; delete it, and it is prepared anew$"
+    ):
+        open_split(folder, "train", config.data)
+    write_bytes(attempt / "manifest.json", b"{}")
+    with pytest.raises(
+        DataError, match=r"^s3://.*/manifest\.json: altered since it was prepared; delete s3://"
+    ):
+        open_split(folder, "train", config.data)
+    remove(target)
+    with pytest.raises(DataError, match=r"^s3://.*: holds no prepared data any more; start anew$"):
+        open_split(folder, "train", config.data)
+    assert rows_of(open_split(ready(config, cache), "train", config.data))
+
+
+def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Path, cache: RemotePath) -> None:
+    config = config_of(tmp_path, str(cache))
+    folder = ready(config, cache)
+    descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        def check() -> None:
+            raise DataError("the run has ended")
+
+        with pytest.raises(DataError, match="the run has ended"):
+            ready(config, cache, check=check)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_is_what_it_was(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    folder = ready(config, tmp_path / "cache")
+    assert folder == prepare(config, tmp_path / "cache")
+    assert source_of(folder) == str(folder)
+    assert rows_of(open_split(str(folder), "train", config.data))
+
+
+def test_losses_of_the_order_in_groups_want_a_folder(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "s3://bucket/prepared")
+    data = dataclasses.replace(config.data, group="c")
+    ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}
+    validate(config.replace(data=data))
+    with pytest.raises(
+        ConfigError, match=r"^data\.cache_folder = 's3://bucket/prepared': must be a folder where"
+    ):
+        validate(config.replace(data=data, tasks=ranked))

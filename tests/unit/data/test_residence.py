@@ -1,0 +1,109 @@
+"""Chunks in the slots of a local file: pinned, let go of, and fetched again."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from hybrid.data.chunks import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
+from hybrid.data.order import CHUNK_ROWS
+from hybrid.data.residence import Residence
+
+NUM_CHUNKS, NUM_SLOTS = 9, 4
+NUM_ROWS = (NUM_CHUNKS - 1) * CHUNK_ROWS + 5
+SECONDS = 20.0
+LAYOUT = ChunkLayout((ChunkArray("labels", np.dtype(np.uint8), (1,)),), ())
+LABELS = np.random.default_rng(1).integers(0, 255, (NUM_ROWS, 1), np.uint8)
+
+
+class CountedFile:
+    """A file of chunks in memory; counts its ranges."""
+
+    def __init__(self) -> None:
+        index = IndexBuilder({"labels": LABELS}, LAYOUT, NUM_ROWS)
+        parts = [LAYOUT.pack({"labels": LABELS}, chunk, NUM_ROWS) for chunk in range(NUM_CHUNKS)]
+        for chunk, part in enumerate(parts):
+            index.add(chunk, part)
+        self.index = ChunkIndex.read(index.stored(), LAYOUT, NUM_ROWS, "index")
+        self.content = b"".join(parts)
+        self.ranges: list[tuple[int, int]] = []
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        self.ranges.append((start, stop))
+        return self.content[start:stop]
+
+
+def residence_of(file: CountedFile, folder: Path) -> Residence:
+    room = NUM_SLOTS * (CHUNK_ROWS + 1)
+    residence = Residence(file, LAYOUT, file.index, NUM_ROWS, folder, room)
+    assert residence.num_slots == NUM_SLOTS
+    return residence
+
+
+def assert_here(residence: Residence, chunks: Sequence[int]) -> None:
+    assert residence.wait(chunks, SECONDS, threading.Event())
+    for chunk in chunks:
+        rows = np.arange(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, NUM_ROWS))
+        np.testing.assert_array_equal(residence.arrays["labels"][residence.local(rows)], LABELS[rows])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(sets=st.lists(st.sets(st.integers(0, NUM_CHUNKS - 1), max_size=NUM_SLOTS), max_size=25))
+def test_what_is_pinned_stays_whatever_comes_and_goes(tmp_path: Path, sets: list[set[int]]) -> None:
+    residence = residence_of(CountedFile(), tmp_path)
+    held: list[set[int]] = []
+    for chunks in sets:
+        while not residence.fits(chunks):
+            residence.unpin(held.pop(0))
+        residence.pin(chunks)
+        held.append(chunks)
+        for each in held:
+            assert_here(residence, sorted(each))
+    residence.close()
+
+
+def test_the_chunk_longest_unused_makes_room(tmp_path: Path) -> None:
+    file = CountedFile()
+    residence = residence_of(file, tmp_path)
+    for chunk in (0, 2, 4, 6, 0, 8):
+        residence.pin([chunk])
+        assert_here(residence, [chunk])
+        residence.unpin([chunk])
+    assert [start // CHUNK_ROWS for start, _ in file.ranges] == [0, 2, 4, 6, 8]
+    residence.pin([0, 4, 6])
+    assert len(file.ranges) == 5, "these three are here still"
+    residence.pin([2])
+    assert_here(residence, [2])
+    assert [start // CHUNK_ROWS for start, _ in file.ranges[5:]] == [2]
+    residence.close()
+
+
+def test_neighbours_come_in_one_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = CountedFile()
+    residence = residence_of(file, tmp_path)
+    residence.pin([7, 1, 2, 3])
+    assert_here(residence, [1, 2, 3, 7])
+    edges = file.index.edges
+    assert sorted(file.ranges) == [(edges[1], edges[4]), (edges[7], edges[8])]
+    residence.unpin([1, 2, 3, 7])
+    monkeypatch.setattr("hybrid.data.residence._RANGE_BYTES", 2 * CHUNK_ROWS)
+    file.ranges.clear()
+    residence.pin([4, 5, 6])
+    assert_here(residence, [4, 5, 6])
+    assert sorted(file.ranges) == [(edges[4], edges[6]), (edges[6], edges[7])]
+    residence.close()
+
+
+def test_one_that_nobody_closes_ends_its_threads(tmp_path: Path) -> None:
+    residence = residence_of(CountedFile(), tmp_path)
+    residence.pin([1])
+    assert_here(residence, [1])
+    threads = [thread for thread in threading.enumerate() if thread.name == "chunk fetcher"]
+    assert threads
+    del residence
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()

@@ -1,0 +1,96 @@
+"""Text that comes bit by bit gives the rows of a file with the same content."""
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support.samples import read, write
+
+from hybrid.config import DataSection
+from hybrid.data.sources import Source
+from hybrid.data.stream import STDIN
+from hybrid.errors import ConfigError, DataError
+
+CSV = DataSection(format="csv", dense=("x",), sparse=("city",), max_bad_fraction=1.0)
+ROWS = """\ufeffx,city,note\r
+1,Rome,a
+much,Oslo,b
+
+2,"Oslo, east",c
+3,"a
+break",d
+4,Rome
+5,"open,f
+-6,Oslo,é
+"""
+
+
+def pieces(text: bytes, size: int) -> Iterator[bytes]:
+    """``text`` in parts of ``size`` bytes."""
+    return (text[i : i + size] for i in range(0, len(text), size))
+
+
+def streamed(text: Iterator[bytes], data: DataSection = CSV) -> Source:
+    """What reads it, and gives the column "note" as it is."""
+    return Source((STDIN,), data, with_labels=False, text=text, beside=(("--keep", "note"),))
+
+
+@pytest.mark.parametrize("size", [3, 4, 17, 1 << 20])
+def test_however_it_is_cut(tmp_path: Path, size: int) -> None:
+    expected, of_file = read(CSV, write(tmp_path / "a.csv", ROWS), with_labels=False)
+    source = streamed(pieces(ROWS.encode(), size))
+    log = source.new_log()
+    blocks = list(source.blocks(log))
+    found = np.concatenate([block.dense_BF for block in blocks])
+    np.testing.assert_array_equal(found, expected.dense_BF)
+    cities = pa.concat_arrays([block.sparse[0] for block in blocks])
+    assert cities.to_pylist() == expected.sparse[0].to_pylist() == ["Rome", "Oslo, east", "Oslo"]
+    numbers = np.concatenate([block.source_rows_B for block in blocks]).tolist()
+    assert numbers == expected.source_rows_B.tolist() == [0, 2, 7]
+    assert [note for block in blocks for note in block.beside["note"].to_pylist()] == ["a", "c", "é"]
+    of_stream = log.finish()
+    assert of_stream.counts == of_file.counts
+    assert [e.replace(str(STDIN), str(tmp_path / "a.csv")) for e in of_stream.examples] == [*of_file.examples]
+
+
+def test_a_row_is_given_before_the_next_one_is_asked_for() -> None:
+    asked = []
+
+    def lines() -> Iterator[bytes]:
+        for number, line in enumerate([b"x,city,note\n", b"1,Rome,a\n", b"2,Oslo,b\n"]):
+            asked.append(number)
+            yield line
+
+    given = streamed(lines()).blocks()
+    assert [next(given).dense_BF.item(), list(asked)] == [1.0, [0, 1]]
+    assert [next(given).dense_BF.item(), list(asked)] == [2.0, [0, 1, 2]]
+
+
+def test_without_a_header_the_first_rows_say_whether_labels_are_among_them() -> None:
+    data = DataSection(format="csv", columns=("label", "x", "city", "note"), dense=("x",), sparse=("city",))
+    for text in (b"1,7,Rome,a\n0,8,Oslo,b\n", b"7,Rome,a\n8,Oslo,b\n"):
+        found = list(streamed(pieces(text, 12), data).blocks())
+        assert [block.dense_BF.item() for block in found] == [7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "no rows"),
+        (b"\n \n", "no rows"),
+        (gzip.compress(b"x,city,note\n1,Rome,a\n"), "is packed by gzip; unpack it, such as by zcat"),
+        (b"PAR1\0\n", "is not text but a Parquet file"),
+    ],
+    ids=["empty", "blank", "gzip", "parquet"],
+)
+def test_what_is_no_plain_text_is_one_line(text: bytes, said: str) -> None:
+    with pytest.raises(DataError, match=f"^standard input: {said}"):
+        list(streamed(pieces(text, 7)).blocks())
+
+
+def test_a_column_that_it_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^--keep = 'note': standard input has no such column; did you"):
+        list(streamed(pieces(b"x,city,notes\n1,Rome,a\n", 99)).blocks())

@@ -1,0 +1,54 @@
+"""Bytes that come while they are written: when they are given, and where they end."""
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from hybrid.data.stream import chunks
+from hybrid.errors import DataError
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """A pipe; its reading end, and its writing one, which a test may close."""
+    reading, writing = os.pipe()
+    writer = os.fdopen(writing, "wb", buffering=0)
+    yield reading, writing
+    writer.close()
+    os.close(reading)
+
+
+def test_what_is_there_is_given_at_once(pipe: tuple[int, int]) -> None:
+    reading, writing = pipe
+    given = chunks(reading, 1 << 20, at_once=True)
+    for text in (b"a\nb", b"\n", b"c\n"):
+        os.write(writing, text)
+        assert next(given) == text
+
+
+def test_otherwise_a_chunk_is_as_large_as_it_may_be() -> None:
+    reading, writing = os.pipe()
+    for text in (b"abc", b"def", b"g"):
+        os.write(writing, text)
+    os.close(writing)
+    assert list(chunks(reading, 4, at_once=False)) == [b"abcd", b"efg"]
+    os.close(reading)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_terminal_is_not_asked_again_after_its_end(at_once: bool) -> None:
+    keys, terminal = os.openpty()
+    os.write(keys, b"a\n\x04b\n\x04")
+    found = list(islice(chunks(terminal, 100, at_once=at_once), 2))
+    os.close(terminal)
+    os.close(keys)
+    assert b"".join(found) == b"a\n"
+
+
+def test_what_cannot_be_read_is_one_line() -> None:
+    folder = os.open("/", os.O_RDONLY)
+    with pytest.raises(DataError, match=r"^standard input: cannot be read \(Is a directory\)$"):
+        list(chunks(folder, 100, at_once=True))
+    os.close(folder)

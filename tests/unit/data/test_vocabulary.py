@@ -1,0 +1,128 @@
+"""Vocabularies: which place a value has, exactly; and what they are in files."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hybrid.checkpoint import folders
+from hybrid.data import checksums, vocabulary
+from hybrid.data.encode import FeatureEncoder, vocabularies_of
+from hybrid.data.sparse_encoding import SparseEncoding
+from hybrid.data.vocabulary import Vocabulary
+from hybrid.data.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
+from hybrid.errors import DataError
+
+
+def words(count: int, seed: int) -> list[str]:
+    """Short and long ones, of which many begin or end alike; the empty one and some beyond ASCII, too."""
+    draw = random.Random(seed)
+    found = {"", "\0", "\0\0", "é", "e\u0301", "x" * 4096, "x" * 4095 + "y", "y" + "x" * 4096}
+    while len(found) < count:
+        found.add("".join(draw.choices("ab\u20ac", k=draw.randrange(12))) + str(draw.randrange(count)))
+    return draw.sample(sorted(found), count)
+
+
+@pytest.mark.parametrize("bits", [64, 5, 0])
+def test_places_are_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many texts have the same hash."""
+    hashes = vocabulary._hashes
+    monkeypatch.setattr(vocabulary, "_hashes", lambda texts: hashes(texts) & np.uint64(2**bits - 1))
+    known, asked = words(300, 1), words(500, 2)
+    found = Vocabulary.of(known)
+    place_of = {word: place for place, word in enumerate(known)}
+    texts = pa.array([*asked, None, *known], pa.string())
+    expected = [*(place_of.get(word, -1) for word in asked), -1, *range(300)]
+    assert found.places(texts).tolist() == expected
+    assert found.places(texts.slice(7, 400)).tolist() == expected[7:407]
+    assert found[100:].places(texts).tolist() == [max(place - 100, -1) for place in expected]
+
+
+def test_nothing_is_known_to_an_empty_one() -> None:
+    assert Vocabulary.of([]).places(pa.array(["a", None])).tolist() == [-1, -1]
+    assert Vocabulary.of(["a"]).places(pa.array([], pa.string())).tolist() == []
+
+
+def test_many_values_take_a_few_bytes_each() -> None:
+    found = Vocabulary.of(f"{i:08x}" for i in range(100_000))
+    hashes, places = found._by_hash
+    assert found.texts.nbytes + hashes.nbytes + places.nbytes < 29 * len(found)
+    assert len(np.unique(hashes)) == len(found)
+
+
+def test_it_is_a_sequence() -> None:
+    found = Vocabulary.of(["b", "a"])
+    assert found == ("b", "a")
+    assert found == Vocabulary.of(["b", "a"])
+    assert found != Vocabulary.of(["a", "b"])
+    assert found.index("a") == 1
+    assert (found[0], [*found[1:]]) == ("b", ["a"])
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    vocabularies = [Vocabulary.of(words(50, 1)), Vocabulary.of([]), Vocabulary.of(words(70, 2))]
+    path = tmp_path / VOCABULARIES_FILE
+    write_vocabularies(path, vocabularies)
+    assert read_vocabularies(path, checksums.whole(path)) == vocabularies
+    with pytest.raises(DataError, match=f"^{path}: altered since it was written$"):
+        read_vocabularies(path, 64 * "0")
+    pq.write_table(pa.table({"value": ["a", None]}), path)
+    with pytest.raises(DataError, match=f"^{path}: cannot be read"):
+        read_vocabularies(path, checksums.whole(path))
+    path.unlink()
+    with pytest.raises(DataError, match=f"^{path}: cannot be read"):
+        read_vocabularies(path, 64 * "0")
+
+
+def test_columns_that_share_a_vocabulary_write_it_once(tmp_path: Path) -> None:
+    values = Vocabulary.of(words(40, 1))
+    sparse = [SparseEncoding(name, "build", 41, values=Vocabulary(values.texts)) for name in ("item", "seen")]
+    encoder = FeatureEncoder((), (*sparse, SparseEncoding("user", "hash", 9)))
+    encoder.save(tmp_path)
+    assert pq.read_metadata(tmp_path / VOCABULARIES_FILE).num_rows == 40
+    assert FeatureEncoder.load(tmp_path) == encoder
+
+
+def test_what_was_written_with_values_still_loads(tmp_path: Path) -> None:
+    encoder = FeatureEncoder((), (SparseEncoding("item", "build", 3, values=Vocabulary.of(["b", "a"])),))
+    (tmp_path / "features.json").write_text(encoder.text)
+    assert '"values": ["b", "a"]' in encoder.text
+    assert FeatureEncoder.load(tmp_path) == encoder
+
+
+def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
+    prepared, checkpoint = tmp_path / "prepared", tmp_path / "run/checkpoints/step-00000001"
+    encoder = FeatureEncoder((), (SparseEncoding("item", "build", 3, values=Vocabulary.of(["b", "a"])),))
+    prepared.mkdir()
+    checkpoint.mkdir(parents=True)
+    encoder.save(prepared)
+    shutil.copyfile(prepared / "features.json", checkpoint / "features.json")
+    ((name, source),) = vocabularies_of(prepared).items()
+    kept = tmp_path / "run/vocabularies" / name
+    with pytest.raises(DataError, match=rf"neither here nor in {kept.parent}; copy {name} there") as told:
+        FeatureEncoder.load(checkpoint)
+    assert "\n" not in str(told.value)
+    folders.share(source, checkpoint, name)
+    assert FeatureEncoder.load(checkpoint) == encoder
+    stamp = kept.stat().st_mtime_ns
+    folders.share(source, checkpoint.with_name("step-00000002"), name)
+    assert (kept.stat().st_mtime_ns, [*kept.parent.iterdir()]) == (stamp, [kept])
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(DataError, match=f"^{kept}: altered since it was written$"):
+        FeatureEncoder.load(checkpoint)
+    shutil.copyfile(source, checkpoint / VOCABULARIES_FILE)
+    kept.unlink()
+    assert FeatureEncoder.load(checkpoint) == encoder
+
+
+@pytest.mark.parametrize("sha256", [1, "../../secret", 64 * "g"])
+def test_what_names_another_file_is_refused(tmp_path: Path, sha256: object) -> None:
+    content = {"format": 4, "dense": [], "sparse": [], "vocabularies": sha256}
+    (tmp_path / "features.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="does not say how columns become numbers"):
+        FeatureEncoder.load(tmp_path)

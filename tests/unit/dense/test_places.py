@@ -1,0 +1,151 @@
+"""Where a net finds the vectors of a column, and what nets that are built in make of sequences."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from support.seeded import random
+from torch import Tensor, nn
+
+from hybrid.config import ColumnSection, DenseSection, RunConfig
+from hybrid.config.sections import NETS
+from hybrid.dense.compiled import compiled
+from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.places import VectorPlaces
+from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
+
+DIM, MOST = 4, 3
+SPEC = InputSpec(
+    ("x", "y"),
+    (FeatureSpec("user", 9), FeatureSpec("seen", 9, multi_hot=True), FeatureSpec("item", 9)),
+)
+COLUMNS = {"seen": ColumnSection(pooling="none", max_ids=MOST), "item": ColumnSection(pooling="mean")}
+LENGTHS = (2, 0, 3, 1)
+
+
+def config(net: str = "dcn_v2", **dense: Any) -> RunConfig:
+    section = DenseSection(net=net, bottom_mlp=(8,), top_mlp=(6,), **dense)
+    return RunConfig(dense=section, columns=COLUMNS)
+
+
+def samples(dim: int = DIM) -> tuple[Tensor, Tensor, Tensor]:
+    """The vectors of a user, of MOST items seen, padded, and of an item."""
+    size = len(LENGTHS)
+    seen_BND = random(size, MOST, dim, seed=1, dtype=torch.float64)
+    seen_BND *= (torch.arange(MOST) < torch.tensor(LENGTHS).unsqueeze(1)).unsqueeze(2)
+    user_BD, item_BD = (random(size, dim, seed=seed, dtype=torch.float64) for seed in (2, 3))
+    return user_BD, seen_BND, item_BD
+
+
+def side_by_side(user_BD: Tensor, seen_BND: Tensor, item_BD: Tensor) -> Tensor:
+    lengths_B1 = torch.tensor(LENGTHS, dtype=torch.float64).unsqueeze(1)
+    return torch.cat([user_BD, seen_BND.flatten(1), lengths_B1, item_BD], dim=1)
+
+
+def test_a_net_finds_each_column() -> None:
+    user_BD, seen_BND, item_BD = samples(5)
+    pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
+    places = VectorPlaces(config(), SPEC, [5, MOST * 5 + 1, 5])
+    assert places.widths == [5] * (2 + MOST)
+    assert torch.equal(places.vector("user")(pooled_BE), user_BD)
+    assert torch.equal(places.vector("item")(pooled_BE), item_BD)
+    found_BND, is_there_BN = places.sequence("seen")(pooled_BE)
+    assert torch.equal(found_BND, seen_BND)
+    assert is_there_BN.sum(1).tolist() == list(LENGTHS)
+    assert torch.equal(is_there_BN, seen_BND.any(dim=2))
+    empty_BND, is_there_BN = places.sequence("seen")(pooled_BE[:0])
+    assert (empty_BND.shape, is_there_BN.shape) == ((0, MOST, 5), (0, MOST))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_sequence", "message"),
+    [
+        (
+            "item",
+            True,
+            "columns.item.pooling: must be none, since the net takes the column as a sequence",
+        ),
+        ("seen", False, "columns.seen.pooling: must not be none, since the net takes the column as one vec"),
+        ("shop", True, "data.sparse = ('user', 'seen', 'item'): must name shop, which the net takes"),
+    ],
+)
+def test_a_column_that_is_not_what_the_net_takes(name: str, is_sequence: bool, message: str) -> None:
+    places = VectorPlaces(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
+    with pytest.raises(ConfigError) as caught:
+        places.sequence(name) if is_sequence else places.vector(name)
+    assert str(caught.value).startswith(message)
+
+
+def as_columns(net: str, **dense: Any) -> tuple[RunConfig, InputSpec]:
+    """The same with a column in place of each vector of the sequence."""
+    apart = tuple(FeatureSpec(f"seen{n}", 9) for n in range(MOST))
+    features = (SPEC.sparse_features[0], *apart, SPEC.sparse_features[2])
+    return config(net, **dense).replace(columns={}), InputSpec(SPEC.dense_features, features)
+
+
+@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize("remote", [False, True])
+def test_built_in_nets_take_a_sequence_as_columns_and_leave_its_length_out(
+    net_name: str, remote: bool
+) -> None:
+    dense = {"remote_mlp": (7, 5)} if remote else {}
+    dim = DIM + extra_columns(net_name)
+    user_BD, seen_BND, item_BD = samples(dim)
+    dense_BF = random(len(LENGTHS), 2, seed=4, dtype=torch.float64)
+    outputs = []
+    for (of, spec), widths, pooled_BE in (
+        ((config(net_name, **dense), SPEC), [dim, MOST * dim + 1, dim], side_by_side(*samples(dim))),
+        (
+            as_columns(net_name, **dense),
+            [dim] * (2 + MOST),
+            torch.cat([user_BD, seen_BND.flatten(1), item_BD], dim=1),
+        ),
+    ):
+        net = build_dense_net(of, spec, widths).double()
+        hidden_BH = net.interaction(net.bottom(dense_BF), pooled_BE)
+        middle = build_remote_net(of, spec, widths).double() if remote else nn.Identity()
+        outputs.append(net.head(middle(hidden_BH)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("mode", ["script", "trace"])
+@pytest.mark.parametrize("net_name", ["dlrm", "deepfm"])
+def test_their_compiled_forms_do_the_same(net_name: str, mode: str) -> None:
+    dim = DIM + extra_columns(net_name)
+    net = build_dense_net(config(net_name), SPEC, [dim, MOST * dim + 1, dim]).double()
+    pooled_BE = side_by_side(*samples(dim)).requires_grad_()
+    bottom_BH = net.bottom(random(len(LENGTHS), 2, seed=4, dtype=torch.float64)).detach().requires_grad_()
+    form = compiled(net.interaction, mode, [bottom_BH, pooled_BE])
+    torch.testing.assert_close(form(bottom_BH, pooled_BE), net.interaction(bottom_BH, pooled_BE))
+
+
+class Mean(nn.Module):
+    """The mean of what was seen, beside the item."""
+
+    def __init__(self, places: VectorPlaces) -> None:
+        super().__init__()
+        self.seen, self.item = places.sequence("seen"), places.vector("item")
+
+    def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
+        seen_BND, is_there_BN = self.seen(pooled_BE)
+        mean_BD = seen_BND.sum(dim=1) / is_there_BN.sum(dim=1, keepdim=True).clamp(min=1)
+        return torch.cat([bottom_BH, mean_BD, self.item(pooled_BE)], dim=1)
+
+
+@pytest.mark.parametrize("mode", ["script", "trace"])
+def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
+    net = Mean(VectorPlaces(config(), SPEC, [DIM, MOST * DIM + 1, DIM]))
+    pooled_BE = side_by_side(*samples()).requires_grad_()
+    bottom_BH = random(len(LENGTHS), 2, dtype=torch.float64).requires_grad_()
+    form = compiled(net, mode, [bottom_BH, pooled_BE])
+    for size in (len(LENGTHS), 1, 0):
+        inputs = bottom_BH[:size], pooled_BE[:size]
+        torch.testing.assert_close(form(*inputs), net(*inputs))
+
+
+def test_a_sequence_of_unknown_length_is_refused() -> None:
+    columns = {"seen": dataclasses.replace(COLUMNS["seen"], max_ids=0)}
+    with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must say how many vectors the net"):
+        VectorPlaces(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])

@@ -1,0 +1,177 @@
+"""Rows of standard input get the predictions that they get in a file."""
+
+import csv
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.descriptors import redirected
+from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
+
+from hybrid.errors import ConfigError, DataError, HybridError
+from workers.offline.prediction_file import STDOUT
+from workers.offline.predictions import predict
+from workers.offline.streamed import predict_stream
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    return write_trained(folder / "run", clicks_config(folder))
+
+
+@contextmanager
+def given(path: Path) -> Iterator[None]:
+    """Standard input is a file."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        with redirected(0, opened):
+            yield
+    finally:
+        os.close(opened)
+
+
+def table_of(path: Path) -> tuple[list[str], list[list[str]]]:
+    header, *rows = csv.reader(path.read_text().splitlines())
+    return header, rows
+
+
+def check_same(found: Path, expected: Path, num_kept: int) -> None:
+    """See that two files have the same rows, and the same predictions but for rounding."""
+    header, rows = table_of(found)
+    wanted, expected_rows = table_of(expected)
+    assert header == wanted
+    fixed = 1 + num_kept
+    assert [row[:fixed] for row in rows] == [row[:fixed] for row in expected_rows]
+    ours, theirs = (np.array([row[fixed:] for row in each], np.float64) for each in (rows, expected_rows))
+    np.testing.assert_allclose(ours, theirs, atol=1e-7)
+    assert ours.std(axis=0).min() > 1e-4
+
+
+def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bad rows, and more rows than a batch has, included."""
+    new = write_clicks(tmp_path / "new.csv", 70, seed=4)
+    lines = new.read_text().splitlines()
+    lines[5:5] = ["", "0,much,1,u1,i1,a", "short"]
+    new.write_text("\n".join(lines) + "\n")
+    keep = ["user", "clicked", "price"]
+    predict(run, [str(new)], tmp_path / "p.csv", keep)
+    expected = capfd.readouterr().out.splitlines()
+    with given(new):
+        predict_stream(run, tmp_path / "q.csv", keep)
+    check_same(tmp_path / "q.csv", tmp_path / "p.csv", len(keep))
+    said = capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
+    assert said == expected
+    assert "skipped 2 bad row(s): 1 wrong column count, 1 not a number" in said
+    with given(new):
+        predict_stream(run, STDOUT, keep)
+    written, beside = capfd.readouterr()
+    (tmp_path / "r.csv").write_text(written)
+    assert "\r" not in written
+    check_same(tmp_path / "r.csv", tmp_path / "p.csv", len(keep))
+    assert beside.startswith("wrote 70 predictions to standard output; checkpoint: ")
+    assert "  standard input:7: price is 'much', expected a finite number\n" in beside
+
+
+def test_columns_of_every_kind_and_several_tasks_do(tmp_path: Path) -> None:
+    run = write_trained(tmp_path / "run", shop_config(tmp_path))
+    new = write_shop(tmp_path / "new.csv", 90, seed=2)
+    predict(run, [str(new)], tmp_path / "p.csv", ["time"])
+    predict(run, [str(new)], tmp_path / "p.parquet", ["time"])
+    with given(new):
+        predict_stream(run, tmp_path / "q.csv", ["time"])
+    check_same(tmp_path / "q.csv", tmp_path / "p.csv", 1)
+    with given(new):
+        predict_stream(run, tmp_path / "q.parquet", ["time"])
+    found, expected = (pq.read_table(tmp_path / name) for name in ("q.parquet", "p.parquet"))
+    assert found.schema == expected.schema
+    assert found["time"].equals(expected["time"])
+
+
+def test_equal_rows_of_a_block_get_the_same(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    header, *rows = write_clicks(tmp_path / "new.csv", 9, seed=4).read_text().splitlines()
+    (tmp_path / "again.csv").write_text("\n".join([header, *(rows * 40)]) + "\n")
+    with given(tmp_path / "again.csv"):
+        predict_stream(run, STDOUT)
+    found = [line.split(",")[1] for line in capfd.readouterr().out.splitlines()[1:]]
+    assert len(found) == 360
+    assert found == found[:9] * 40
+
+
+@pytest.mark.parametrize(
+    ("text", "keep", "said"),
+    [
+        ("", (), "^standard input: no rows$"),
+        ("price,age,user,item,tags\n", (), "^standard input: no rows$"),
+        ("price,age,user,tags\n1,2,u,\n", (), "^data.sparse = 'item': standard input has no such column"),
+        ("price,age,user,item,tags\n1,2,u,i,\n", ("usr",), "^--keep = 'usr': .*did you mean 'user'"),
+        ("price,age,user,item,tags\n1,2,u,i,\n", ("row",), "^--keep = 'row': is the name of another"),
+        ("price,age,user,item,tags\n1,2,u,i,\nx,2,u,i,\n", (), "^1 of 2 rows are bad, more than data.max"),
+        ("price,age,user,item,tags\nx,2,u,i,\n", (), "^standard input: no row can be used, 1 of 1 as line 2"),
+    ],
+)
+def test_what_cannot_be_predicted_is_one_line_and_no_file(
+    run: Path, tmp_path: Path, text: str, keep: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "new.csv").write_text(text)
+    with given(tmp_path / "new.csv"), pytest.raises((ConfigError, DataError), match=said):
+        predict_stream(run, tmp_path / "p.csv", keep)
+    assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
+
+
+def test_parquet_is_not_read_so(tmp_path: Path) -> None:
+    columns = {"clicked": [0, 1] * 30, "age": [*range(60)], "user": ["u1", "u2", "u3"] * 20}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    data = {"format": "parquet", "path": tmp_path / "rows.parquet", "sparse": ["user"], "dense": ["age"]}
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
+    said = "^--input = '-': must name files where data.format is parquet"
+    with given(tmp_path / "rows.parquet"), pytest.raises(ConfigError, match=said):
+        predict_stream(run, tmp_path / "p.csv")
+
+
+def test_a_reader_that_goes_away_ends_it_without_a_word(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with (
+        given(write_clicks(tmp_path / "new.csv", 9)),
+        redirected(1, writing),
+        pytest.raises(SystemExit) as end,
+    ):
+        predict_stream(run, STDOUT)
+    os.close(writing)
+    assert end.value.code == 1
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_output_that_is_full_is_one_line(run: Path, tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    said = "^standard output: cannot be written: No space left on device$"
+    with (
+        given(write_clicks(tmp_path / "new.csv", 9)),
+        redirected(1, full),
+        pytest.raises(HybridError, match=said),
+    ):
+        predict_stream(run, STDOUT)
+    os.close(full)
+
+
+def test_somebody_at_a_terminal_is_told_what_is_awaited(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys, terminal = os.openpty()
+    os.write(keys, b"user,item,tags,price,age\nu1,i1,a,2,3\n\x04")
+    with redirected(0, terminal):
+        predict_stream(run, STDOUT)
+    os.close(terminal)
+    os.close(keys)
+    out, err = capfd.readouterr()
+    awaited = "price, age, user, item, tags, after a line with their names"
+    assert err.startswith(f"waiting for rows with {awaited}; Ctrl-D ends them\n")
+    assert [line.split(",")[0] for line in out.splitlines()] == ["row", "0"]

@@ -1,0 +1,138 @@
+"""Files and folders of this machine and of a store, by the same functions."""
+
+import gzip
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.stores import BUCKET, Store
+
+from hybrid.errors import StorageError
+from hybrid.storage import files
+from hybrid.storage.places import Place, place
+
+MIB = 1 << 20
+_numbers = count()
+
+
+@pytest.fixture(params=["path", "url"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """An empty folder, here or in a store."""
+    if request.param == "path":
+        return tmp_path
+    request.getfixturevalue("store")
+    return place(f"s3://{BUCKET}/files-{next(_numbers)}")
+
+
+def some_bytes(num_bytes: int) -> bytes:
+    return np.random.default_rng(7).bytes(num_bytes)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 23 * MIB + 3], ids=["empty", "small", "large"])
+def test_what_is_written_is_read(folder: Place, num_bytes: int) -> None:
+    file, content = folder / "a.bin", some_bytes(num_bytes)
+    with files.writing(file) as writer:
+        for start in range(0, num_bytes, 4 * MIB):
+            writer.write(memoryview(content)[start : start + 4 * MIB])
+    assert files.size(file) == num_bytes
+    assert files.read_bytes(file) == content
+    assert b"".join(files.blocks(file)) == content
+    with files.local(file, files.checksum(file)) as here:
+        mapped = np.memmap(here, np.uint8) if num_bytes else np.empty(0)
+    assert mapped.tobytes() == content  # the file itself may be gone
+
+
+def test_ranges_come_in_their_order(folder: Place) -> None:
+    content = some_bytes(100_000)
+    files.write_bytes(folder / "a", content)
+    ranges = [(start, 7) for start in range(0, 99_990, 331)][::-1]
+    assert list(files.read_ranges(folder / "a", ranges)) == [content[s : s + n] for s, n in ranges]
+    assert files.read_range(folder / "a", 99_999, 10) == content[-1:]
+
+
+def test_python_reads_it_as_a_file(folder: Place) -> None:
+    files.write_bytes(folder / "a.gz", gzip.compress(b"one\ntwo\n" * 9))
+    with files.reading(folder / "a.gz") as raw, gzip.open(raw, "rt") as text:
+        assert text.readlines() == ["one\n", "two\n"] * 9
+    with files.reading(folder / "a.gz") as raw:
+        end = raw.seek(0, 2)
+        assert (raw.seek(-4, 2), len(raw.read()), raw.tell()) == (end - 4, 4, end)
+
+
+def test_folders_are_listed_and_removed(folder: Place) -> None:
+    for name in ("run/b", "run/c", "run/deep/d", "runs"):
+        target = folder / name
+        if isinstance(target, Path):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(target, name.encode())
+    listed = files.entries(folder / "run")
+    assert [(e.place.name, e.size, e.is_folder) for e in listed] == [
+        ("b", 5, False),
+        ("c", 5, False),
+        ("deep", 0, True),
+    ]
+    deep = files.entries(folder / "run", is_deep=True)
+    assert [e.place for e in deep] == [folder / name for name in ("run/b", "run/c", "run/deep/d")]
+    assert files.exists(folder / "run")
+    assert not files.is_file(folder / "run")
+    files.remove(folder / "run" / "b")
+    assert [e.place.name for e in files.entries(folder / "run")] == ["c", "deep"]
+    files.remove(folder / "run")
+    assert not files.exists(folder / "run")
+    assert files.read_bytes(folder / "runs") == b"runs"
+    files.remove(folder / "run")  # there is none
+    assert files.entries(folder / "run") == []
+
+
+def test_what_is_missing_is_said_as_of_the_disk(folder: Place) -> None:
+    reads: list[Callable[[Place], object]] = [files.read_bytes, files.size, files.version, files.checksum]
+    for read in reads:
+        with pytest.raises(FileNotFoundError) as caught:
+            read(folder / "none")
+        assert str(folder / "none") in str(caught.value)
+
+
+def test_a_file_written_anew_is_another_version(folder: Place) -> None:
+    files.write_bytes(folder / "a", b"1")
+    before = files.version(folder / "a")
+    assert files.version(folder / "a") == before
+    files.write_bytes(folder / "a", b"2")
+    assert files.version(folder / "a") != before
+
+
+@pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])
+def test_nothing_is_left_of_what_is_not_finished(folder: Place, num_bytes: int) -> None:
+    def write() -> None:
+        with files.writing(folder / "torn") as writer:
+            writer.write(bytes(num_bytes))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write()
+    assert not files.exists(folder / "torn")
+
+
+def test_an_error_of_who_reads_stays_his(folder: Place) -> None:
+    files.write_bytes(folder / "a", b"1")
+    with pytest.raises(ValueError, match="mine"), files.reading(folder / "a"):
+        raise ValueError("mine")
+    with pytest.raises(ValueError, match="mine"), files.writing(folder / "a"):
+        raise ValueError("mine")
+
+
+def test_a_fetched_file_must_be_the_one_that_is_meant(store: Store) -> None:
+    file = place(f"s3://{BUCKET}/altered")
+    files.write_bytes(file, b"1")
+    with pytest.raises(ValueError, match="not as it was written"), files.local(file, "0" * 64):
+        pass
+
+
+def test_a_bucket_that_is_not_there_is_said(store: Store) -> None:
+    with pytest.raises(StorageError) as caught:
+        files.write_bytes(place("s3://no-such-bucket/a"), b"1")
+    assert str(caught.value).startswith("s3://no-such-bucket/a: cannot be written: ")
+    assert "there is no such bucket; make it, or correct the URL" in str(caught.value)
+    with pytest.raises(StorageError, match="there is no such bucket"):
+        files.entries(place("s3://no-such-bucket/a"))

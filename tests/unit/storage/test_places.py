@@ -1,0 +1,80 @@
+"""Paths and URLs are named alike, can be parsed again, and hold nothing secret."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hybrid.errors import StorageError
+from hybrid.storage.places import RemotePath, is_url, place
+
+
+@pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])
+def test_what_is_no_url_is_a_path(text: str) -> None:
+    assert place(text) == Path(text)
+    assert not is_url(text)
+
+
+def test_a_file_url_is_a_path() -> None:
+    assert place("file:///data/a%20b.csv") == Path("/data/a b.csv")
+    with pytest.raises(StorageError, match="file of another host"):
+        place("file://elsewhere/data")
+
+
+@pytest.mark.parametrize(
+    ("text", "root", "key"),
+    [
+        ("s3://bucket/runs/r", "s3://bucket", "runs/r"),
+        ("s3://bucket", "s3://bucket", ""),
+        ("s3://bucket/runs//r/", "s3://bucket", "runs/r"),
+        ("gcs://bucket/a", "gs://bucket", "a"),
+        ("abfss://box@account.dfs.core.windows.net/a/b", "abfss://box@account.dfs.core.windows.net", "a/b"),
+        ("hdfs://name:8020/a", "hdfs://name:8020", "a"),
+        ("s3://bucket/a%20b%2525", "s3://bucket", "a b%25"),
+        ("s3://bucket/a#b", "s3://bucket", "a#b"),
+    ],
+)
+def test_a_url_has_a_root_and_a_key(text: str, root: str, key: str) -> None:
+    named = place(text)
+    assert named == RemotePath(root, key)
+    assert place(str(named)) == named
+    assert is_url(text)
+
+
+def test_it_is_taken_apart_as_a_path_is() -> None:
+    run = place("s3://bucket/runs/r?region=eu-west-1")
+    file = run / "tables" / "C1.0-of-2.safetensors"
+    assert str(file) == "s3://bucket/runs/r/tables/C1.0-of-2.safetensors?region=eu-west-1"
+    assert (file.name, file.suffix, str(file.parent.parent)) == (
+        "C1.0-of-2.safetensors",
+        ".safetensors",
+        str(run),
+    )
+    assert run.with_name("q") == place("s3://bucket/runs/q?region=eu-west-1")
+    assert pickle.loads(pickle.dumps(file)) == file
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("s3://me:secret@bucket/a", "s3://bucket: holds credentials"),
+        ("s3://me@bucket/a", "s3://bucket: holds credentials"),
+        ("s3://bucket/a?secret_key=secret", "secret_key in the URL"),
+        ("abfs://box@account/a?sas_token=secret", "sas_token in the URL"),
+        ("s3://bucket/a?regoin=x", "no option regoin"),
+        ("ftp://host/a", "no URL that can be read"),
+        ("s3:///a", "names no bucket"),
+    ],
+)
+def test_what_is_refused(text: str, said: str) -> None:
+    with pytest.raises(StorageError) as caught:
+        place(text)
+    assert said in str(caught.value)
+    assert "secret@" not in str(caught.value)
+    assert "=secret" not in str(caught.value)
+
+
+def test_it_is_no_path_of_this_machine() -> None:
+    with pytest.raises(TypeError, match="no path of this machine"):
+        os.stat(place("s3://bucket/a"))

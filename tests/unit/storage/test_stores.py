@@ -1,0 +1,96 @@
+"""A store that refuses, tears and stalls: what is transient is tried again, what is not is one line."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from support.stores import BUCKET, Proxy, Store
+
+from hybrid.errors import StorageError
+from hybrid.storage import files
+from hybrid.storage.places import RemotePath, place
+from hybrid.storage.stores import ATTEMPTS
+
+CONTENT = np.random.default_rng(3).bytes(23 << 20)
+
+
+@pytest.fixture
+def proxy(store: Store) -> Iterator[Proxy]:
+    with Proxy(store) as each:
+        yield each
+
+
+def through(proxy: Proxy, name: str) -> RemotePath:
+    found = place(f"s3://{BUCKET}/{name}?scheme=http&endpoint_override={proxy.address}")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+@pytest.mark.parametrize(
+    "fate", ["lose", *(pytest.param(each, marks=pytest.mark.long) for each in ("503", "500", "cut", "slow"))]
+)
+def test_what_fails_now_and_then_is_asked_again(proxy: Proxy, fate: str) -> None:
+    """Each request once: initiating an upload, its parts, its end, looking, reading, listing, removing."""
+    asked = Counter[tuple[str, str]]()
+
+    def plan(method: str, path: str) -> str | None:
+        request = method, path
+        asked[request] += 1
+        # An upload's end that the store has heard cannot be told again.
+        is_end = method == "POST" and "uploadId" in path
+        return None if asked[request] > 1 or (is_end and fate == "lose") else fate
+
+    file = through(proxy, f"again-{fate}")
+    files.write_bytes(file, CONTENT[: 11 << 20])
+    proxy.plan = plan
+    files.write_bytes(file, CONTENT[: 11 << 20])
+    assert files.checksum(file) == hashlib.sha256(CONTENT[: 11 << 20]).hexdigest()
+    assert [each.place for each in files.entries(file.parent) if each.place == file] == [file]
+    files.remove(file)
+    assert not files.exists(file)
+    assert max(asked.values()) > 1 or fate == "slow"
+
+
+def test_an_answer_that_is_torn_is_asked_again(proxy: Proxy) -> None:
+    file, torn = through(proxy, "torn"), list[str]()
+    files.write_bytes(file, CONTENT)
+
+    def plan(method: str, path: str) -> str | None:
+        is_first = method == "GET" and len(torn) < 2
+        torn.extend([path] if is_first else [])
+        return "torn" if is_first else None
+
+    proxy.plan = plan
+    assert files.read_bytes(file) == CONTENT
+    assert len(torn) == 2
+
+
+def test_an_upload_that_ends_in_the_middle_leaves_nothing(proxy: Proxy) -> None:
+    file = through(proxy, "half")
+    proxy.plan = lambda method, path: "403" if "partNumber=2" in path else None
+    with pytest.raises(StorageError, match=r"cannot be written: .*credentials that may do this"):
+        files.write_bytes(file, CONTENT)
+    proxy.plan = lambda method, path: None
+    assert not files.exists(file)
+
+
+@pytest.mark.long
+def test_a_store_that_stays_down_is_given_up(proxy: Proxy) -> None:
+    proxy.plan = lambda method, path: "503"
+    with pytest.raises(StorageError, match=r"cannot be read: .*the store does not keep up, or is down"):
+        files.read_bytes(through(proxy, "down"))
+    assert len(proxy.seen) == ATTEMPTS
+
+
+def test_what_is_forbidden_is_asked_once(proxy: Proxy) -> None:
+    proxy.plan = lambda method, path: "403"
+    with pytest.raises(StorageError) as caught:
+        files.read_bytes(through(proxy, "mine"))
+    assert len(proxy.seen) == 1
+    text = str(caught.value)
+    assert text.startswith(f"s3://{BUCKET}/mine?")
+    assert "\n" not in text
+    assert "Request ID" not in text
+    assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text

@@ -1,0 +1,68 @@
+"""Exit codes: what may help to try again, and what would fail the same way."""
+
+import signal
+
+import pytest
+
+from hybrid import wire
+from hybrid.errors import CheckpointError, ClusterError, ConfigError, DataError
+from hybrid.topology import Role, RoleKind
+from workers.endings import Cause, ExitCode, Interrupt, ToldError, Word, code_of, exit_code
+from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
+from workers.roles.diagnosis import UnexpectedError
+
+WORKER = Role(RoleKind.WORKER)
+
+
+def remote(kind: str) -> wire.RemoteError:
+    return wire.RemoteError(WORKER, wire.Failure("it fails", kind, True, "there", False))
+
+
+@pytest.mark.parametrize(
+    ("error", "before_a_step", "later"),
+    [
+        (ConfigError("train.epochs", "is bad"), 1, 1),
+        (DataError("no such file"), 1, 1),
+        (CheckpointError("of another model"), 1, 1),
+        (remote("ConfigError"), 1, 1),
+        (KeyError("x"), 1, 75),
+        (MemoryError(), 1, 75),
+        (remote("KeyError"), 1, 75),
+        (UnexpectedError(remote("KeyError"), "at step 3"), 1, 75),
+        (ClusterError("missing after 60 s"), 75, 75),
+        (wire.LostError(WORKER, "no answer"), 75, 75),
+        (LostRoleError("worker 0 is frozen"), 75, 75),
+        (remote("ClusterError"), 75, 75),
+        (StoppedError("stopped by the master: lost worker 0"), 75, 75),
+        (StoppedError("stopped by the master: a.b: is bad", ExitCode.FAILED), 1, 1),
+        (EndedRoleError("worker 0 has ended: a.b: is bad", ExitCode.FAILED), 1, 1),
+        (ToldError("the run is over", ExitCode.DONE), 0, 0),
+        (KeyboardInterrupt(), 130, 130),
+        (Interrupt(ExitCode.TERMINATED), 143, 143),
+    ],
+    ids=repr,
+)
+def test_an_error_ends_a_process_with(error: BaseException, before_a_step: int, later: int) -> None:
+    assert (exit_code(error, has_stepped=False), exit_code(error)) == (before_a_step, later)
+
+
+@pytest.mark.parametrize(
+    ("cause", "before_a_step", "later"),
+    [(Cause.KILLED, 75, 75), (Cause.STARVED, 1, 75), (Cause.SILENT, 75, 75), (Cause.REFUSED, 1, 1)],
+)
+def test_what_a_launcher_sees_ends_it_with(cause: Cause, before_a_step: int, later: int) -> None:
+    assert (code_of(cause, has_stepped=False), code_of(cause, has_stepped=True)) == (before_a_step, later)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 75)],
+)
+def test_a_signal_ends_it_with(number: signal.Signals, code: int) -> None:
+    """A warning means that there is to be another start."""
+    assert ExitCode.of_signal(number) == code
+
+
+@pytest.mark.parametrize("word", [Word(), Word(ExitCode.AGAIN, "lost worker 0: a 1 b"), Word(ExitCode.AGAIN)])
+def test_a_word_arrives_as_it_was_said(word: Word) -> None:
+    assert Word.parse(str(word)) == word
