@@ -61,7 +61,8 @@ from workers.session.deployment import CREATED, DATA, created_with
 from workers.session.reach import own_files
 from workers.stopping import ASK_SIGNAL, passing_on
 
-_FAREWELL_SECONDS = 1.0
+# How long a failed run's master stays for roles to be told why, on a busy machine too; they leave at once.
+_FAREWELL_SECONDS = 5.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
 _GO = "go"

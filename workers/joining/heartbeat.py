@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from hybrid.errors import ClusterError, HybridError, first_line
 from workers.endings import ExitCode, Word, exit_code
@@ -129,7 +129,18 @@ class Watch:
         self._asked = asked
         self._silent_turns: dict[Presence, int] = {}
         self._gone: list[Presence] = []
+        self._arriving = 0
         self._waiting: list[Callable[[], None]] = []
+
+    @contextmanager
+    def arrival(self) -> Iterator[None]:
+        """Somebody who has the secret is about to say who it is: for as long, not all have left."""
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
+            asyncio.get_running_loop().call_soon(self._tell)  # once it is attended to, if it is a role
 
     async def attend(
         self, channel: MasterChannel, who: Presence, answer: Sequence[bytes], word: Callable[[], bytes]
@@ -211,5 +222,5 @@ class Watch:
         self._tell()
 
     def _tell(self) -> None:
-        while self._waiting and not self._silent_turns:
+        while self._waiting and not self._silent_turns and not self._arriving:
             self._waiting.pop()()

@@ -155,7 +155,8 @@ class Rendezvous:
 
     async def _attend(self, channel: MasterChannel, address: str, is_here: bool) -> None:
         try:
-            purpose, *about = await channel.receive()
+            with self._watch.arrival():
+                purpose, *about = await channel.receive()
             if purpose == LIFE:
                 await self._answer(channel, Claim.unpacked(about[0]), address, is_here)
             else:

@@ -3,14 +3,16 @@
 import asyncio
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import chain, repeat
 from typing import cast
 
 import pytest
 from support.commands import eventually
-from support.rendezvous import SECONDS, WELCOME, Meeting, meeting
+from support.rendezvous import SECONDS, WELCOME, WORKER, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
@@ -18,7 +20,7 @@ from workers.endings import ExitCode, Word
 from workers.joining.admission import LIFE, WELCOME as WELCOMED, Claim, own_versions
 from workers.joining.alarm import LostHostError, LostRoleError, StoppedError
 from workers.joining.channel import Channel, MasterChannel
-from workers.joining.heartbeat import Watch, claim_place
+from workers.joining.heartbeat import Pulse, Watch, claim_place
 from workers.joining.presence import Presence
 from workers.joining.rhythm import Rhythm
 
@@ -71,6 +73,23 @@ def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], No
             await_beats()
         opened.rendezvous.await_left(SECONDS)
     assert (opened.lost, opened.heard) == ([], [])
+
+
+def test_a_role_that_arrives_as_the_run_fails_is_told_why() -> None:
+    """The master stays for whoever has proved the secret and has not said yet who it is."""
+    failure = Word(ExitCode.FAILED, "out of luck")
+    with meeting() as opened, closing(opened.channel()) as arriving, opened.store() as store:
+        stopping = threading.Thread(target=opened.rendezvous.stop, args=(failure, SECONDS))
+        stopping.start()
+        assert store.get("stop").decode() == str(failure)
+        assert stopping.is_alive()
+        claim_place(arriving, Claim.of(WORKER))
+        with Pulse(arriving, opened.heard.append):
+            assert eventually(lambda: opened.heard, SECONDS)
+            assert stopping.is_alive()
+        stopping.join(SECONDS)
+        assert not stopping.is_alive()
+    assert [str(each) for each in opened.heard] == ["stopped by the master: out of luck"]
 
 
 def test_a_role_that_says_nothing_is_frozen() -> None:
