@@ -129,18 +129,26 @@ class Watch:
         self._asked = asked
         self._silent_turns: dict[Presence, int] = {}
         self._gone: list[Presence] = []
-        self._arriving = 0
+        self._arriving: set[object] = set()
         self._waiting: list[Callable[[], None]] = []
 
     @contextmanager
-    def arrival(self) -> Iterator[None]:
-        """Somebody who has the secret is about to say who it is: for as long, not all have left."""
-        self._arriving += 1
+    def arrival(self) -> Iterator[Callable[[], None]]:
+        """Somebody has proved the secret: not all have left, until it has said who it is, or gone.
+
+        What it yields is to be called once it has; a role is to be attended to at once.
+        """
+        visit = object()
+        self._arriving.add(visit)
+
+        def arrived() -> None:
+            self._arriving.discard(visit)
+            asyncio.get_running_loop().call_soon(self._tell)  # once a role is attended to
+
         try:
-            yield
+            yield arrived
         finally:
-            self._arriving -= 1
-            asyncio.get_running_loop().call_soon(self._tell)  # once it is attended to, if it is a role
+            arrived()
 
     async def attend(
         self, channel: MasterChannel, who: Presence, answer: Sequence[bytes], word: Callable[[], bytes]

@@ -147,16 +147,19 @@ class Rendezvous:
             if seal is None:
                 connection.close()
         if seal is not None:
-            reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
-            try:
-                await self._attend(MasterChannel(reader, writer, seal), address, is_here)
-            finally:
-                writer.close()
+            with self._watch.arrival() as arrived:
+                reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER_BYTES)
+                try:
+                    await self._attend(MasterChannel(reader, writer, seal), arrived, address, is_here)
+                finally:
+                    writer.close()
 
-    async def _attend(self, channel: MasterChannel, address: str, is_here: bool) -> None:
+    async def _attend(
+        self, channel: MasterChannel, arrived: Callable[[], None], address: str, is_here: bool
+    ) -> None:
         try:
-            with self._watch.arrival():
-                purpose, *about = await channel.receive()
+            purpose, *about = await channel.receive()
+            arrived()
             if purpose == LIFE:
                 await self._answer(channel, Claim.unpacked(about[0]), address, is_here)
             else:
