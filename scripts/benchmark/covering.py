@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Row: TypeAlias = dict[str, Any]
@@ -42,15 +42,21 @@ def _improved(
 ) -> tuple[Row, int]:
     """The row with each free choice replaced, one after another, by what covers most; and how much."""
     strength = len(fixed)
-
-    def covered(each: Row) -> int:
-        return len(_meetings(each, strength) & missing)
-
     for name in choices:
         if name not in fixed:
-            row = max(({**row, name: value} for value in choices[name]), key=covered)
-    return row, covered(row)
+            tried = ({**row, name: value} for value in choices[name])
+            row = max(tried, key=lambda each: sum(m in missing for m in _meetings_with(name, each, strength)))
+    return row, len(_meetings(row, strength) & missing)
 
 
 def _meetings(row: Row, strength: int) -> set[Meeting]:
     return set(itertools.combinations(row.items(), strength))
+
+
+def _meetings_with(name: str, row: Row, strength: int) -> Iterator[Meeting]:
+    """Those that a choice is part of: the others are the same whatever its value."""
+    items, place = [*row.items()], [*row].index(name)
+    for before in range(strength):
+        for head in itertools.combinations(items[:place], before):
+            for tail in itertools.combinations(items[place + 1 :], strength - 1 - before):
+                yield *head, items[place], *tail

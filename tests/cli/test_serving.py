@@ -83,7 +83,7 @@ def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "2024-02-01,1,65,u1,i1,a:-1,i1,0,0,0,0,1",
             ],
         ),
-        (
+        pytest.param(
             "history_run",
             write_shop,
             [
@@ -91,6 +91,7 @@ def history_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "0,1,65,u1,i1,a:0.5|zz:2,i1|?|i2|zz|i1|i3,0,0,0,0,1",
             ],
             ["0,1,65,u1,i1,a:-1,i1,0,0,0,0,1"],
+            marks=pytest.mark.long,
         ),
     ],
 )

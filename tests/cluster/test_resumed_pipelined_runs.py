@@ -148,6 +148,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert_same_run(run, whole)
 
 
+@pytest.mark.long
 def test_one_goes_on_bit_for_bit_on_any_number_of_workers(
     config: RunConfig, clusters: Clusters, cache: Path, tmp_path: Path
 ) -> None:

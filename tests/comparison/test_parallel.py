@@ -36,10 +36,10 @@ CASES = [
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
     Case(parallel="replicas", compile="script", matmul="onednn", dtype="float32", top_mlp=LARGE),
     Case(remote=True, matmul="onednn", dtype="float32", remote_mlp=LARGE),
-    split(net="mmoe", tasks="several", inputs="uneven"),
     Case(parallel="replicas", net="ple", tasks="several", compile="script"),
 ]
 LONG_CASES = [
+    split(net="mmoe", tasks="several", inputs="uneven"),
     split(net="dlrm", dtype="float32"),
     split(net="deepfm", ddp="inside", clip_norm=0.2),
     split(net="wide_deep", ddp="none", clip_norm=0.2),

@@ -8,10 +8,9 @@ from benchmark.__main__ import main
 from support.namespaces import needs_namespaces
 
 
+@pytest.mark.long
 @needs_namespaces
-@pytest.mark.parametrize(
-    "where", [["--hosts"], pytest.param([], marks=pytest.mark.long)], ids=["hosts", "one"]
-)
+@pytest.mark.parametrize("where", [["--hosts"], []], ids=["hosts", "one"])
 def test_what_a_cluster_of_three_takes(where: list[str], tmp_path: Path) -> None:
     """With the channels that torch takes by itself, a role of three has 212 files open between hosts."""
     assert main(["wide", "--roles", "3", "--output", str(tmp_path), *where]) == 0

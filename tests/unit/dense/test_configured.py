@@ -161,7 +161,9 @@ def test_every_stage_has_a_torchscript_form(how: str, net_name: str, num_dense: 
 
 # torch.compile makes an instance of DotInteraction's autograd function, against torch's own rules.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("net_name", NETS)
+@pytest.mark.parametrize(
+    "net_name", [pytest.param(n, marks=() if n in ("dlrm", "ple") else pytest.mark.long) for n in NETS]
+)
 def test_every_net_has_a_compiled_form_in_one_piece(net_name: str) -> None:
     widths = _widths(net_name)
     net = build_dense_net(_config(net_name), _input_spec(2), widths).double()

@@ -88,7 +88,14 @@ def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_pat
     check_as_predicted(run, served, write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
-@pytest.mark.parametrize(("net", "pooling"), [("deepfm", "max"), ("wide_deep", "mean"), ("ple", "sum")])
+@pytest.mark.parametrize(
+    ("net", "pooling"),
+    [
+        ("ple", "sum"),
+        pytest.param("deepfm", "max", marks=pytest.mark.long),
+        pytest.param("wide_deep", "mean", marks=pytest.mark.long),
+    ],
+)
 def test_other_nets_do_too(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
@@ -129,7 +136,7 @@ def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize("net", ["dcn_v2", "din_net:build"])
+@pytest.mark.parametrize("net", ["din_net:build", pytest.param("dcn_v2", marks=pytest.mark.long)])
 def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -147,7 +154,7 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (given["seen"], given["seen.offsets"]) == (["ids of seen"], ["samples + 1"])
 
 
-@pytest.mark.parametrize("kind", ["regression", "classes"])
+@pytest.mark.parametrize("kind", ["classes", pytest.param("regression", marks=pytest.mark.long)])
 def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
     sections: dict[str, dict[str, object]] = {
         "tasks.stars": {"kind": kind, "classes": 5 if kind == "classes" else 0},
@@ -214,7 +221,7 @@ def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp
     assert largest_difference(found, predicted_columns(run, new)) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_narrow_rows_are_in_every_format_and_their_loss_is_said(
     run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
