@@ -1,6 +1,5 @@
-"""Runs configs/cluster/slurm.sh on a Slurm of this machine, harms it twice, and compares the end."""
+"""Runs configs/cluster/slurm.sh on a Slurm of this machine, harms it, and compares the end."""
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,12 +13,13 @@ from chaos_run.sameness import differences
 
 from hybrid.checkpoint.folders import step_of, stored
 from hybrid.errors import HybridError
-from slurm_run.daemons import slurm, why_not
+from slurm_run.daemons import NODES, Slurm, why_not
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_SECONDS = 150.0  # for each thing to happen
+_SECONDS = 180.0  # for each thing to happen; a step of Slurm's waits for 60 of them for who is lost
 _POLL_SECONDS = 0.1
-_WORKER = "3"  # a rank: 1 master, 2 trainers, 2 workers
+_RANKS = {"worker 0": 3, "trainer 0": 1, "the master": 0}  # of 1 master, 2 trainers, 2 workers
+_GOING_ON = "going on from step"
 _JOB = """
 [run]
 folder = "run"
@@ -29,8 +29,8 @@ synthetic_test_rows = 500
 cache_folder = "prepared"
 [train]
 batch_size = 128
-epochs = 30
-eval_every_steps = 480
+epochs = 20
+eval_every_steps = 320
 [checkpoint]
 every_steps = 20
 [cluster]
@@ -43,15 +43,16 @@ def main() -> int:
     if reason := why_not():
         print(f"scripts/slurm: {reason}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(prefix="hybrid-job-") as name, slurm() as environment:
+    with tempfile.TemporaryDirectory(prefix="hybrid-job-") as name, Slurm() as slurm:
         folder = Path(name)
         (folder / "job.toml").write_text(_JOB)
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        environment["OMP_NUM_THREADS"] = "1"
+        slurm.environment["PATH"] = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
+        slurm.environment["OMP_NUM_THREADS"] = "1"
+        job = _Job(folder, slurm)
         try:
-            _run_disturbed(folder, environment)
+            job.run_disturbed()
         except HybridError as error:
-            print(f"scripts/slurm: {error}\n{_output(folder)}", file=sys.stderr)
+            print(f"scripts/slurm: {error}\n{job.output}", file=sys.stderr)
             return 1
         whole = [
             sys.executable,
@@ -63,64 +64,91 @@ def main() -> int:
             "--set",
             "run.folder=whole",
         ]
-        subprocess.run(whole, cwd=folder, env=environment, check=True, capture_output=True)
+        subprocess.run(whole, cwd=folder, env=slurm.environment, check=True, capture_output=True)
         found = differences(folder / "whole", folder / "run")
     print(*(found or ["the end has the bits of an undisturbed run"]), sep="\n")
     return 1 if found else 0
 
 
-def _run_disturbed(folder: Path, environment: dict[str, str]) -> None:
-    def ask(*command: str) -> str:
+class _Job:
+    """The job in a queue, which starts itself again."""
+
+    def __init__(self, folder: Path, slurm: Slurm) -> None:
+        self._folder = folder
+        self._slurm = slurm
+        self._begun_at = time.monotonic()
+        script = str(_PROJECT / "configs/cluster/slurm.sh")
+        self._number = self._ask("sbatch", "--parsable", "--output=output", script, "--config", "job.toml")
+
+    def run_disturbed(self) -> None:
+        """Harm it, each time once it has a new checkpoint, and see it come to its end.
+
+        Raises:
+            HybridError: it does not go on.
+        """
+        _await(lambda: self._newest > 0, "no checkpoint")
+        for name, rank in _RANKS.items():
+            self._say(f"{name} is killed")
+            self._role(rank).kill()
+            self._await_going_on()
+        self._say(f"node {NODES[-1]} goes down, with the workers")
+        self._slurm.bring_down(NODES[-1])
+        _await(lambda: self._starts_again == len(_RANKS) + 1, "not requeued after a node was lost")
+        self._say("requeued; the node comes back")
+        self._slurm.bring_up(NODES[-1])
+        self._await_going_on()
+        self._say("Slurm warns that the time is over")
+        self._ask("scancel", "--batch", "--signal=USR1", self._number)
+        self._await_going_on()
+        self._await_start(lambda: (self._folder / "run/result.json").exists())
+        _await(lambda: "COMPLETED" in self._ask("scontrol", "show", "job", self._number), "no end of the job")
+        self._say("the run is over, and so is the job")
+
+    @property
+    def output(self) -> str:
+        """What its script and its roles have printed."""
+        file = self._folder / "output"
+        return file.read_text() if file.exists() else ""
+
+    def _await_going_on(self) -> None:
+        """Wait until it has been started again and has written a checkpoint."""
+        starts, before = self.output.count(_GOING_ON), self._newest
+        self._await_start(lambda: self.output.count(_GOING_ON) > starts)
+        _await(lambda: self._newest > before, "no checkpoint after another start")
+
+    def _await_start(self, condition: Callable[[], bool]) -> None:
+        """Wait for another start; where nothing else happens, Slurm looks at no job of several components."""
+
+        def look() -> bool:
+            self._ask("scontrol", "update", f"JobId={self._number}", f"Comment={time.monotonic()}")
+            return condition()
+
+        _await(look, "not started again")
+
+    @property
+    def _newest(self) -> int:
+        return next(map(step_of, stored(self._folder / "run")), 0)
+
+    @property
+    def _starts_again(self) -> int:
+        return self.output.count("starting again")
+
+    def _role(self, rank: int) -> psutil.Process:
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                is_role = process.environ().get("SLURM_PROCID") == str(rank) and "role" in process.cmdline()
+                if is_role and process.cwd() == str(self._folder):
+                    return process
+        raise HybridError(f"the role of rank {rank} is not there")
+
+    def _say(self, what: str) -> None:
+        print(f"{time.monotonic() - self._begun_at:5.0f} s, step {self._newest}: {what}", flush=True)
+
+    def _ask(self, *command: str) -> str:
         ended = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=True
+            command, cwd=self._folder, env=self._slurm.environment, capture_output=True, text=True, check=True
         )
         return ended.stdout.strip()
-
-    script = str(_PROJECT / "configs/cluster/slurm.sh")
-    number = ask("sbatch", "--parsable", "--output=output", script, "--config", "job.toml")
-    _await(lambda: _newest(folder) >= 40, "no step 40")
-    worker = _worker_of(folder)
-    print(f"step {_newest(folder)}: worker 0 (pid {worker.pid}) is killed")
-    worker.send_signal(signal.SIGKILL)
-    _await(lambda: "starting again" in _output(folder), "not requeued after a kill")
-    _await_start(lambda: "going on from step" in _output(folder), number, ask)
-    before = _newest(folder)
-    _await(lambda: _newest(folder) > before, "no step after a kill")
-    print(f"step {_newest(folder)}: Slurm warns that the time is over")
-    ask("scancel", "--batch", "--signal=USR1", number)
-    _await(lambda: _output(folder).count("starting again") == 2, "not requeued after a warning")
-    print(f"step {_newest(folder)}: saved, and requeued")
-    _await_start(lambda: (folder / "run/result.json").exists(), number, ask)
-    _await(lambda: "COMPLETED" in ask("scontrol", "show", "job", number), "no end of the job")
-    print(f"step {_newest(folder)}: the run is over, and so is the job")
-
-
-def _await_start(condition: Callable[[], bool], number: str, ask: Callable[..., str]) -> None:
-    """Wait for another start; where nothing else happens, Slurm looks at no job of several components."""
-
-    def look() -> bool:
-        ask("scontrol", "update", f"JobId={number}", f"Comment={time.monotonic()}")
-        return condition()
-
-    _await(look, "not started again")
-
-
-def _newest(folder: Path) -> int:
-    return next(map(step_of, stored(folder / "run")), 0)
-
-
-def _output(folder: Path) -> str:
-    file = folder / "output"
-    return file.read_text() if file.exists() else ""
-
-
-def _worker_of(folder: Path) -> psutil.Process:
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            is_role = process.environ().get("SLURM_PROCID") == _WORKER and "role" in process.cmdline()
-            if is_role and process.cwd() == str(folder):
-                return process
-    raise HybridError("worker 0 is not there")
 
 
 def _await(condition: Callable[[], bool], failure: str) -> None:

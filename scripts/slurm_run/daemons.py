@@ -7,8 +7,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
+
+import psutil
 
 from hybrid.errors import HybridError
 from workers.launching.forking import end_with_parent
@@ -54,31 +57,67 @@ def why_not() -> str:
     return f"{', '.join(missing)} not found: {packages}" if missing else ""
 
 
-@contextmanager
-def slurm() -> Iterator[dict[str, str]]:
-    """A Slurm of three nodes; the environment of its commands.
+class Slurm:
+    """A Slurm of three nodes, for the length of a ``with`` block.
+
+    Attributes:
+        environment: of its commands.
 
     Raises:
         HybridError: it does not come up.
     """
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-slurm-")))
-        environment = _configure(folder)
-        munge = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in _MUNGE_FILES]
-        daemons = [
-            ["munged", "--foreground", "--force", *munge],
-            ["slurmctld", "-D", "-c"],
-            *(["slurmd", "-D", "-N", node] for node in NODES),
-        ]
-        for command in daemons:
-            log = stack.enter_context((folder / f"{'-'.join([command[0], command[-1][-2:]])}.log").open("wb"))
-            stack.enter_context(_daemon(command, environment, log.fileno()))
-        _await_nodes(environment)
-        try:
-            yield environment
-        finally:
-            subprocess.run(["scancel", "--full", "--user=root"], env=environment, timeout=_END_SECONDS)
-            _await(lambda: not _asked(["squeue", "--noheader"], environment), "its jobs do not end")
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-slurm-")))
+            self.environment = _configure(self._folder)
+            self._stack = stack
+            munge = [f"--{name}={self._folder}/munge.{name.partition('-')[0]}" for name in _MUNGE_FILES]
+            self._start("munged", "--foreground", "--force", *munge)
+            self._start("slurmctld", "-D", "-c")
+            for node in NODES:
+                self.bring_up(node)
+            _await_nodes(self.environment)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:
+            subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, timeout=_END_SECONDS)
+            _await(lambda: not _asked(["squeue", "--noheader"], self.environment), "its jobs do not end")
+
+    def bring_up(self, node: str) -> None:
+        """Start a node, as its machine does when it boots."""
+        self._nodes[node] = self._start("slurmd", "-D", "-N", node)
+
+    def bring_down(self, node: str) -> None:
+        """Kill a node's daemon and what guards its steps; of the tasks there nobody is asked."""
+        daemon = self._nodes[node]
+        guards = _guards(node)
+        for each in (daemon, *guards):
+            each.kill()
+        daemon.wait(_END_SECONDS)
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        name = "-".join([command[0], command[-1][-2:]])
+        log = self._stack.enter_context((self._folder / f"{name}.log").open("ab"))
+        return self._stack.enter_context(_daemon(command, self.environment, log.fileno()))
+
+
+def _guards(node: str) -> list[psutil.Process]:
+    """Slurm's processes that a node's tasks have been started by."""
+    found = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            parent = process.parent()
+            is_task = process.environ().get("SLURMD_NODENAME") == node
+            if is_task and parent is not None and parent.name() == "slurmstepd":
+                found[parent.pid] = parent
+    return list(found.values())
 
 
 _MUNGE_FILES = ("key-file", "socket", "pid-file", "log-file", "seed-file")
@@ -112,13 +151,15 @@ def _free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def _daemon(command: Sequence[str], environment: dict[str, str], log: int) -> Iterator[None]:
+def _daemon(
+    command: Sequence[str], environment: dict[str, str], log: int
+) -> Iterator[subprocess.Popen[bytes]]:
     parent = os.getpid()
     process = subprocess.Popen(
         command, env=environment, stdout=log, stderr=log, preexec_fn=lambda: end_with_parent(parent)
     )
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         try:

@@ -161,11 +161,11 @@ def test_slurms_warning_reaches_the_roles(commands: Callable[[str, str], None], 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.skipif(bool(why_not()), reason=f"no Slurm here: {why_not()}")
 def test_a_real_slurm_starts_a_job_again_and_its_end_is_that_of_an_undisturbed_run() -> None:
     command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1150)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("\nthe end has the bits of an undisturbed run\n")
 
