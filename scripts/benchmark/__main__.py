@@ -25,6 +25,7 @@ _MODULES = {
     "start": "start_stop",
     "forms": "forms",
     "wide": "wide",
+    "prepare": "preparing",
 }
 # fmt: off
 _DIMENSIONS = (
@@ -93,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     forms.add_argument("--wide", action="store_true", help="a net so large that its memory shows")
     wide = _add(commands, "wide", "open files, threads, memory and seconds of a start, by number of roles")
     _add_wide_options(wide)
+    prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, beside pyarrow and polars")
+    text = "how many in all, one after the other (default: 1000000 5000000 20000000)"
+    rows = [1_000_000, 5_000_000, 20_000_000]
+    prepare.add_argument("--rows", type=_count, nargs="+", default=rows, metavar="N", help=text)
+    _add_count(prepare, "--rounds", 1, "rounds through all systems")
+    text = "how many each system may use (default: all)"
+    prepare.add_argument("--cores", type=_count, default=0, metavar="N", help=text)
     return parser
 
 

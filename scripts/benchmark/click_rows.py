@@ -18,7 +18,9 @@ CARDINALITIES = (
     1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194,
     27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572,
 )  # fmt: skip
-NUM_DENSE = 13
+DENSE = tuple(f"I{i}" for i in range(1, 14))
+SPARSE = tuple(f"C{i}" for i in range(1, 1 + len(CARDINALITIES)))
+COLUMNS = ("label", *DENSE, *SPARSE)
 _BLOCK_ROWS = 250_000
 _MISSING = 0.12
 _OPTIONS = pacsv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
@@ -34,14 +36,14 @@ def write_click_rows(path: Path, num_rows: int, seed: int = 0) -> None:
 
 def _block(draw: np.random.Generator, size: int) -> pa.Table:
     columns = {"label": pa.array(draw.integers(0, 4, size) == 0).cast(pa.int8())}
-    for i in range(NUM_DENSE):
+    for i, name in enumerate(DENSE):
         numbers_B = np.floor(np.exp(draw.normal(1.5, 1 + i % 4, size))).astype(np.int64) - 1
-        columns[f"I{i + 1}"] = pa.array(numbers_B, mask=draw.random(size) < _MISSING)
-    for i, cardinality in enumerate(CARDINALITIES):
+        columns[name] = pa.array(numbers_B, mask=draw.random(size) < _MISSING)
+    for i, (name, cardinality) in enumerate(zip(SPARSE, CARDINALITIES, strict=True)):
         rank_B = np.floor(np.exp(draw.random(size) * np.log(cardinality))).astype(np.uint64)
         hashed_B = splitmix64(rank_B + (np.uint64(i) << np.uint64(40)))
         missing_B = draw.random(size) < (_MISSING if cardinality > 10_000 else 0.0)
-        columns[f"C{i + 1}"] = pa.array(_hexadecimal(hashed_B), pa.string(), mask=missing_B)
+        columns[name] = pa.array(_hexadecimal(hashed_B), pa.string(), mask=missing_B)
     return pa.table(columns)
 
 

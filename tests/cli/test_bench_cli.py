@@ -7,7 +7,7 @@ import pytest
 from benchmark.__main__ import main
 from support.commands import ROOT
 
-COMMANDS = ("compare", "scaling", "memory", "start", "forms", "wide")
+COMMANDS = ("compare", "scaling", "memory", "start", "forms", "wide", "prepare")
 OPTIONS = ("--quick", "--systems", "ours-sync", "torchrec-pipelined", "W1,W2,W3", "60 of W1")
 # Asks for all help there is, then says which slow modules that has imported.
 SPY = """

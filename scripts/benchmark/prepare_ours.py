@@ -1,0 +1,29 @@
+"""Rows of ``click_rows`` prepared by this project: FILE, ``build`` or ``hash``, a folder for the result.
+
+That is what a master does before it trains, without what it imports to train.
+"""
+
+import sys
+from pathlib import Path
+
+from hybrid.config.file import load_config
+from hybrid.data.from_files import FilesPreparation
+from hybrid.data.manifest import DataManifest
+from hybrid.data.meter import tell_nobody
+from hybrid.data.stages import Reading
+
+
+def main(path: str, vocabulary: str, result: str) -> None:
+    """Write the arrays, the vocabularies and the checksums of both."""
+    settings = ["data.format=criteo", "data.numeric_transform=log", f"data.vocabulary={vocabulary}"]
+    config = load_config(None, [f"data.path={path}", *settings])
+    folder = Path(result)
+    reading = Reading(config.data, dict(config.columns), dict(config.tasks))
+    preparation = FilesPreparation(config, reading, folder, folder / "parts", tell_nobody, lambda: None)
+    encoder, reports = preparation.write([Path(path)], [])
+    encoder.save(folder)
+    DataManifest.write(folder, encoder.input_spec, reports)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""``scripts/bench prepare``: what it costs to prepare rows like those of Criteo's display ads.
+
+Systems take turns at the same file, which was just written, so that it lies in memory. Each is a process of
+its own with the same cores; what is measured is that process and all that it starts, imports included.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+
+from benchmark import report
+from benchmark.click_rows import write_click_rows
+from benchmark.machine import origin
+from benchmark.processes import ERRORS, started
+from benchmark.running import MeasurementError
+from benchmark.systems import OWN_PYTHON
+from benchmark.tables import TextTable, mib, times
+from hybrid.errors import ConfigError
+from workers.run_folder.paths import scratch_logs
+
+PYARROW = "pyarrow"
+_POLARS = "polars"
+# The module that prepares a file, and its arguments after the file.
+_SYSTEMS = {
+    "ours, with vocabularies": ("prepare_ours", "build"),
+    "ours, hashed": ("prepare_ours", "hash"),
+    PYARROW: ("prepare_pyarrow",),
+    _POLARS: ("prepare_polars",),
+}
+_LARGE = (45_000_000, 4_400_000_000)  # rows of Criteo's Kaggle data set, and of its terabyte
+_TIMEOUT_SECONDS, _TIMEOUT_SECONDS_A_ROW = 600.0, 2e-4
+_SECONDS_BETWEEN_LOOKS = 0.1
+_LOOKS_AT_MEMORY = 3  # one of so many: it takes the system milliseconds a process
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a system has taken for some rows.
+
+    Attributes:
+        number: of the round.
+        seconds: from the command to its end.
+        cpu_seconds: of all processes, user and system.
+        memory_bytes: of all processes, pages that several have counted once; the most at any time.
+        written_bytes: to files and pipes, wherever these end.
+    """
+
+    system: str
+    rows: int
+    number: int
+    seconds: float
+    cpu_seconds: float
+    memory_bytes: int
+    written_bytes: int
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    """Measure every system on every number of rows."""
+    cores = sorted(os.sched_getaffinity(0))
+    if options.cores > len(cores):
+        raise ConfigError("--cores", f"must be at most the {len(cores)} there are", options.cores)
+    cores = cores[: options.cores or None]
+    systems = [name for name in _SYSTEMS if name != _POLARS or importlib.util.find_spec(_POLARS)]
+    folder = report.new_folder(options.output, "bench-prepare")
+    came_from = origin([OWN_PYTHON])
+    costs = []
+    with scratch_logs("bench-") as scratch:
+        for rows in options.rows:
+            write_click_rows(file := scratch / "rows.tsv", rows)
+            for number in range(1, options.rounds + 1):
+                for system in systems:
+                    costs.append(cost := _measured(system, file, rows, number, cores, scratch))
+                    console.print(_line(cost), markup=False, highlight=False)
+    notes = [_note(len(cores), options.rounds)]
+    if _POLARS not in systems:
+        notes.append(
+            "polars is not installed, and left out; `pip install polars` beside the project adds it."
+        )
+    tables = [cost_table(costs), account_table(costs, len(cores))]
+    raw = {"costs": [dataclasses.asdict(each) for each in costs]}
+    report.write(folder, "Preparing data", came_from, raw, notes, tables)
+    report.show(console, notes, tables, folder)
+    return 0
+
+
+def _note(num_cores: int, rounds: int) -> str:
+    return (
+        "Rows of 259 bytes: a label, 13 numbers, 26 columns of values. Ours writes a prepared data set, and "
+        "does not import torch, as the master of a training does. pyarrow reads the same file in blocks of "
+        "16 MiB, makes codes into one dictionary of each of the 26 columns, and puts 0 for missing numbers, "
+        "in memory; polars does as much. Neither looks at what may be wrong in a row, nor writes anything. "
+        f"{num_cores} core(s), {rounds} round(s) in turn, medians; CPU of all processes, start and imports "
+        "included."
+    )
+
+
+def _measured(system: str, file: Path, rows: int, number: int, cores: Sequence[int], scratch: Path) -> Cost:
+    """Prepare ``file`` by a system, from its start to its end.
+
+    Raises:
+        MeasurementError: it failed, or took too long.
+    """
+    module, *arguments = _SYSTEMS[system]
+    result = scratch / "prepared"
+    python = [OWN_PYTHON, "-P", "-m", f"benchmark.{module}", str(file), *arguments, str(result)]
+    limited = ["taskset", "--cpu-list", ",".join(map(str, cores)), *python]
+    before, begin = _cpu_of_ended(), time.monotonic()
+    deadline = begin + _TIMEOUT_SECONDS + rows * _TIMEOUT_SECONDS_A_ROW
+    memory_bytes, written = 0, dict[int, int]()
+    with started(limited, scratch, {}) as process:
+        for look in count():
+            memory_bytes = max(memory_bytes, _looked(process.pid, written, look % _LOOKS_AT_MEMORY == 0))
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_SECONDS_BETWEEN_LOOKS)
+                break
+            if time.monotonic() > deadline:
+                raise MeasurementError(f"{rows:,} rows by {system} are not done after {deadline - begin:g} s")
+    seconds = time.monotonic() - begin
+    if process.returncode:
+        raise MeasurementError(f"{system} has failed: {(scratch / ERRORS).read_text()}")
+    shutil.rmtree(result, ignore_errors=True)
+    cpu_seconds = _cpu_of_ended() - before
+    return Cost(system, rows, number, seconds, cpu_seconds, memory_bytes, sum(written.values()))
+
+
+def _cpu_of_ended() -> float:
+    """CPU-seconds of all processes below this one that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _looked(root: int, written: dict[int, int], with_memory: bool) -> int:
+    """The memory that a process and all below it have, if wanted; what each has written is noted."""
+    memory_bytes = 0
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(root)
+        for each in (top, *top.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                written[each.pid] = each.io_counters().write_chars
+                memory_bytes += each.memory_full_info().pss if with_memory else 0
+    return memory_bytes
+
+
+def _line(cost: Cost) -> str:
+    each = cost.cpu_seconds / cost.rows * 1e6
+    what = f"round {cost.number}: {cost.rows:,} rows, {cost.system}"
+    return f"{what}: {cost.seconds:.1f} s, {each:.2f} us of CPU a row"
+
+
+def cost_table(costs: Sequence[Cost]) -> TextTable:
+    """What each system takes, medians over the rounds; beside pyarrow's, in the same round."""
+    header = ("system", "seconds", "CPU-seconds", "us of CPU a row", "MiB", "MiB written", "of pyarrow's CPU")
+    table = TextTable("Preparing data", header)
+    for rows, system in dict.fromkeys((each.rows, each.system) for each in costs):
+        of_system, of_pyarrow = (_of(costs, rows, name) for name in (system, PYARROW))
+        cpu = statistics.median(each.cpu_seconds for each in of_system)
+        ratios = [
+            each.cpu_seconds / base.cpu_seconds for each, base in zip(of_system, of_pyarrow, strict=True)
+        ]
+        cells = (
+            f"{rows:,} rows, {system}",
+            f"{statistics.median(each.seconds for each in of_system):.1f}",
+            f"{cpu:.1f}",
+            f"{cpu / rows * 1e6:.2f}",
+            mib(statistics.median(each.memory_bytes for each in of_system)),
+            mib(statistics.median(each.written_bytes for each in of_system)),
+            times(statistics.median(ratios)),
+        )
+        table.rows.append(cells)
+    return table
+
+
+def account_table(costs: Sequence[Cost], num_cores: int) -> TextTable:
+    """What as many rows as Criteo's data sets have would take, each as one of the most that were measured."""
+    most = max(each.rows for each in costs)
+    header = ("system", "CPU-hours", f"hours on {num_cores} core(s)", "GiB written")
+    table = TextTable(f"By {most:,} rows, more would take", header)
+    for rows in _LARGE:
+        for system in dict.fromkeys(each.system for each in costs):
+            of_system = _of(costs, most, system)
+            taken = (
+                statistics.median(each.cpu_seconds for each in of_system) / 3600,
+                statistics.median(each.seconds for each in of_system) / 3600,
+                statistics.median(each.written_bytes for each in of_system) / 2**30,
+            )
+            table.rows.append((f"{rows:,} rows, {system}", *(f"{each * rows / most:,.2f}" for each in taken)))
+    return table
+
+
+def _of(costs: Sequence[Cost], rows: int, system: str) -> list[Cost]:
+    return [each for each in costs if (each.rows, each.system) == (rows, system)]
