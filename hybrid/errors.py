@@ -5,6 +5,7 @@
     ├── DataError         an input file cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
     ├── StorageError      a store that is named by a URL does not do what it is asked
+    │   └── OutageError   nor would it do anything else now: it is down, overloaded, or out of reach
     ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
@@ -19,8 +20,10 @@ class HybridError(Exception):
 
     @property
     def kind(self) -> type[Exception]:
-        """Its class; of one that tells of an error elsewhere, that one's."""
-        return type(self)
+        """Its class; of one that tells of an error elsewhere, or comes of an outage, that one's."""
+        cause = self.__cause__
+        is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
+        return OutageError if is_outage else type(self)
 
 
 class ConfigError(HybridError):
@@ -64,12 +67,21 @@ class StorageError(HybridError, OSError):
         self.strerror = why or message
 
 
+class OutageError(StorageError):
+    """A store is down, overloaded or out of reach for the moment, and stayed so while it was asked again."""
+
+
 class NonFiniteError(HybridError):
     """A loss or gradient is infinite or not a number, and the run is to stop at one."""
 
 
 class ClusterError(HybridError):
     """A role is missing at start, failed, or was lost while running."""
+
+
+def kind_of(error: BaseException) -> str:
+    """The name that tells another process which kind of error it was; see :func:`error_class`."""
+    return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
 def error_class(name: str) -> type[Exception]:

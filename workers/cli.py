@@ -35,7 +35,7 @@ from workers.run_folder.paths import refuse_existing, run_path, scratch_logs
 from workers.run_folder.resume import check_same_model, is_over, newest_run, resumed_config
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_state import left_behind
-from workers.run_folder.stored_run import fetch, folder_here
+from workers.run_folder.stored_run import held_folder
 from workers.screen.lasting_output import lasting_output
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
@@ -60,12 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run_interruptibly(options, started_at)
         if losses.any and not goes_on:
             sys.exit(ExitCode.FAILED)
-    except ToldError as error:
-        is_well = error.code is ExitCode.DONE
-        print(_line(options, error), file=sys.stdout if is_well else sys.stderr, flush=True)
-        sys.exit(error.code)
     except HybridError as error:
-        sys.exit(_line(options, error))
+        code = exit_code(error, has_stepped=False)
+        if code is ExitCode.FAILED:
+            sys.exit(_line(options, error))
+        is_well = code is ExitCode.DONE
+        print(_line(options, error), file=sys.stdout if is_well else sys.stderr, flush=True)
+        sys.exit(code)
 
 
 def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
@@ -183,10 +184,8 @@ def _launch(options: argparse.Namespace, started_at: float) -> None:
     config, folder, is_resumed, over = _wanted_run(options)
     if over:
         return
-    with folder_here(folder) as here, _going_on_later(here, options.command):
-        if is_resumed:
-            fetch(here)
-        launch(config, here, TrainTask(here, is_resumed, started_at))
+    with held_folder(folder, is_resumed) as (here, lock), _going_on_later(here, options.command):
+        launch(config, here, TrainTask(here, is_resumed, started_at), lock)
 
 
 def _compare(options: argparse.Namespace, started_at: float) -> None:
@@ -204,21 +203,21 @@ def _compare(options: argparse.Namespace, started_at: float) -> None:
     if config.embedding.wire_dtype != "rows":
         rule = "must be rows: one process sends nothing, and rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
-    with scratch_logs("hybrid-compare-") as folder:
+    with scratch_logs("hybrid-compare-") as folder, run_lock(folder) as lock:
         if options.script is None:
-            launch(config, folder, CompareTask(options.steps))
+            launch(config, folder, CompareTask(options.steps), lock)
         else:
             config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
             task = _script_task(options.script, options.arguments)
-            _compare_script(config, dataclasses.replace(task, snapshot=folder / "cluster"), folder)
+            _compare_script(config, dataclasses.replace(task, snapshot=folder / "cluster"), folder, lock)
 
 
-def _compare_script(config: RunConfig, task: ScriptTask, folder: Path) -> None:
+def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int) -> None:
     """Run a script on a cluster, then in this process, and print what differs."""
     from workers.launching.launch import launch
 
     print("on a cluster", flush=True)
-    launch(config, folder, task)
+    launch(config, folder, task, lock)
     print("in one process", flush=True)
     with _imports():
         from workers.offline.script_comparison import compare_script
@@ -235,8 +234,8 @@ def _run(options: argparse.Namespace, started_at: float) -> None:
     else:
         task = _script_task(options.program, options.arguments)
     config = _read_config(options)
-    with scratch_logs("hybrid-run-") as folder:
-        launch(config, folder, task)
+    with scratch_logs("hybrid-run-") as folder, run_lock(folder) as lock:
+        launch(config, folder, task, lock)
 
 
 def _script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
@@ -261,9 +260,7 @@ def _master(options: argparse.Namespace, started_at: float) -> None:
         with _coded(master.codes_of(script)):
             master.run(config, script, secret)
         return
-    with folder_here(folder) as here, _going_on_later(here, options.command), run_lock(here):
-        if is_resumed:
-            fetch(here)
+    with held_folder(folder, is_resumed) as (here, _), _going_on_later(here, options.command):
         task = TrainTask(here, is_resumed, started_at)
         with _coded(master.codes_of(task)):
             master.run(config, task, secret)

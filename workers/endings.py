@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 
-from hybrid.errors import ClusterError, HybridError
+from hybrid.errors import ClusterError, HybridError, OutageError
 
 # Slurm sends it when told to (--signal), some time before it takes a job's machines away.
 WARNING = signal.SIGUSR1
@@ -37,6 +37,7 @@ class Cause(Enum):
     KILLED = "killed"  # its process was ended by a signal
     STARVED = "starved"  # the same, since memory ran out
     REFUSED = "refused"  # it said what the user can mend; another start would end the same way
+    OUTAGE = "outage"  # a store was down, or out of reach, for longer than it was asked again
     EXCEPTION = "exception"  # an exception that nobody has thought of
     LOST = "lost"  # it found another role gone, frozen, or too late
     SILENT = "silent"  # it ended with an error and said nothing
@@ -84,6 +85,8 @@ def cause_of(error: BaseException) -> Cause:
         return Cause.ECHO
     if not isinstance(error, HybridError) or not issubclass(error.kind, HybridError):
         return Cause.EXCEPTION
+    if issubclass(error.kind, OutageError):
+        return Cause.OUTAGE
     return Cause.LOST if issubclass(error.kind, ClusterError) else Cause.REFUSED
 
 

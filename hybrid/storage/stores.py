@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from hybrid.errors import StorageError, first_line
+from hybrid.errors import OutageError, StorageError, first_line
 from hybrid.storage.places import RemotePath, options
 
 # The client's own: it knows which of its requests may be made again. Its pauses double, to 20 s at most.
@@ -30,6 +30,7 @@ _CREDENTIALS = (
 )
 _AGAIN = "the store does not keep up, or is down; try again later"
 _ENDPOINT = "see that AWS_ENDPOINT_URL, or the host in the URL, is right and can be reached from here"
+_PASSING = (_AGAIN, _ENDPOINT)  # a name that nobody knows may be one that its server does not tell now
 # What the texts of errors hold, and what helps; the first that fits counts.
 _REMEDIES = (
     (r"NO_SUCH_BUCKET|BucketNotFound|NoSuchBucket", "there is no such bucket; make it, or correct the URL"),
@@ -59,7 +60,8 @@ def asking(place: RemotePath, what: str) -> Iterator[tuple[Any, str]]:
 
     Raises:
         FileNotFoundError: it is not there.
-        StorageError: the store does not do it, in the end; says why, and what to do.
+        StorageError: the store does not do it; says why, and what to do.
+        OutageError: the same, since it was down all the while.
     """
     try:
         filesystem, prefix = _filesystem(place.root, place.query, _endpoint(), os.getpid())
@@ -69,14 +71,14 @@ def asking(place: RemotePath, what: str) -> Iterator[tuple[Any, str]]:
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place)) from error
     except (OSError, ValueError, NotImplementedError) as error:  # Arrow's own errors are among them
-        why = _why(error)
-        raise StorageError(f"{place}: cannot be {what}: {why}", why) from error
+        raise _error(place, what, error) from error
 
 
-def _why(error: BaseException) -> str:
+def _error(place: RemotePath, what: str, error: BaseException) -> StorageError:
     text = _REQUEST_ID.sub("", first_line(error))
     remedy = next((r for sign, r in _REMEDIES if re.search(sign, text)), "docs/storage.md says what it needs")
-    return f"{text}; {remedy}"
+    why, kind = f"{text}; {remedy}", OutageError if remedy in _PASSING else StorageError
+    return kind(f"{place}: cannot be {what}: {why}", why)
 
 
 @lru_cache

@@ -3,13 +3,15 @@
 torch brings a caller the text of an exception, amid words of its own, and of its class next to nothing.
 """
 
+from hybrid.errors import kind_of
+
 _RAISED_LATER = "raised while the answer was waited for: "
 _REFUSED = "a message was refused: "
 
 
 def raised_later(error: Exception) -> str:
     """Tells that a call was accepted, and what its answer waited for has failed."""
-    return f"{_RAISED_LATER}{type(error).__name__}: {error}"
+    return f"{_RAISED_LATER}{kind_of(error)}: {error}"
 
 
 def read_raised_later(text: str) -> tuple[str, str] | None:

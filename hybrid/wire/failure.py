@@ -4,7 +4,7 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hybrid.errors import ClusterError, HybridError, error_class, first_line
+from hybrid.errors import ClusterError, HybridError, error_class, first_line, kind_of
 from hybrid.own_code.traces import is_to_log, log_stack, words_of
 from hybrid.topology import Role
 from hybrid.trust.failure_text import read_raised_later, read_refused, refused
@@ -78,7 +78,7 @@ def failure_of(error: Exception) -> Failure:
     """What a caller is told of an exception; its stack stays here, in the log of this process."""
     if is_logged := is_to_log(error):
         log_stack(error)
-    kind, is_ours = type(error).__name__, isinstance(error, HybridError)
+    kind, is_ours = kind_of(error), isinstance(error, HybridError)
     # Who misses another one may be out of reach itself: it says who it is.
     is_users = is_ours and not isinstance(error, LostError)
     message = str(error) if is_ours else words_of(error)

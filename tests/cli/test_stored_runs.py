@@ -2,16 +2,18 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from support.commands import TrainedRun, output_of, run, settings
-from support.stores import BUCKET, Store
+from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.reader import Checkpoint
-from hybrid.storage import files
+from hybrid.storage import files, stores
 from hybrid.storage.places import Place, place
+from workers.cli import main
 
 RUN = f"s3://{BUCKET}/runs/clicks"
 
@@ -24,6 +26,42 @@ def rows_of(folder: Place) -> dict[str, str]:
         for name, (rows, dim, _) in stored.manifest.tables.items()
     }
     return tables | {"dense": stored.manifest.files["dense.safetensors"][1]}
+
+
+AT_START = [
+    ["launch", "--resume", RUN],
+    ["launch", "--resume", "auto", *settings(run={"folder": RUN})],
+    ["launch", *settings(run={"folder": RUN})],
+    ["role", "--master", "127.0.0.1", "--resume", RUN],
+    ["evaluate", RUN],
+    ["predict", RUN, "--output", "predictions.csv"],
+]
+
+
+@pytest.mark.parametrize(("fate", "code"), [("503", 75), ("gone", 75), ("403", 1)])
+def test_whether_another_start_may_help_where_a_store_gives_nothing(
+    store: Store,
+    fate: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stores, "ATTEMPTS", 1)
+    with ExitStack() as stack:
+        proxy = stack.enter_context(Proxy(store))
+        proxy.plan = lambda method, path: fate
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+        if fate == "gone":
+            stack.close()
+        for arguments in AT_START:
+            with pytest.raises(SystemExit) as end:
+                main([str(each) for each in arguments])
+            said = str(end.value) if isinstance(end.value.code, str) else capsys.readouterr().err.rstrip("\n")
+            assert said.startswith(f"hybrid {arguments[0]}: {RUN}"), said
+            assert "\n" not in said
+            assert (1 if isinstance(end.value.code, str) else end.value.code) == code, said
 
 
 @pytest.mark.long

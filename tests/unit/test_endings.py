@@ -5,7 +5,15 @@ import signal
 import pytest
 
 from hybrid import wire
-from hybrid.errors import CheckpointError, ClusterError, ConfigError, DataError
+from hybrid.errors import (
+    CheckpointError,
+    ClusterError,
+    ConfigError,
+    DataError,
+    HybridError,
+    OutageError,
+    StorageError,
+)
 from hybrid.topology import Role, RoleKind
 from workers.endings import Cause, ExitCode, Interrupt, ToldError, Word, code_of, exit_code
 from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
@@ -18,6 +26,11 @@ def remote(kind: str) -> wire.RemoteError:
     return wire.RemoteError(WORKER, wire.Failure("it fails", kind, True, "there", False))
 
 
+def come_of(error: HybridError, cause: Exception) -> HybridError:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "before_a_step", "later"),
     [
@@ -25,6 +38,15 @@ def remote(kind: str) -> wire.RemoteError:
         (DataError("no such file"), 1, 1),
         (CheckpointError("of another model"), 1, 1),
         (remote("ConfigError"), 1, 1),
+        (StorageError("no permission"), 1, 1),
+        (CheckpointError("no permission"), 1, 1),
+        (come_of(CheckpointError("not written"), StorageError("no permission")), 1, 1),
+        (come_of(CheckpointError("not written"), KeyError("x")), 1, 1),
+        (OutageError("down"), 75, 75),
+        (come_of(CheckpointError("not written"), OutageError("down")), 75, 75),
+        (come_of(ConfigError("--resume", "cannot be read"), OutageError("down")), 75, 75),
+        (come_of(CheckpointError("not written"), remote("OutageError")), 75, 75),
+        (remote("OutageError"), 75, 75),
         (KeyError("x"), 1, 75),
         (MemoryError(), 1, 75),
         (remote("KeyError"), 1, 75),
@@ -48,7 +70,13 @@ def test_an_error_ends_a_process_with(error: BaseException, before_a_step: int, 
 
 @pytest.mark.parametrize(
     ("cause", "before_a_step", "later"),
-    [(Cause.KILLED, 75, 75), (Cause.STARVED, 1, 75), (Cause.SILENT, 75, 75), (Cause.REFUSED, 1, 1)],
+    [
+        (Cause.KILLED, 75, 75),
+        (Cause.STARVED, 1, 75),
+        (Cause.SILENT, 75, 75),
+        (Cause.REFUSED, 1, 1),
+        (Cause.OUTAGE, 75, 75),
+    ],
 )
 def test_what_a_launcher_sees_ends_it_with(cause: Cause, before_a_step: int, later: int) -> None:
     assert (code_of(cause, has_stepped=False), code_of(cause, has_stepped=True)) == (before_a_step, later)

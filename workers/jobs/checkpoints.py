@@ -23,6 +23,7 @@ from workers.session.saving import Saving
 from workers.session.session import Session
 
 _POLL_SECONDS = 0.05
+_NOT_WRITTEN = (CheckpointError, StorageError)  # a store may refuse even to tell what is there
 
 
 class Moment(NamedTuple):
@@ -126,11 +127,11 @@ class Checkpoints:
             self.finish()
             self._begun_at = time.monotonic()
             best = self._better(now, self.best) if is_evaluated else self.best
-            if self._is_there(now):
-                with self._saying_why_none(now.step):
+            with self._saying_why_none(now.step):
+                if self._is_there(now):
                     self._add_evaluation(now, best)
-            else:
-                self._begin(now, best, start, in_background=True)
+                else:
+                    self._begin(now, best, start, in_background=True)
 
     def poll(self) -> None:
         """Finish the one under way if it is written; called between the steps of a run."""
@@ -164,16 +165,22 @@ class Checkpoints:
             else:
                 self._begin(now, best, time.perf_counter(), in_background=False)
                 self._end()
-        except CheckpointError as error:
+        except _NOT_WRITTEN as error:
+            raise CheckpointError(f"{error}; {why}, and {self._left()}") from error
+
+    def _left(self) -> str:
+        """What is saved of the run."""
+        try:
             before = folders.stored(self._run.store)
-            left = f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
-            raise CheckpointError(f"{error}; {why}, and {left}") from error
+        except StorageError:  # the error that is told says why
+            return "nobody can look now what of it is saved"
+        return f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
 
     @contextmanager
     def _saying_why_none(self, step: int) -> Iterator[None]:
         try:
             yield
-        except CheckpointError as error:
+        except _NOT_WRITTEN as error:
             self._say(f"no checkpoint of step {step}: {error}; training goes on")
 
     def _add_evaluation(self, now: Moment, best: Best | None) -> None:
@@ -181,7 +188,7 @@ class Checkpoints:
         folder = folders.step_folder(self._run.store, now.step)
         there = Manifest.read(folder / MANIFEST_FILE)
         if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
-            self._sync()
+            self._run.sync()
             metrics = dict(now.metrics or {})
             progress = {**there.progress, BEST: best, OWES_EVALUATION: False}
             dataclasses.replace(there, metrics=metrics, progress=progress).write(folder)
@@ -215,7 +222,7 @@ class Checkpoints:
     def _write(self, saving: Saving, best: Best | None, written: Future[_Written]) -> None:
         start = time.perf_counter()
         try:
-            self._sync()
+            self._run.sync()
             sealed = saving.write()
             seconds = time.perf_counter() - start
             trouble = self._prune(best)
@@ -224,17 +231,10 @@ class Checkpoints:
         except BaseException as error:  # raised where the checkpoint is waited for
             written.set_exception(error)
 
-    def _sync(self) -> None:
-        """See what has been logged where it is kept, before a checkpoint that a run may go on from."""
-        try:
-            self._run.sync()
-        except StorageError as error:
-            raise CheckpointError(str(error)) from error
-
     def _prune(self, best: Best | None) -> str:
         try:
             folders.prune(self._run.store, self._section.keep_last, best and best.step)
-        except CheckpointError as error:
+        except _NOT_WRITTEN as error:
             return f"an old checkpoint is left: {error}"
         return ""
 

@@ -28,7 +28,6 @@ from workers.launching.forking import BrokenServerError
 from workers.launching.outcome import Outcome
 from workers.launching.restarts import Restarts
 from workers.launching.role_processes import RoleProcesses
-from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_state import left_behind
 from workers.run_folder.stored_run import store_of
 from workers.screen.terminal import TerminalView
@@ -40,7 +39,7 @@ from workers.task import Task, TrainTask
 _PRELOAD = ("torch._dynamo", "workers.roles.master", "workers.roles.run", "workers.launching.description")
 
 
-def launch(config: RunConfig, folder: Path, task: Task) -> None:
+def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
     """Run a whole cluster on this machine; returns when the task is done and every process has ended.
 
     Training that loses a role goes on from its newest checkpoint, with a new start of the whole cluster.
@@ -48,6 +47,7 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     Args:
         folder: for the roles' logs.
         task: what the cluster is for.
+        lock: descriptor of the folder's lock, which every role is given.
 
     Raises:
         ToldError: a role failed; the message is the first cause.
@@ -56,7 +56,6 @@ def launch(config: RunConfig, folder: Path, task: Task) -> None:
     """
     allow_open_files(config.cluster)
     with _Screen() as screen, ExitStack() as stack:
-        lock = stack.enter_context(run_lock(folder))
         restarts = Restarts(folder, config.cluster.max_restarts)
         server = stack.enter_context(_server(config, folder, screen))
         while True:

@@ -5,14 +5,17 @@ which names the store, and are sent before each checkpoint and at the end.
 """
 
 import hashlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid.private_files import make_folder, own_folder
+from hybrid.errors import StorageError
+from hybrid.private_files import own_folder
 from hybrid.storage import files
 from hybrid.storage.places import Place, RemotePath, place
 from workers.run_folder.paths import RUNS, writing
+from workers.run_folder.run_lock import run_lock
 
 _STORE_FILE = ".store"  # holds the URL
 _DIGITS = 12
@@ -27,32 +30,58 @@ def store_of(folder: Path) -> Place:
 
 
 @contextmanager
-def folder_here(run: Place) -> Iterator[Path]:
-    """The folder of this machine for a run: itself or, of one in a store, what is sent there now and then."""
+def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
+    """Hold the folder here of a run: itself or, of one in a store, what is sent there now and then.
+
+    A run that goes on has its files as the store has them: whoever was at it last has sent them. What may
+    have changed is sent at the end, however that comes.
+
+    Yields:
+        The folder, and the descriptor of its lock; see :func:`run_lock`.
+
+    Raises:
+        ConfigError: somebody holds it, or it cannot be made.
+        StorageError: the store does not give its files, or does not take them.
+    """
     if not isinstance(run, RemotePath):
-        yield run
+        with run_lock(run) as lock:
+            yield run, lock
         return
-    digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGITS]
-    base = own_folder("XDG_STATE_HOME", ".local/state", "runs") or RUNS.absolute()
-    here = base / f"{run.name}-{digest}"
-    with writing(here):
-        make_folder(here)
-        (here / _STORE_FILE).write_text(str(run), encoding="utf-8")
-    print(f"logs and metrics are kept in {here}, and sent to {run} with each checkpoint", flush=True)
-    try:
-        yield here
-    finally:
+    here = _folder_here(run)
+    with run_lock(here) as lock:
+        with writing(here):
+            (here / _STORE_FILE).write_text(str(run), encoding="utf-8")
+        print(f"logs and metrics are kept in {here}, and sent to {run} with each checkpoint", flush=True)
+        if is_resumed:
+            _fetch(here, run)
+        try:
+            yield here, lock
+        except BaseException as error:
+            _send_after(here, error)
+            raise
         send(here)
 
 
-def fetch(here: Path) -> None:
-    """Have the files of a run that goes on as the store has them; whoever was at it last has sent them."""
-    store = store_of(here)
-    if isinstance(store, RemotePath):
-        for found in files.entries(store):
-            if not found.is_folder:
-                with writing(here):
-                    (here / found.place.name).write_bytes(files.read_bytes(found.place))
+def _folder_here(run: RemotePath) -> Path:
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGITS]
+    base = own_folder("XDG_STATE_HOME", ".local/state", "runs") or RUNS.absolute()
+    return base / f"{run.name}-{digest}"
+
+
+def _fetch(here: Path, store: RemotePath) -> None:
+    for found in files.entries(store):
+        if not found.is_folder:
+            content = files.read_bytes(found.place)
+            with writing(here):
+                (here / found.place.name).write_bytes(content)
+
+
+def _send_after(here: Path, error: BaseException) -> None:
+    """Send what a run has left that ends with ``error``, which remains what is said."""
+    try:
+        send(here)
+    except StorageError as trouble:
+        print(f"{trouble}; {here} has all of it", file=sys.stderr, flush=True)
 
 
 def send(here: Path) -> None:

@@ -24,7 +24,7 @@ from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
-from hybrid.errors import CheckpointError, ClusterError, HybridError
+from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError, StorageError
 from hybrid.metrics import BinaryMetrics, Metrics
 from hybrid.storage.places import Place
 from workers.jobs.checkpoints import Checkpoints, Moment
@@ -263,6 +263,30 @@ def test_one_that_cannot_be_written_is_said_and_the_next_is_tried_when_due(start
     run.at(30, 0.7)
     assert run.stored == [10, 30]
     assert run.logged == [10, 30]
+
+
+@pytest.mark.parametrize("error", [StorageError("s3: cannot be listed"), OutageError("s3: cannot be listed")])
+def test_where_a_store_does_not_even_tell_what_is_there_training_goes_on(
+    start: Start, monkeypatch: pytest.MonkeyPatch, error: StorageError
+) -> None:
+    run = start()
+    run.at(10)
+
+    def refuse(folder: Path) -> list[Path]:
+        raise error
+
+    with monkeypatch.context() as down:
+        down.setattr("workers.jobs.checkpoints.folders.stored", refuse)
+        run.at(20)
+        assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training goes on"]
+        down.setattr("workers.jobs.checkpoints.folders.begin", refuse)
+        with pytest.raises(CheckpointError) as caught:
+            run.checkpoints.write_last(moment(25))
+    rule = "s3: cannot be listed; the run is at its end, and nobody can look now what of it is saved"
+    assert str(caught.value) == rule
+    assert caught.value.kind is (OutageError if type(error) is OutageError else CheckpointError)
+    run.at(30)
+    assert run.stored == [10, 30]
 
 
 def test_a_later_step_is_not_the_best_by_the_metrics_of_one_that_could_not_be_written(start: Start) -> None:

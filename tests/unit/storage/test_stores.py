@@ -2,14 +2,14 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from support.stores import BUCKET, Proxy, Store
 
-from hybrid.errors import StorageError
-from hybrid.storage import files
+from hybrid.errors import OutageError, StorageError
+from hybrid.storage import files, stores
 from hybrid.storage.places import RemotePath, place
 from hybrid.storage.stores import ATTEMPTS
 
@@ -82,6 +82,44 @@ def test_a_store_that_stays_down_is_given_up(proxy: Proxy) -> None:
     with pytest.raises(StorageError, match=r"cannot be read: .*the store does not keep up, or is down"):
         files.read_bytes(through(proxy, "down"))
     assert len(proxy.seen) == ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("fate", "kind"),
+    [("503", OutageError), ("500", OutageError), ("cut", OutageError), ("403", StorageError)],
+)
+def test_a_store_that_is_down_is_told_from_one_that_refuses(
+    proxy: Proxy, fate: str, kind: type[StorageError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "ATTEMPTS", 1)
+    file = through(proxy, f"down-{fate}")
+    files.write_bytes(file, b"content")
+    proxy.plan = lambda method, path: fate
+    asked: dict[str, Callable[[], object]] = {
+        "found": lambda: files.exists(file),
+        "listed": lambda: files.entries(file.parent),
+        "read": lambda: files.read_bytes(file),
+        "written": lambda: files.write_bytes(file, b"new"),
+        "removed": lambda: files.remove(file),
+    }
+    for what, ask in asked.items():
+        with pytest.raises(StorageError, match=f"cannot be {what}: ") as caught:
+            ask()
+        assert type(caught.value) is kind
+
+
+def test_a_store_where_nobody_listens_is_out_of_reach(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "ATTEMPTS", 1)
+    with Proxy(store) as proxy:
+        file = through(proxy, "gone")
+    with pytest.raises(OutageError, match="see that AWS_ENDPOINT_URL"):
+        files.read_bytes(file)
+
+
+def test_a_bucket_that_is_not_there_is_no_outage(store: Store) -> None:
+    with pytest.raises(StorageError, match="there is no such bucket") as caught:
+        files.write_bytes(place("s3://none/file"), b"content")
+    assert type(caught.value) is StorageError
 
 
 def test_what_is_forbidden_is_asked_once(proxy: Proxy) -> None:

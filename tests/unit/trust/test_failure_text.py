@@ -3,7 +3,7 @@
 import pytest
 
 from hybrid import errors
-from hybrid.errors import ConfigError, HybridError, error_class
+from hybrid.errors import CheckpointError, ConfigError, HybridError, OutageError, error_class
 from hybrid.own_code.traces import kind_and_text
 from hybrid.trust.failure_text import raised_later, read_raised_later, read_refused, refused
 from hybrid.wire.failure import failure_of
@@ -23,6 +23,14 @@ def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exc
     failure = failure_of(RuntimeError(text))
     assert (failure.kind, failure.is_users) == (kind.__name__, kind in TREE)
     assert failure.message == (str(error).strip() if kind in TREE else kind_and_text(error))
+
+
+def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
+    error = CheckpointError("cannot write rows")
+    error.__cause__ = OutageError("s3: is down")
+    assert read_raised_later(raised_later(error)) == ("OutageError", "cannot write rows")
+    failure = failure_of(error)
+    assert (failure.kind, failure.message, failure.is_users) == ("OutageError", "cannot write rows", True)
 
 
 def test_a_refusal_is_read_as_it_was_told() -> None:

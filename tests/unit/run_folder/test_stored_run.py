@@ -1,0 +1,74 @@
+"""A run in a store: its folder here is one launch's alone, before anything is fetched or sent."""
+
+from pathlib import Path
+
+import pytest
+from support.stores import BUCKET, Store
+
+from hybrid.errors import ConfigError, HybridError, OutageError
+from hybrid.storage import files
+from hybrid.storage.places import Place, place
+from workers.run_folder import run_lock, stored_run
+from workers.run_folder.stored_run import held_folder, store_of
+
+
+@pytest.fixture
+def run(store: Store, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A run of which the store has the configuration."""
+    monkeypatch.setattr(run_lock, "_WAIT_SECONDS", 0.0)
+    run = place(f"s3://{BUCKET}/{request.node.name}")
+    files.write_bytes(run / "config.toml", b"as stored")
+    return run
+
+
+def test_who_is_refused_neither_fetches_nor_sends(run: Place) -> None:
+    with held_folder(run, is_resumed=False) as (here, _):
+        (here / "config.toml").write_text("live")
+        (here / "metrics.jsonl").write_text("a line that is being wr")
+        with pytest.raises(ConfigError, match="another launch is at work in it"):
+            with held_folder(run, is_resumed=True):
+                raise AssertionError
+        assert (here / "config.toml").read_text() == "live"
+        assert not files.exists(run / "metrics.jsonl")
+        assert files.read_text(run / "config.toml") == "as stored"
+        (here / "metrics.jsonl").write_text("whole lines")
+    assert files.read_text(run / "metrics.jsonl") == "whole lines"
+    assert store_of(here) == run
+
+
+def test_one_that_goes_on_has_what_the_store_has(run: Place) -> None:
+    with held_folder(run, is_resumed=False) as (here, _):
+        (here / "config.toml").write_text("of a run elsewhere")
+    files.write_bytes(run / "config.toml", b"newer")
+    with held_folder(run, is_resumed=True) as (here, _):
+        assert (here / "config.toml").read_text() == "newer"
+
+
+def test_an_error_is_what_is_said_though_the_store_takes_nothing_then(
+    run: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(here: Path) -> None:
+        raise OutageError("s3: cannot be listed")
+
+    monkeypatch.setattr(stored_run, "send", refuse)
+    with pytest.raises(HybridError, match=r"^the first cause$"), held_folder(run, False) as (here, _):
+        raise HybridError("the first cause")
+    assert capsys.readouterr().err == f"s3: cannot be listed; {here} has all of it\n"
+    with pytest.raises(OutageError), held_folder(run, is_resumed=False):
+        pass
+
+
+def test_what_the_error_sends_is_there(run: Place) -> None:
+    def fail(here: Path) -> None:
+        (here / "metrics.jsonl").write_text("lines")
+        raise HybridError("a role failed")
+
+    with pytest.raises(HybridError), held_folder(run, is_resumed=False) as (here, _):
+        fail(here)
+    assert files.read_text(run / "metrics.jsonl") == "lines"
+
+
+def test_a_folder_of_this_machine_is_itself(tmp_path: Path) -> None:
+    with held_folder(tmp_path / "run", is_resumed=False) as (here, _):
+        assert here == tmp_path / "run"
+        assert [each.name for each in here.iterdir()] == [".lock"]
