@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hybrid.errors import ClusterError
 from hybrid.private_files import make_folder, sync
 
 _PREFIX, _PARTS_PREFIX = ".building-", ".parts-"
@@ -50,8 +51,8 @@ def building(target: Path, marker: str) -> Iterator[Path]:
 def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
     """A folder for parts of what becomes ``target``; those are in it that a process had when it was killed.
 
-    It is removed at the end, and on failure; whoever is interrupted or killed leaves it. Parts of what nobody
-    builds any more are removed.
+    It is removed at the end, and on failure; whoever is interrupted or killed leaves it, or has lost its
+    cluster. Parts of what nobody builds any more are removed.
 
     Args:
         other: the folder to take where another process is at it, which has that one locked.
@@ -70,6 +71,8 @@ def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
         make_folder(folder)
         try:
             yield folder
+        except ClusterError:  # the parts are as good as before
+            raise
         except Exception:
             _remove_parts(folder)
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,14 +19,17 @@ from hybrid.data.bad_rows import BadRowLog, BadRowReport
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.fitting import Learnt, vocabularies
 from hybrid.data.manifest import NO_BAD_ROWS, DatasetReport
+from hybrid.data.other_hosts import OtherHosts
 from hybrid.data.parts import Part, parts_of
-from hybrid.data.processes import Job, Processes, Result, Told
+from hybrid.data.pool import Job, Result, Told
+from hybrid.data.processes import Processes
 from hybrid.data.progress import Progress
 from hybrid.data.sources import RawBlock
 from hybrid.data.spill import PartLog
 from hybrid.data.split import Split
 from hybrid.data.split_writer import LabelSums, SplitPlace, SplitWriter, label_reports
 from hybrid.data.stages import (
+    MAKING,
     TEST,
     TRAIN,
     EncodeJob,
@@ -57,6 +61,7 @@ class FilesPreparation:
         spilt: of what is there meanwhile; parts that are in it are not parsed again.
         tell: told how far it is.
         check: called twice a second; what it raises ends the preparation.
+        others: hosts that may take part.
     """
 
     def __init__(
@@ -67,14 +72,17 @@ class FilesPreparation:
         spilt: Path,
         tell: Callable[[str], None],
         check: Callable[[], None],
+        others: OtherHosts | None = None,
     ) -> None:
         self._config = config
         self._reading = reading
         self._layout = reading.layout
         self._folder = folder
         self._spill = spilt
-        self._progress = Progress(_PHASES, tell)
+        self._tell = tell
+        self._progress = Progress(_PHASES, self._tell_progress)
         self._check = check
+        self._others = others
 
     def write(
         self, train: Sequence[Path], test: Sequence[Path]
@@ -94,9 +102,12 @@ class FilesPreparation:
             for split, files in ((TRAIN, train), (TEST, test))
         }
         size = sum(part.size for each in parts.values() for part in each)
-        count = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_A_PROCESS))
+        wanted = max(1, size // _BYTES_A_PROCESS)
+        count = min(len(os.sched_getaffinity(0)), wanted)
         self._spill.mkdir(parents=True, exist_ok=True)
-        with Processes(count, self._check) as processes:
+        for left in self._spill.glob(f"{MAKING}*"):
+            shutil.rmtree(left)
+        with Processes(count, self._check, self._others if wanted > count else None) as processes:
             pieces, bad_rows = self._parse(processes, parts)
             learnt, starts = self._learn(processes, pieces)
             encoder = self._rank(processes, pieces, learnt)
@@ -199,7 +210,8 @@ class FilesPreparation:
         ]
         sums: dict[str, list[LabelSums]] = {split: [] for split in places}
         unknown = {split: UnknownCounter(encoder) for split in places}
-        for written in self._mapped(processes, "writing", encode_piece, jobs):
+        # Network file systems lose what two hosts write to one page of a file.
+        for written in self._mapped(processes, "writing", encode_piece, jobs, only_here=True):
             for split, found in written.items():
                 sums[split] += found.label_sums
                 unknown[split].add_counted(found.unknown_K, found.values_K)
@@ -217,10 +229,16 @@ class FilesPreparation:
         work: Callable[[Job, Told], Result],
         jobs: Sequence[Job],
         sizes: Sequence[int] = (),
+        *,
+        only_here: bool = False,
     ) -> Iterator[Result]:
         """What ``work`` makes of each job, in their order, as a phase of the whole."""
         self._progress.start(phase, sizes or [1] * len(jobs))
-        yield from processes.map(work, jobs, self._progress.told)
+        yield from processes.map(work, jobs, self._progress.told, only_here=only_here)
+
+    def _tell_progress(self, line: str) -> None:
+        helping = self._others.text if self._others is not None else ""
+        self._tell(f"{line}, with {helping}" if helping else line)
 
 
 class _Start(NamedTuple):

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from hybrid.data.building import building
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.far import FarData, send
 from hybrid.data.meter import tell_nobody
+from hybrid.data.other_hosts import Host
 from hybrid.data.prepared import LOCAL_CACHE, fingerprint, prepare
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import DataError
@@ -44,11 +45,13 @@ def ready(
     cache: Place,
     tell: Callable[[str], None] = tell_nobody,
     check: Callable[[], None] = lambda: None,
+    hosts: Callable[[], Sequence[Host]] = tuple,
 ) -> Path:
     """Make sure that the data of ``config`` are prepared, and kept in ``cache``.
 
     Args:
         tell, check: see :func:`prepare`.
+        hosts: as there; for a store they are not asked, since they see no parts on this host's disk.
 
     Returns:
         The folder they are in, or one that stands for them (see the module).
@@ -58,7 +61,7 @@ def ready(
         HybridError: the store refuses.
     """
     if not isinstance(cache, RemotePath):
-        return prepare(config, cache, tell, check)
+        return prepare(config, cache, tell, check, hosts)
     target = cache / fingerprint(config)
     kept = Path(config.data.local_cache_folder or LOCAL_CACHE, "sent")
     stand_in = kept / hashlib.blake2b(str(target).encode(), digest_size=10).hexdigest()

@@ -26,6 +26,7 @@ from hybrid.data.grouped import write_group_order
 from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
 from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
+from hybrid.data.other_hosts import Host, OtherHosts
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.split_writer import SplitWriter
 from hybrid.data.stages import TEST, TRAIN, Reading
@@ -55,6 +56,7 @@ def prepare(
     cache: Path,
     tell: Callable[[str], None] = tell_nobody,
     check: Callable[[], None] = lambda: None,
+    hosts: Callable[[], Sequence[Host]] = tuple,
 ) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
 
@@ -64,7 +66,9 @@ def prepare(
     Args:
         cache: where prepared data sets are kept; made where it does not exist.
         tell: told what is going on, a line at a time.
-        check: called between blocks of rows; what it raises ends the preparation, which leaves nothing.
+        check: called between blocks of rows; what it raises ends the preparation, which leaves nothing, or,
+            of a ClusterError, its parts.
+        hosts: gives those that may help, from when they are there.
 
     Raises:
         ConfigError: a key does not fit the files.
@@ -84,7 +88,7 @@ def prepare(
             reports = _write_synthetic(config, folder, tell)
         else:
             tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, target, folder, tell, check)
+            reports = _write_files(config, train_files, test_files, target, folder, tell, check, hosts)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
         f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
@@ -267,11 +271,13 @@ def _write_files(
     folder: Path,
     tell: Callable[[str], None],
     check: Callable[[], None],
+    hosts: Callable[[], Sequence[Host]],
 ) -> dict[str, DatasetReport]:
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
     spare = folder / "parts"
     with parts_of_building(target, spare) as parts:
-        preparation = FilesPreparation(config, reading, folder, parts, tell, check)
+        others = OtherHosts(hosts, train_files + test_files, parts, tell)
+        preparation = FilesPreparation(config, reading, folder, parts, tell, check, others)
         train, test = ([Path(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)

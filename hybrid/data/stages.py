@@ -13,6 +13,7 @@ What a stage gives depends on the files and the configuration alone, not on who 
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from hybrid.data.fitting import WordCounts, holds_several, numbers_of, ranked
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.parts import PART_BLOCKS, PART_ROWS, Part, read_part
-from hybrid.data.processes import Told
+from hybrid.data.pool import Told
 from hybrid.data.scaling import BlockMoments
 from hybrid.data.sources import RawBlock, parse_of
 from hybrid.data.spill import BlockLog, PartLog, PieceLog
@@ -42,6 +43,7 @@ from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 
 TRAIN, TEST = "train", "test"
+MAKING = "making-"  # begins the name of the folder of a part that is not there yet
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def parse_part(job: ParseJob, told: Told) -> PartLog:
         told(0, 1.0)
         return PartLog.read(job.folder)
     part, layout = job.part, job.reading.layout
-    making = job.folder.with_name(f"making-{job.folder.name}")
-    shutil.rmtree(making, ignore_errors=True)
+    # Of this attempt's own: on another host that was out of reach, somebody may still be at the same part.
+    making = job.folder.with_name(f"{MAKING}{job.folder.name}-{uuid.uuid4().hex}")
     making.mkdir(parents=True)
     log = PartLog([], [])
     held: list[RawBlock] = []
@@ -95,7 +97,12 @@ def parse_part(job: ParseJob, told: Told) -> PartLog:
     if held:
         _write_piece(making, log, held)
     log.write(making)
-    making.rename(job.folder)
+    try:
+        making.rename(job.folder)
+    except OSError:
+        if not job.folder.exists():
+            raise
+        shutil.rmtree(making)  # somebody was quicker, with the same
     return log
 
 

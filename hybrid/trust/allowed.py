@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import PurePath
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed import rpc
@@ -67,6 +68,7 @@ class Allowed:
             made.__name__: _Callable(self._made),
             class_named.__name__: _Callable(lambda name: partial(self._to_create, name)),
             reference_to.__name__: _Callable(rpc.PyRRef._deserialize),
+            array_of.__name__: _Callable(array_of),
         }
 
     def listed(self, name: str) -> Any:
@@ -176,6 +178,11 @@ def class_named(name: str) -> Callable[[], Callable[..., Any]]:
 def tensor_beside(index: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """What a pickle names where a tensor was; :class:`Unpickler` puts the tensor there, if it is the one."""
     raise NotImplementedError(f"tensor {index} of no message")
+
+
+def array_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """What a pickle calls where an array was, which travels as a tensor."""
+    return tensor.numpy()
 
 
 def reference_to(fork: tuple[Any, ...]) -> rpc.RRef[Any]:

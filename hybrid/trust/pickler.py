@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.nn.api import remote_module
@@ -29,6 +32,7 @@ from hybrid.trust.allowed import (
     Reduced,
     Reducer,
     Unpickler,
+    array_of,
     by_value,
     dtype_name,
     tensor_beside,
@@ -217,8 +221,13 @@ def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = reducers = _Reducers()
     reducers[Tensor] = reduce_tensor
+    reducers[np.ndarray] = _reduce_array
     pickler.dump(content)
     return file.getvalue(), tensors
+
+
+def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
+    return array_of, (torch.from_numpy(np.require(array, requirements=["C", "W"])),)
 
 
 class _Reducers(dict[type[Any], Reducer]):

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -13,8 +13,9 @@ from typing import Protocol, Self
 from hybrid import wire
 from hybrid.config import RunConfig
 from hybrid.data.located import ready
+from hybrid.data.other_hosts import Host
 from hybrid.data.prepared import cache_folder
-from hybrid.errors import DataError
+from hybrid.errors import ClusterError
 from hybrid.topology import Topology
 from hybrid.trust.secret import Secret
 from workers.endings import ExitCode, Interrupt, Word, exit_code
@@ -29,6 +30,7 @@ from workers.joining.listener import listen
 from workers.roles.diagnosis import tell_cause
 from workers.run_folder.run_state import RunState
 from workers.screen.terminal import TerminalView
+from workers.session.preparing import HelpingHost
 from workers.session.reach import Reach, own_files
 from workers.task import CompareTask, ScriptTask, Task, TrainTask
 
@@ -57,6 +59,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             _Preparation(config, view, is_wanted=isinstance(task, TrainTask | CompareTask)) as data,
             lead(config, secret, bound, code_of) as cluster,
         ):
+            data.share_with(_helping_hosts(cluster))
             try:
                 code = job.run(cluster.topology, data.result, view, _reach(cluster))
             except (wire.RemoteError, wire.LostError, LostRoleError) as error:
@@ -80,6 +83,18 @@ def codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
 def _reach(cluster: Cluster) -> Reach:
     here = own_files()
     return Reach([role for role, member in cluster.members.items() if member.files != here])
+
+
+def _helping_hosts(cluster: Cluster) -> list[Host]:
+    """Those of trainers that see other files than this one does, each with its first trainer."""
+    seen = {own_files()}
+    hosts: list[Host] = []
+    for role in cluster.topology.trainers:
+        member = cluster.members[role]
+        if member.files not in seen:
+            seen.add(member.files)
+            hosts.append(HelpingHost(member.host, role))
+    return hosts
 
 
 class _Job(Protocol):
@@ -121,6 +136,7 @@ class _Preparation:
         self._view = view
         self._said: SimpleQueue[str] = SimpleQueue()
         self._folder: Future[Path] = Future()
+        self._hosts: Sequence[Host] = ()
         self._is_wanted = is_wanted
         self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
         if is_wanted:
@@ -134,6 +150,10 @@ class _Preparation:
         self._is_wanted = False
         if self._thread.is_alive():
             self._thread.join(_ABANDON_SECONDS)
+
+    def share_with(self, hosts: Sequence[Host]) -> None:
+        """Have hosts that are there now take part."""
+        self._hosts = hosts
 
     def result(self) -> Path:
         """The folder of the prepared data, once it is there; says meanwhile what is going on.
@@ -151,10 +171,11 @@ class _Preparation:
     def _run(self) -> None:
         try:
             cache = cache_folder(self._config)
-            self._folder.set_result(ready(self._config, cache, self._said.put, self._check))
+            folder = ready(self._config, cache, self._said.put, self._check, lambda: self._hosts)
+            self._folder.set_result(folder)
         except BaseException as error:  # raised where the result is asked for
             self._folder.set_exception(error)
 
     def _check(self) -> None:
         if not self._is_wanted:
-            raise DataError("the preparation of the data was abandoned, since the run has ended")
+            raise ClusterError("the preparation of the data was abandoned, since the run has ended")

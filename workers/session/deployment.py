@@ -20,13 +20,14 @@ from hybrid.topology import Role, RoleKind, Topology
 from hybrid.training.build import Blueprint, host_remote_net
 from hybrid.training.trial import MatmulTrial
 from workers.session.job import Job, Report
+from workers.session.preparing import DATA as PREPARING_DATA, Preparer
 from workers.session.reach import DataLook, FolderLook
 from workers.session.script import DATA as SCRIPT_DATA, Script
 from workers.session.trainer import Trainer
 
 # What travels between the roles of a session, and what the master creates on them.
-DATA = (Blueprint, Job, Report, *SCRIPT_DATA)
-CREATED = (DataLook, FolderLook, MatmulTrial, Script, TableShards, host_remote_net, Trainer)
+DATA = (Blueprint, Job, Report, *SCRIPT_DATA, *PREPARING_DATA)
+CREATED = (DataLook, FolderLook, MatmulTrial, Preparer, Script, TableShards, host_remote_net, Trainer)
 
 _BY_HOST = (MatmulTrial, Script, Trainer)
 

@@ -4,13 +4,15 @@ import fcntl
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.commands import ROOT
 
 from hybrid.data import building as module
-from hybrid.data.building import building, remove_abandoned
+from hybrid.data.building import building, parts_of_building, remove_abandoned
+from hybrid.errors import ClusterError, DataError
 
 HANGING = """
 import sys, time
@@ -104,3 +106,13 @@ def test_everything_is_on_the_disk_before_it_can_be_seen(
     place = synced.index("rename")
     assert {"ids.npy", "train", "whole", folder.name} == set(synced[:place])
     assert synced[place + 1 :] == [tmp_path.name]
+
+
+@pytest.mark.parametrize(("error", "is_kept"), [(ClusterError, True), (DataError, False)])
+def test_parts_are_kept_of_what_a_lost_cluster_has_ended(
+    error: type[Exception], is_kept: bool, tmp_path: Path
+) -> None:
+    with suppress(error), parts_of_building(tmp_path / "x", tmp_path / "other") as folder:
+        (folder / "part").touch()
+        raise error
+    assert (folder / "part").exists() == is_kept

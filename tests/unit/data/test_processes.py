@@ -7,14 +7,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from hybrid.data.processes import Processes, Told
-from hybrid.errors import ConfigError, DataError
+from hybrid.data.other_hosts import OtherHosts
+from hybrid.data.pool import Event, Told
+from hybrid.data.processes import Processes
+from hybrid.errors import ClusterError, ConfigError, DataError, HybridError
 
 TIMEOUT_SECONDS = 20.0
+HERE = "PID_OF_THE_TEST"
 TELL_NOBODY: Callable[[int, int, float], None] = lambda job, rows, share: None  # noqa: E731
 
 
@@ -35,6 +39,13 @@ def wait_for_ever(job: Path, told: Told) -> None:
     time.sleep(10 * TIMEOUT_SECONDS)
 
 
+def fail_elsewhere(job: int, told: Told) -> int:
+    """On a host that is this process."""
+    if os.environ.get(HERE) == str(os.getpid()):
+        raise DataError("no space left there")
+    return 2 * job
+
+
 def modules(job: int, told: Told) -> list[str]:
     return [*sys.modules]
 
@@ -43,8 +54,9 @@ def modules(job: int, told: Told) -> list[str]:
 def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them import this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    for each in (double, end_itself, wait_for_ever, modules):
+    for each in (double, end_itself, wait_for_ever, modules, fail_elsewhere):
         monkeypatch.setattr(each, "__module__", Path(__file__).stem)
+    monkeypatch.setenv(HERE, str(os.getpid()))
     monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
 
 
@@ -68,7 +80,7 @@ def test_one_that_dies_is_told() -> None:
 def test_none_imports_torch() -> None:
     with Processes(2) as processes:
         for names in processes.map(modules, [1, 2], TELL_NOBODY):
-            assert "hybrid.data.processes" in names
+            assert "hybrid.data.pool" in names
             assert "torch" not in names
 
 
@@ -108,3 +120,88 @@ def test_all_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         parent.wait(TIMEOUT_SECONDS)
     _, alive = psutil.wait_procs(children, TIMEOUT_SECONDS)
     assert not alive
+
+
+class Elsewhere:
+    """A host that is this process: it does a job when it is heard."""
+
+    name = "elsewhere"
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, Callable[..., Any], Any]] = []
+        self.done: list[int] = []
+        self.answers = True
+        self.is_closed = False
+
+    def give(self, number: int, work: Callable[..., Any], job: Any) -> None:
+        self.given.append((number, work, job))
+
+    def hear(self) -> list[Event]:
+        if self.done and not self.answers:
+            raise ClusterError("does not answer")
+        if not self.given:
+            return []
+        number, work, job = self.given.pop(0)
+        events: list[Event] = []
+        try:
+            result = work(job, lambda rows, share: events.append(Event("told", number, (rows, share))))
+        except HybridError as error:
+            self.given.clear()
+            return [Event("failed", number, str(error))]
+        self.done.append(number)
+        return [*events, Event("done", number, result)]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def joined(folder: Path, *hosts: Elsewhere) -> tuple[OtherHosts, list[str]]:
+    said: list[str] = []
+    return OtherHosts(lambda: hosts, (), folder, said.append), said
+
+
+def test_hosts_share_jobs_and_answers_keep_their_order(tmp_path: Path) -> None:
+    hosts, told = (Elsewhere(), Elsewhere()), list[tuple[int, int, float]]()
+    others, said = joined(tmp_path, *hosts)
+    jobs = [*range(10, 60)]
+    with Processes(1, others=others) as processes:
+        assert [*processes.map(double, jobs, lambda *each: told.append(each))] == [2 * job for job in jobs]
+    assert sorted(told) == [(number, job, 0.5) for number, job in enumerate(jobs)]
+    assert all(len(host.done) > 1 and host.is_closed for host in hosts)
+    cores = len(os.sched_getaffinity(0))
+    assert said[-1] == (f"host elsewhere helps to prepare: {2 * cores} more process(es) on 2 more host(s)")
+
+
+def test_what_is_only_for_this_host_stays_here(tmp_path: Path) -> None:
+    host = Elsewhere()
+    with Processes(1, others=joined(tmp_path, host)[0]) as processes:
+        assert [*processes.map(double, [1, 2], TELL_NOBODY, only_here=True)] == [2, 4]
+    assert not host.done
+
+
+def test_what_fails_on_another_host_is_done_here(tmp_path: Path) -> None:
+    host = Elsewhere()
+    others, said = joined(tmp_path, host)
+    jobs = [*range(20)]
+    with Processes(1, others=others) as processes:
+        assert [*processes.map(fail_elsewhere, jobs, TELL_NOBODY)] == [2 * job for job in jobs]
+        assert others.text == ""
+    assert host.is_closed
+    assert said[1:] == ["host elsewhere does not help to prepare: no space left there"]
+
+
+def test_what_is_wrong_with_a_job_is_told_whoever_finds_it(tmp_path: Path) -> None:
+    others, _ = joined(tmp_path, Elsewhere())
+    with Processes(1, others=others) as processes:
+        answers = processes.map(double, [7, 8, 9, 3, 3, 3], TELL_NOBODY)
+        assert [next(answers) for _ in range(3)] == [14, 16, 18]
+        with pytest.raises(ConfigError, match=r"data\.path = 3: is wrong"):
+            next(answers)
+
+
+def test_a_host_that_does_not_answer_any_more_ends_it(tmp_path: Path) -> None:
+    host = Elsewhere()
+    host.answers = False
+    with pytest.raises(ClusterError, match="does not answer"):
+        with Processes(1, others=joined(tmp_path, host)[0]) as processes:
+            list(processes.map(double, [*range(4, 50)], TELL_NOBODY))

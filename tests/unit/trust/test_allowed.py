@@ -6,6 +6,8 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -76,6 +78,18 @@ def test_tensors_within_named_tuples_travel_beside() -> None:
     assert torch.equal(there.labels, batch.labels)
 
 
+@pytest.mark.parametrize(
+    "array", [np.eye(3)[:, 1:], np.arange(3), np.zeros(0, np.bool_), np.full(1, 2**63, np.uint64)]
+)
+def test_arrays_travel_as_tensors_beside(array: npt.NDArray[Any]) -> None:
+    array.setflags(write=False)
+    pickled, tensors = pickler._dump([array])
+    assert len(tensors) == 1
+    (there,) = Unpickler(pickled, tensors, ALLOWED).load()
+    assert there.dtype == array.dtype
+    assert np.array_equal(there, array)
+
+
 def test_a_path_travels_by_its_text_wherever_python_keeps_the_class() -> None:
     assert travelled(PurePosixPath("/a")) == Path("/a")
     assert "pathlib._local" not in names_in(pickler._dump(Path("/a"))[0])
@@ -97,6 +111,7 @@ def build(name: str, state: object) -> bytes:
         *sorted(ALLOWED.data.keys() - {f"torch:{each}" for each in dir(torch)}),
         "hybrid.trust.allowed:tensor_beside",
         "hybrid.trust.allowed:reference_to",
+        "hybrid.trust.allowed:array_of",
         "hybrid.trust.allowed:made",
         "hybrid.trust.allowed:class_named",
     ],

@@ -1,0 +1,165 @@
+"""Hosts whose processes do jobs of a preparation, each where it sees the same files as this one.
+
+A host that does not see them, or on which a job fails, takes no part any more; its jobs are done again on
+this one, which tells what is wrong if that lies in the files. One that does not answer, and may still write,
+ends the preparation.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from hybrid.data.inputs import InputFile
+from hybrid.data.pool import Event, Told
+from hybrid.errors import DataError
+
+_LOOK = -1  # the number of the job by which a host says whether it takes part
+_TOKEN_BYTES = 16
+_PROBE = "seen-by-all"
+
+
+class Host(Protocol):
+    """A host with processes that do jobs."""
+
+    @property
+    def name(self) -> str: ...
+
+    def give(self, number: int, work: Callable[..., Any], job: Any) -> None:
+        """Have it do ``work`` on a job, and tell nobody but :meth:`hear`."""
+        ...
+
+    def hear(self) -> list[Event]:
+        """What its jobs have said by now; where one has failed, with a text, all have ended.
+
+        Raises:
+            ClusterError: it does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """End its processes."""
+        ...
+
+
+class LookJob(NamedTuple):
+    """What a host must see that takes part.
+
+    Attributes:
+        files: of the input.
+        probe: a file of the folder that the jobs write to.
+        token: what that file holds.
+    """
+
+    files: tuple[InputFile, ...]
+    probe: Path
+    token: str
+
+
+def look(job: LookJob, told: Told) -> int:
+    """How many processes this host can have; DataError where it does not see what it must."""
+    for file in job.files:
+        found = InputFile.of(Path(file.path), is_whole=False)
+        seen, expected = ((each.size, each.modified_ns, each.sampled) for each in (found, file))
+        if seen != expected:
+            raise DataError(f"{file.path} on host {socket.gethostname()} is another file")
+    try:
+        is_same = job.probe.read_text(encoding="ascii") == job.token
+    except OSError:
+        is_same = False
+    if not is_same:
+        rule = "data.cache_folder must be storage that all hosts share"
+        raise DataError(f"{job.probe.parent} on host {socket.gethostname()} is another folder; {rule}")
+    return len(os.sched_getaffinity(0))
+
+
+class OtherHosts:
+    """Those that take part, from when they are there; to be closed.
+
+    Args:
+        found: the hosts that may; more and more.
+        files: of the input.
+        folder: that the jobs write to.
+        tell: told who takes part, and who does not.
+    """
+
+    def __init__(
+        self,
+        found: Callable[[], Sequence[Host]],
+        files: Sequence[InputFile],
+        folder: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._found = found
+        self._look = LookJob(tuple(files), folder.absolute() / _PROBE, secrets.token_hex(_TOKEN_BYTES))
+        self._tell = tell
+        self._num_asked = 0
+        self._sizes: dict[Host, int] = {}  # how many processes each has; 0 before it has said so
+        self._given: dict[Host, set[int]] = {}
+
+    @property
+    def are_there(self) -> bool:
+        """Whether there is any to hear."""
+        return bool(self._sizes)
+
+    @property
+    def text(self) -> str:
+        """Who takes part, if anybody does."""
+        sizes = [size for size in self._sizes.values() if size]
+        if not sizes:
+            return ""
+        return f"{sum(sizes)} more process(es) on {len(sizes)} more host(s)"
+
+    def give(self, work: Callable[..., Any], jobs: Sequence[Any], waiting: deque[int]) -> None:
+        """Have hosts that have room do the first of the jobs that are waiting; asks those that are new."""
+        self._ask()
+        for host, size in self._sizes.items():
+            while waiting and len(self._given[host]) < size:
+                number = waiting.popleft()
+                self._given[host].add(number)
+                host.give(number, work, jobs[number])
+
+    def _ask(self) -> None:
+        found = self._found()
+        if found and not self._num_asked:
+            self._look.probe.write_text(self._look.token, encoding="ascii")
+        for host in found[self._num_asked :]:
+            self._sizes[host], self._given[host] = 0, set()
+            host.give(_LOOK, look, self._look)
+        self._num_asked = len(found)
+
+    def hear(self) -> tuple[list[Event], list[int]]:
+        """What jobs have said, and the numbers of those that are given up."""
+        events: list[Event] = []
+        given_up: list[int] = []
+        for host in [*self._sizes]:
+            for event in host.hear():
+                if event.kind == "failed":
+                    given_up += self._leave(host, event.content)
+                    break
+                if event.number == _LOOK:
+                    self._sizes[host] = event.content
+                    self._tell(f"host {host.name} helps to prepare: {self.text}")
+                    continue
+                if event.kind == "done":
+                    self._given[host].remove(event.number)
+                events.append(event)
+        return events, given_up
+
+    def _leave(self, host: Host, reason: str) -> list[int]:
+        host.close()
+        del self._sizes[host]
+        self._tell(f"host {host.name} does not help to prepare: {reason}")
+        return sorted(self._given.pop(host))
+
+    def close(self) -> None:
+        """End what they do."""
+        for host in self._sizes:
+            host.close()
+        self._sizes.clear()
+        self._given.clear()

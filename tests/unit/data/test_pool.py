@@ -1,0 +1,48 @@
+"""Processes that do a job at a time: how many there are, where they work, and that none is left."""
+
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hybrid.data.pool import Event, Pool, Told
+
+SECONDS = 20.0
+
+
+def where(job: int, told: Told) -> str:
+    return os.getcwd()
+
+
+@pytest.fixture(autouse=True)
+def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let them import this module."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(where, "__module__", Path(__file__).stem)
+    monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
+
+
+def test_it_starts_no_more_than_there_are_jobs_in_the_folder_that_is_said(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    pool = Pool(2, tmp_path)
+    try:
+        for number in (7, 8):
+            pool.give(number, where, 0)
+            assert pool.has_room
+            events: list[Event] = []
+            while not events:
+                events = pool.hear(SECONDS)
+            assert events == [("done", number, str(tmp_path))]
+        assert len(set(psutil.Process().children()) - before) == 1
+    finally:
+        pool.close()
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_folder_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(FileNotFoundError):
+        Pool(1, tmp_path / "nothing").give(0, where, 0)
+    assert psutil.Process().num_fds() == before
