@@ -26,6 +26,8 @@ Result = TypeVar("Result")
 Told = Callable[[int, float], None]
 
 _END_SECONDS = 10.0
+# Who stops a run may send them to all of its processes: whoever started these hears them, too, and ends them.
+_PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _SERVE = "import sys; sys.path[:] = {path!r}; from hybrid.data.pool import serve; serve({jobs}, {answers})"
 
 
@@ -137,7 +139,8 @@ def _received(process: _Process) -> tuple[str, Any]:
 
 def serve(jobs: int, answers: int) -> None:
     """What a process runs: do what comes through ``jobs``, and answer, until the parent has gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it hears it, too, and ends it
+    for number in _PARENTS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(Connection(jobs, writable=False), received), daemon=True).start()
     to_parent = Connection(answers, readable=False)

@@ -1,6 +1,7 @@
 """Processes that do a job at a time: how many there are, where they work, and that none is left."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,11 +17,18 @@ def where(job: int, told: Told) -> str:
     return os.getcwd()
 
 
+def signal_itself(job: int, told: Told) -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return job
+
+
 @pytest.fixture(autouse=True)
 def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them import this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(where, "__module__", Path(__file__).stem)
+    for each in (where, signal_itself):
+        monkeypatch.setattr(each, "__module__", Path(__file__).stem)
     monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
 
 
@@ -39,6 +47,15 @@ def test_it_starts_no_more_than_there_are_jobs_in_the_folder_that_is_said(tmp_pa
     finally:
         pool.close()
     assert set(psutil.Process().children()) == before
+
+
+def test_what_asks_a_run_to_stop_is_for_its_parent_to_hear() -> None:
+    pool = Pool(1)
+    try:
+        pool.give(0, signal_itself, 5)
+        assert pool.hear(SECONDS) == [("done", 0, 5)]
+    finally:
+        pool.close()
 
 
 def test_a_folder_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None:

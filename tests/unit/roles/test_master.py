@@ -4,7 +4,7 @@ from typing import Any, cast
 
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from workers.joining.bootstrap import Cluster, Member
-from workers.roles.master import _reach
+from workers.roles.master import _helping_hosts, _reach
 from workers.session.reach import own_files
 
 
@@ -16,3 +16,12 @@ def test_who_sees_other_files_is_elsewhere_whatever_the_name_of_its_host() -> No
     }
     cluster = Cluster(MASTER, Topology(1, 1), cast(Any, None), members)
     assert _reach(cluster).elsewhere == [elsewhere]
+
+
+def test_one_trainer_of_each_other_host_helps() -> None:
+    """Workers do not, nor does the master's own host, which has processes for the same."""
+    files = [own_files(), "a", "b", "a", own_files()]
+    members = {Role(RoleKind.TRAINER, i): Member(f"of {each}", i, each, "") for i, each in enumerate(files)}
+    members[Role(RoleKind.WORKER)] = Member("of c", 9, "c", "")
+    hosts = _helping_hosts(Cluster(MASTER, Topology(5, 1), cast(Any, None), members))
+    assert [host.name for host in hosts] == ["of a", "of b"]
