@@ -298,6 +298,5 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
-    parser.add_argument(
-        "--input", nargs="+", default=[], metavar="FILE", help=f"{kind}; default: the test rows of RUN"
-    )
+    help_text = f"{kind}; paths or URLs, of folders too; default: the test rows of RUN"
+    parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help=help_text)

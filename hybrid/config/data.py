@@ -20,8 +20,12 @@ class DataSection:
     """The samples: files, columns, and how values become numbers."""
 
     format: str = fixed("synthetic", "kind of the input", choices=FORMATS)
-    path: tuple[str, ...] = option((), "training files (plain or gzip); a folder means its files")
-    test_path: tuple[str, ...] = option((), "test files; empty holds out test_fraction of the rows")
+    path: tuple[str, ...] = option(
+        (), "training files (plain or gzip), or their URLs; a folder means its files"
+    )
+    test_path: tuple[str, ...] = option(
+        (), "test files, or their URLs; empty holds out test_fraction of the rows"
+    )
     test_fraction: float = fixed(
         0.1,
         "share of rows held out where test_path is empty; 0 trains on all of them and evaluates nothing",
@@ -96,7 +100,8 @@ class DataSection:
     )
     checksum: str = option(
         "sampled",
-        "how a changed input file is known, besides size and time",
+        "how a changed input file is known, besides size and time: by parts of it, or in a store by its "
+        "ETag; or by the whole, which is read once more",
         choices=("sampled", "whole"),
         prepares=False,
     )

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid.errors import DataError
+from hybrid.storage.places import Place
 
 MAX_EXAMPLES = 10
 MAX_SHOWN = 60
@@ -122,7 +122,7 @@ class BadRowLog:
         self._file_bad: Counter[Reason] = Counter()
         self._file_first: dict[Reason, BadRow] = {}
 
-    def add(self, path: Path, num_good: int, bad: Sequence[BadRow]) -> None:
+    def add(self, path: Place, num_good: int, bad: Sequence[BadRow]) -> None:
         """Record a block of ``path``, which comes after the blocks recorded before."""
         self._good += num_good
         self._file_good += num_good
@@ -140,7 +140,7 @@ class BadRowLog:
         if self._file_good == 0 and self._file_bad.total() >= HOPELESS_ROWS:
             self.finish_file(path)
 
-    def finish_file(self, path: Path) -> None:
+    def finish_file(self, path: Place) -> None:
         """Raise DataError where ``path`` held bad rows only: then the configuration is at fault."""
         if self._file_good or not self._file_bad:
             return

@@ -1,21 +1,24 @@
 """Checksums of files: of samples of them, which cost next to nothing, or of the whole."""
 
 import hashlib
-import os
+import io
 from pathlib import Path
+
+from hybrid.storage import files
+from hybrid.storage.places import Place
 
 NUM_BLOCKS = 32
 BLOCK_BYTES = 32 << 10
 
 
-def sampled(path: Path) -> str:
+def sampled(path: Place) -> str:
     """A checksum of the size and of 32 blocks of 32 KiB, evenly spread, the first and the last included.
 
     A file of no more than 1 MiB is read whole. What is altered elsewhere in a larger one goes unseen.
     """
     digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    with files.reading(path, ahead=0) as file:
+        size = file.seek(0, io.SEEK_END)
         digest.update(size.to_bytes(8, "little"))
         last = max(0, size - BLOCK_BYTES)
         for i in range(NUM_BLOCKS):

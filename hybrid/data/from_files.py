@@ -45,6 +45,7 @@ from hybrid.data.stages import (
 from hybrid.data.unknown import UnknownCounter
 from hybrid.data.vocabulary import NO_VALUES
 from hybrid.errors import DataError
+from hybrid.storage.places import Place
 
 # The share of the time that each phase takes of Criteo's rows, on two cores.
 _PHASES = {"reading": 0.72, "counting": 0.07, "ordering values": 0.10, "writing": 0.11}
@@ -85,7 +86,7 @@ class FilesPreparation:
         self._others = others
 
     def write(
-        self, train: Sequence[Path], test: Sequence[Path]
+        self, train: Sequence[Place], test: Sequence[Place]
     ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
         """Write the arrays; what was learnt, and the reports of the splits.
 

@@ -7,7 +7,6 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +17,7 @@ from hybrid.data.bad_rows import shown
 from hybrid.data.canonical import canonical_text
 from hybrid.data.targets import TargetSpec
 from hybrid.errors import ConfigError, DataError
+from hybrid.storage.places import Place
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -103,7 +103,7 @@ class Layout:
         targets = {name for _, name in self.targets.columns() if name not in features}
         return tuple(name for name in self.data.columns if name not in targets)
 
-    def require(self, names: Sequence[str], path: Path) -> None:
+    def require(self, names: Sequence[str], path: Place) -> None:
         """Check that ``path``, whose columns are ``names``, has every wanted one, once.
 
         Raises:

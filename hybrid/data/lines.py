@@ -1,22 +1,26 @@
 """Lines of text files, plain or gzip, in blocks whose size is bounded whatever a file holds."""
 
 import gzip
+import io
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import BinaryIO
+from typing import IO, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hybrid.data.bad_rows import BadRow, Reason
-from hybrid.errors import DataError
+from hybrid.errors import DataError, StorageError
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 16 << 20
+_LOOK_BYTES = 1024  # to know gzip; into fewer, what a store says as it refuses would not fit
+_PACKED_BYTES = 4 << 20  # of gzip, read at a time
 # A line costs memory of its own, as a row or as a bad one: 16 MiB may be as many empty lines.
 MAX_BLOCK_LINES = 1 << 18
 MAX_RECORD_BYTES = 64 << 10  # in which a quote that is open at the end of a line may be closed
@@ -143,7 +147,7 @@ def is_utf8(block: bytes) -> bool:
     return True
 
 
-def line_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
+def line_blocks(path: Place, block_bytes: int) -> Iterator[bytes]:
     """Whole lines in blocks of about ``block_bytes`` at most, every line ended by a line feed alone.
 
     Raises:
@@ -153,7 +157,7 @@ def line_blocks(path: Path, block_bytes: int) -> Iterator[bytes]:
         yield from whole_lines(path, iter(partial(file.read, block_bytes), b""))
 
 
-def whole_lines(path: Path, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
+def whole_lines(path: Place, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
     """The text of ``chunks`` in blocks of whole lines, every line ended by a line feed alone.
 
     Args:
@@ -199,7 +203,7 @@ def _pieces(block: bytes) -> Iterator[bytes]:
             yield block[first:last]
 
 
-def refuse_binary(path: Path, head: bytes) -> None:
+def refuse_binary(path: Place, head: bytes) -> None:
     """DataError where ``head``, with which ``path`` begins, is not that of a text file."""
     kind = next((kind for magic, kind in _NOT_TEXT.items() if head.startswith(magic)), None)
     if kind is None and head[257:262] == b"ustar":
@@ -211,16 +215,22 @@ def refuse_binary(path: Path, head: bytes) -> None:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError."""
+def reading(path: Place) -> Iterator[IO[bytes] | gzip.GzipFile]:
+    """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError.
+
+    A store is asked for what is read, and no more; what a store refuses is a StorageError.
+    """
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == GZIP_MAGIC
+        with storage.reading(path, ahead=0) as file:
+            packed = file.read(_LOOK_BYTES).startswith(GZIP_MAGIC)
             file.seek(0)
             if packed:
-                with gzip.GzipFile(fileobj=file) as unpacked:
+                ahead = io.BufferedReader(cast(io.RawIOBase, file), _PACKED_BYTES)
+                with gzip.GzipFile(fileobj=ahead) as unpacked:
                     yield unpacked
             else:
                 yield file
+    except StorageError:
+        raise
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); check the file and data.path") from error

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from hybrid.data.inputs import InputFile
 from hybrid.data.pool import Event, Told
 from hybrid.errors import DataError
+from hybrid.storage.places import place
 
 _LOOK = -1  # the number of the job by which a host says whether it takes part
 _TOKEN_BYTES = 16
@@ -64,7 +65,7 @@ class LookJob(NamedTuple):
 def look(job: LookJob, told: Told) -> int:
     """How many processes this host can have; DataError where it does not see what it must."""
     for file in job.files:
-        found = InputFile.of(Path(file.path), is_whole=False)
+        found = InputFile.of(place(file.path), is_whole=False)
         seen, expected = ((each.size, each.modified_ns, each.sampled) for each in (found, file))
         if seen != expected:
             raise DataError(f"{file.path} on host {socket.gethostname()} is another file")

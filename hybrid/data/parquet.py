@@ -6,8 +6,9 @@ to be more than real data could be packed into its bytes is refused.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +18,9 @@ import pyarrow.parquet as pq
 from hybrid.data.columns import is_list, without_maps
 from hybrid.data.layout import Layout
 from hybrid.data.text import TableBlock
-from hybrid.errors import DataError
+from hybrid.errors import DataError, StorageError
+from hybrid.storage import files
+from hybrid.storage.places import Place, RemotePath
 
 BLOCK_ROWS = 65_536
 MAX_UNFOLDED_BYTES = 64 << 20  # of the texts of one column of a block
@@ -27,7 +30,7 @@ MAX_VALUES, MAX_VALUES_A_BYTE = 16 << 20, 64
 MAX_UNPACKED_BYTES, MAX_UNPACKED_A_BYTE = 256 << 20, 200
 
 
-def read_parquet(path: Path, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
+def read_parquet(path: Place, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
     """The wanted columns of a Parquet file; its rows are numbered from 1.
 
     Args:
@@ -38,21 +41,31 @@ def read_parquet(path: Path, layout: Layout, groups: range | None = None) -> Ite
         DataError: the file cannot be read, or claims to hold more than it can.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with opened(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
             leaves = _leaves(file, set(layout.wanted))
             check_claims(path, file, leaves)
             texts = [leaf.path for i, leaf in leaves.items() if _is_coded_text(file.metadata, i, leaf)]
         # As the dictionaries that they are: reading these costs no more than the file holds.
-        with pq.ParquetFile(path, read_dictionary=texts) as file:
+        with opened(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
             yield from _blocks(path, file, list(layout.wanted), groups or range(file.num_row_groups))
-    except MemoryError:
+    except (MemoryError, StorageError):
         raise
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: is not a readable Parquet file ({error}); check data.format") from error
 
 
-def _blocks(path: Path, file: Any, names: list[str], groups: range) -> Iterator[TableBlock]:
+@contextmanager
+def opened(path: Place) -> Iterator[Path | IO[bytes]]:
+    """What pyarrow reads a file by: of this machine its path, of a store the parts that are asked for."""
+    if isinstance(path, RemotePath):
+        with files.reading(path, ahead=0) as file:
+            yield file
+    else:
+        yield path
+
+
+def _blocks(path: Place, file: Any, names: list[str], groups: range) -> Iterator[TableBlock]:
     first = 0
     # A batch of one row group: pyarrow does not join dictionaries within lists.
     for group in groups:
@@ -69,7 +82,7 @@ def _blocks(path: Path, file: Any, names: list[str], groups: range) -> Iterator[
                 first += size
 
 
-def _fitting_rows(path: Path, columns: Mapping[str, Any], num_rows: int) -> int:
+def _fitting_rows(path: Place, columns: Mapping[str, Any], num_rows: int) -> int:
     """How many rows of ``columns``, from the first, have texts of no more than ``MAX_UNFOLDED_BYTES``."""
     fitting = num_rows
     for name, column in columns.items():
@@ -114,7 +127,7 @@ def _is_coded_text(metadata: Any, i: int, leaf: Any) -> bool:
     return any(metadata.row_group(g).column(i).has_dictionary_page for g in range(metadata.num_row_groups))
 
 
-def check_claims(path: Path, file: Any, leaves: dict[int, Any]) -> None:
+def check_claims(path: Place, file: Any, leaves: dict[int, Any]) -> None:
     """DataError where a file claims to hold more in some columns, by their place, than it can."""
     rule = "write it anew, in row groups of fewer rows, if that is no mistake"
     for i, leaf in leaves.items():

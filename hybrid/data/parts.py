@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
 from typing import Any, TypeAlias
 
 import pyarrow as pa
@@ -17,9 +17,11 @@ import pyarrow.parquet as pq
 
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES, GZIP_MAGIC, reading
-from hybrid.data.parquet import read_parquet
+from hybrid.data.parquet import opened, read_parquet
 from hybrid.data.text import TableBlock, read_span, record_start
 from hybrid.errors import HybridError
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place
 
 _Cuts: TypeAlias = list[tuple[int, int]]
 
@@ -41,7 +43,7 @@ class Part:
         is_first, is_last: whether the file begins with it, and ends with it.
     """
 
-    path: Path
+    path: Place
     file: int
     format: str
     start: int
@@ -52,18 +54,17 @@ class Part:
     is_last: bool
 
 
-def parts_of(files: Sequence[Path], layout: Layout, block_bytes: int = BLOCK_BYTES) -> list[Part]:
+def parts_of(files: Sequence[Place], layout: Layout, block_bytes: int = BLOCK_BYTES) -> list[Part]:
     """The parts of some files, in the order of their rows; who reads a file tells what is wrong with it."""
-    return [
-        part
-        for number, path in enumerate(files)
-        for part in _parts_of_file(path, number, layout, block_bytes)
-    ]
+    found = storage.of_each(
+        lambda each: [*_parts_of_file(each[1], each[0], layout, block_bytes)], enumerate(files)
+    )
+    return [*chain.from_iterable(found)]
 
 
-def _parts_of_file(path: Path, number: int, layout: Layout, block_bytes: int) -> Iterator[Part]:
+def _parts_of_file(path: Place, number: int, layout: Layout, block_bytes: int) -> Iterator[Part]:
     try:
-        size = path.stat().st_size
+        size = storage.size(path)
         if layout.data.format == "parquet":
             kind, cuts = "parquet", _group_cuts(path)
         else:
@@ -79,22 +80,24 @@ def _parts_of_file(path: Path, number: int, layout: Layout, block_bytes: int) ->
         yield Part(path, number, kind, start, stop, nominal, part_size, i == 0, i == last)
 
 
-def _text_cuts(path: Path, size: int, layout: Layout, block_bytes: int) -> tuple[str, _Cuts]:
+def _text_cuts(path: Place, size: int, layout: Layout, block_bytes: int) -> tuple[str, _Cuts]:
     """Whether a file is "text" or read "whole", and where its parts begin, with their nominal beginnings."""
-    with path.open("rb") as file:
+    with storage.reading(path, ahead=0) as file:
         if file.read(2) == GZIP_MAGIC:
             return "whole", [(0, 0), (size, size)]
     cuts = [(0, 0)]
-    for nominal in range(PART_BLOCKS * block_bytes, size, PART_BLOCKS * block_bytes):
-        start = record_start(path, nominal, layout)
+    nominals = range(PART_BLOCKS * block_bytes, size, PART_BLOCKS * block_bytes)
+    starts = storage.of_each(lambda nominal: record_start(path, nominal, layout), nominals)
+    for start, nominal in zip(starts, nominals, strict=True):
         if start > cuts[-1][0]:
             cuts.append((start, nominal))
     return "text", [*cuts, (size, size)]
 
 
-def _group_cuts(path: Path) -> _Cuts:
+def _group_cuts(path: Place) -> _Cuts:
     """The row groups that parts of a Parquet file begin with, the rows of each, and how many there are."""
-    metadata = pq.read_metadata(path)
+    with opened(path) as source:
+        metadata = pq.read_metadata(source)
     cuts, rows = [(0, 0)], 0
     for group in range(metadata.num_row_groups):
         if rows >= PART_ROWS:

@@ -33,7 +33,7 @@ from hybrid.data.stages import TEST, TRAIN, Reading
 from hybrid.data.storage import PreparedDataset
 from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
-from hybrid.errors import ConfigError, DataError
+from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import BinaryMetrics, binary_metrics
 from hybrid.storage.places import Place, place
@@ -109,7 +109,7 @@ def encode_files(
 
     Args:
         config: says how the files are written; the columns are those of ``encoder``.
-        paths: files or folders, as in data.path.
+        paths: files or folders, or URLs of such, as in data.path.
         encoder: from ``prepare`` or from a checkpoint.
         folder: where the samples are written; must not hold any yet.
         with_labels: whether every row must have a label; without, the label column may be absent.
@@ -133,7 +133,7 @@ def encode_files(
     return PreparedDataset.open(folder, TEST)
 
 
-def section_for(config: RunConfig, files: Sequence[Path], spec: InputSpec) -> DataSection:
+def section_for(config: RunConfig, files: Sequence[Place], spec: InputSpec) -> DataSection:
     """How new files are read for a model: as those that it was trained on, with its columns.
 
     Raises:
@@ -162,7 +162,7 @@ def _verify(folder: Path) -> None:
         raise DataError(f"{error}; delete {folder} to prepare it anew") from error
 
 
-def _format_of(data: DataSection, files: Sequence[Path]) -> str:
+def _format_of(data: DataSection, files: Sequence[Place]) -> str:
     """How new files are written: as those of the training, or by their names where it had none."""
     if data.format != "synthetic":
         return data.format
@@ -222,6 +222,8 @@ def _building(target: Path) -> Iterator[Path]:
     try:
         with building(target, manifest.FILE_NAME) as folder:
             yield folder
+    except StorageError:  # of the input
+        raise
     except OSError as error:
         raise DataError(f"{target.parent}: cannot be written ({error}); set data.cache_folder") from error
 
@@ -278,7 +280,7 @@ def _write_files(
     with parts_of_building(target, spare) as parts:
         others = OtherHosts(hosts, train_files + test_files, parts, tell)
         preparation = FilesPreparation(config, reading, folder, parts, tell, check, others)
-        train, test = ([Path(file.path) for file in files] for files in (train_files, test_files))
+        train, test = ([place(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)
     _check_labels(reports[TRAIN], config, train_files)

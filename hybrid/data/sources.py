@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from hybrid.data.parquet import read_parquet
 from hybrid.data.targets import Targets, TargetSpec
 from hybrid.data.text import TableBlock, read_stream, read_text
 from hybrid.errors import ConfigError, DataError
+from hybrid.storage.places import Place
 
 
 class RawBlock(NamedTuple):
@@ -80,7 +80,7 @@ class Source:
         beside: columns of the files to give as they are, each after what names it.
     """
 
-    files: tuple[Path, ...]
+    files: tuple[Place, ...]
     data: DataSection
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
@@ -113,7 +113,7 @@ class Source:
                     yield block
             log.finish_file(path)
 
-    def _tables(self, path: Path, layout: Layout) -> Iterator[TableBlock]:
+    def _tables(self, path: Place, layout: Layout) -> Iterator[TableBlock]:
         if self.text is not None:
             return read_stream(path, self.text, layout)
         if self.data.format == "parquet":
@@ -136,7 +136,7 @@ class Source:
         return BadRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
 
 
-def parse_of(path: Path, table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:
+def parse_of(path: Place, table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:
     """As :func:`parse`, of rows of the file ``path``; DataError where a column is of a wrong type."""
     try:
         return parse(table, layout, first_row)

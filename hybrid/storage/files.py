@@ -13,12 +13,12 @@ import shutil
 import stat
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 
 from hybrid.storage.places import Place, RemotePath
 from hybrid.storage.stores import asking
@@ -26,6 +26,10 @@ from hybrid.storage.stores import asking
 # What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
 _BLOCK_BYTES = 16 << 20
 _REQUESTS = 6
+_WAITING = 16  # small requests, most of which is waiting
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Writer(Protocol):
@@ -76,12 +80,17 @@ def is_file(place: Place) -> bool:
     return found is not None and not found.is_folder
 
 
-def size(place: Place) -> int:
-    """The size of a file in bytes; FileNotFoundError where there is none."""
+def existing(place: Place) -> Entry:
+    """A file; FileNotFoundError where there is none."""
     found = entry(place)
     if found is None or found.is_folder:
         raise FileNotFoundError(2, "No such file", str(place))
-    return found.size
+    return found
+
+
+def size(place: Place) -> int:
+    """The size of a file in bytes; FileNotFoundError where there is none."""
+    return existing(place).size
 
 
 def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
@@ -116,16 +125,17 @@ def _entry(place: RemotePath, info: Any) -> Entry | None:
     return Entry(place, info.size or 0, info.mtime_ns or 0, info.type.name == "Directory")
 
 
-def version(place: Place) -> str:
-    """What is another one once a file is written anew: its size, its time and, of S3, its ETag."""
-    found = entry(place)
-    if found is None or found.is_folder:
-        raise FileNotFoundError(2, "No such file", str(place))
-    tag = ""
-    if isinstance(place, RemotePath):
-        with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
-            tag = (file.metadata() or {}).get("ETag", b"").decode()
-    return f"{found.size} {found.mtime_ns} {tag}".rstrip()
+def tag(place: RemotePath) -> str:
+    """What a store calls the content that a file has now, of S3 its ETag; empty where it calls it nothing."""
+    with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
+        content: bytes = (file.metadata() or {}).get("ETag", b"")
+        return content.decode()
+
+
+def of_each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """What ``work``, which mostly waits for files, makes of each item, in their order; of some at a time."""
+    with ThreadPoolExecutor(_WAITING, "files") as threads:
+        return list(threads.map(work, items))
 
 
 def read_bytes(place: Place) -> bytes:
@@ -184,14 +194,18 @@ class _RemoteFile(io.RawIOBase):
 
 
 @contextmanager
-def reading(place: Place) -> Iterator[IO[bytes]]:
-    """Open a file for reading: from its beginning to its end, or wherever one seeks."""
+def reading(place: Place, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
+    """Open a file for reading: from its beginning to its end, or wherever one seeks.
+
+    Args:
+        ahead: how many bytes are fetched from a store at least; 0 for those that are asked for.
+    """
     if not isinstance(place, RemotePath):
         with place.open("rb") as local_file:
             yield local_file
         return
-    with io.BufferedReader(_RemoteFile(place), _BLOCK_BYTES) as file:
-        yield file
+    with _RemoteFile(place) as raw:
+        yield io.BufferedReader(raw, ahead) if ahead else cast(IO[bytes], raw)
 
 
 def read_range(place: Place, start: int, length: int) -> bytes:

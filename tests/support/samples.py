@@ -15,9 +15,10 @@ from hybrid.data.prepared import prepare
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.storage import PreparedDataset
 from hybrid.data.targets import Targets
+from hybrid.storage.places import Place
 
 
-def csv_config(*paths: Path, **keys: Any) -> RunConfig:
+def csv_config(*paths: Place, **keys: Any) -> RunConfig:
     """A run on CSV files, with some keys of [data]."""
     return RunConfig(data=DataSection(format="csv", path=tuple(map(str, paths)), **keys))
 

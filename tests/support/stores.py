@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Self
+
+from hybrid.storage import files
+from hybrid.storage.places import RemotePath
 
 BUCKET = "bucket"
 CREDENTIALS = {
@@ -61,11 +65,13 @@ class Proxy:
     Attributes:
         plan: see above.
         seen: methods and paths of all requests so far.
+        num_bytes: of the store's answers so far.
     """
 
     def __init__(self, store: Store) -> None:
         self.plan: Plan = lambda method, path: None
         self.seen: list[tuple[str, str]] = []
+        self.num_bytes = 0
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -112,6 +118,7 @@ class Proxy:
         connection.request(client.command, client.path, body, headers)
         response = connection.getresponse()
         content = response.read()
+        self.num_bytes += len(content)
         if fate == "lose":
             _cut(client)
         else:
@@ -171,3 +178,11 @@ def named_by_environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def sent(folder: Path, target: RemotePath) -> RemotePath:
+    """A folder in a store with all files of one of this machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            files.send(path, target / str(path.relative_to(folder)))
+    return target

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from hybrid.data.layout import Layout
 from hybrid.data.parquet import read_parquet
 from hybrid.data.text import TableBlock, read_text
 from hybrid.errors import ConfigError, DataError
+from hybrid.storage.places import Place
 
 OPTION = "--keep"
 
@@ -39,12 +39,12 @@ class KeptColumns:
         layout: says how they are written, and which columns are read.
     """
 
-    files: Sequence[Path]
+    files: Sequence[Place]
     layout: Layout
 
     @classmethod
     def of(
-        cls, files: Sequence[Path], data: DataSection, config: RunConfig, names: Sequence[str]
+        cls, files: Sequence[Place], data: DataSection, config: RunConfig, names: Sequence[str]
     ) -> KeptColumns:
         """The columns ``names`` of files that are written as ``data`` says.
 
@@ -90,12 +90,12 @@ class KeptColumns:
         for name in self.layout.wanted:
             yield name, table.columns[name]
 
-    def _tables(self, path: Path) -> Iterator[TableBlock]:
+    def _tables(self, path: Place) -> Iterator[TableBlock]:
         is_parquet = self.layout.data.format == "parquet"
         yield from read_parquet(path, self.layout) if is_parquet else read_text(path, self.layout)
 
 
-def _changed(path: Path) -> DataError:
+def _changed(path: Place) -> DataError:
     return DataError(f"{path}: has changed while it was read; start again once it is complete")
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.stores import BUCKET, Store
+from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import StorageError
 from hybrid.storage import files
-from hybrid.storage.places import Place, place
+from hybrid.storage.places import Place, RemotePath, place
 
 MIB = 1 << 20
 _numbers = count()
@@ -87,19 +87,38 @@ def test_folders_are_listed_and_removed(folder: Place) -> None:
 
 
 def test_what_is_missing_is_said_as_of_the_disk(folder: Place) -> None:
-    reads: list[Callable[[Place], object]] = [files.read_bytes, files.size, files.version, files.checksum]
+    reads: list[Callable[[Place], object]] = [files.read_bytes, files.size, files.existing, files.checksum]
     for read in reads:
         with pytest.raises(FileNotFoundError) as caught:
             read(folder / "none")
         assert str(folder / "none") in str(caught.value)
 
 
-def test_a_file_written_anew_is_another_version(folder: Place) -> None:
-    files.write_bytes(folder / "a", b"1")
-    before = files.version(folder / "a")
-    assert files.version(folder / "a") == before
+def test_a_tag_is_of_the_content(store: Store) -> None:
+    folder = RemotePath(f"s3://{BUCKET}", f"files-{next(_numbers)}")
+    for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
+        files.write_bytes(folder / name, content)
+    a, b, c = (files.tag(folder / name) for name in "abc")
+    assert a == c != b
     files.write_bytes(folder / "a", b"2")
-    assert files.version(folder / "a") != before
+    assert files.tag(folder / "a") == b
+
+
+def test_what_is_done_for_each_comes_in_order_and_so_do_errors() -> None:
+    assert files.of_each(lambda number: 2 * number, range(50)) == [*range(0, 100, 2)]
+    with pytest.raises(ZeroDivisionError):
+        files.of_each(lambda number: 1 // number, [1, 0, 2])
+
+
+def test_no_more_is_fetched_than_is_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, content = place(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
+    files.write_bytes(file, content)
+    with Proxy(store) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+        with files.reading(file, ahead=0) as there:
+            there.seek(2 * MIB)
+            assert there.read(100) == content[2 * MIB :][:100]
+    assert proxy.num_bytes == 100
 
 
 @pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])

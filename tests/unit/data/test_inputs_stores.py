@@ -1,0 +1,229 @@
+"""Input files in a store: the samples of files on the disk, and one line for what a store refuses."""
+
+import gzip
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support.samples import csv_config, write
+from support.stores import BUCKET, Proxy, Store, sent
+
+from hybrid.config import RunConfig
+from hybrid.data import from_files, prepared
+from hybrid.data.encode import FeatureEncoder
+from hybrid.data.inputs import input_files, list_files
+from hybrid.data.prepared import encode_files, fingerprint, prepare
+from hybrid.data.stages import Reading
+from hybrid.errors import ConfigError, DataError, HybridError, StorageError
+from hybrid.storage import files
+from hybrid.storage.places import Place, RemotePath, place
+
+BLOCK_BYTES = 9000
+
+
+@pytest.fixture
+def there(store: Store, tmp_path: Path) -> RemotePath:
+    """An empty folder of a store."""
+    found = place(f"s3://{BUCKET}/inputs/{tmp_path.name}")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def columns(num_rows: int, seed: int) -> dict[str, list[object]]:
+    draw = random.Random(seed)
+    return {
+        "label": [draw.randrange(2) for _ in range(num_rows)],
+        "x": [draw.gauss(0, 9) for _ in range(num_rows)],
+        "user": [f"u{int(2 ** (7 * draw.random()))}, or so" for _ in range(num_rows)],
+    }
+
+
+def text(num_rows: int, seed: int) -> str:
+    rows = zip(*columns(num_rows, seed).values(), strict=True)
+    return "label,x,user\n" + "".join(f'{label},{x:.3f},"{user}"\n' for label, x, user in rows)
+
+
+def write_csv(folder: Path) -> None:
+    for i in range(2):
+        write(folder / f"{i}.csv", text(2500, i))
+
+
+def write_gzip(folder: Path) -> None:
+    for i in range(2):
+        write(folder / f"{i}.csv.gz", gzip.compress(text(1500, i).encode()))
+
+
+def write_parquet(folder: Path) -> None:
+    # Names that are written otherwise in a URL have their order all the same.
+    for i, name in enumerate(("a b", "a%2", "é")):
+        pq.write_table(pa.table(columns(900, i)), folder / f"{name}.parquet", row_group_size=200)
+
+
+def config_of(*paths: Place, **keys: Any) -> RunConfig:
+    config = csv_config(*paths, dense=("x",), sparse=("user",))
+    return config.replace(data=replace(config.data, **keys))
+
+
+def samples_of(folder: Path) -> dict[str, bytes]:
+    """What there is of prepared data, but the names of the files that they are of."""
+    names = [*folder.rglob("*.npy"), folder / "features.json", *folder.glob("*.parquet")]
+    assert len(names) > 4
+    return {str(path.relative_to(folder)): path.read_bytes() for path in names}
+
+
+@pytest.mark.parametrize(("write_files", "processes"), [(write_csv, 2), (write_gzip, 1), (write_parquet, 1)])
+def test_samples_are_those_of_the_same_files_on_the_disk(
+    write_files: Callable[[Path], None],
+    processes: int,
+    tmp_path: Path,
+    there: RemotePath,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of many parts, read by processes of their own too, which find the store by themselves."""
+    (here := tmp_path / "here").mkdir()
+    write_files(here)
+    sent(here, there)
+    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=BLOCK_BYTES))
+    monkeypatch.setattr("hybrid.data.parts.PART_ROWS", 500)
+    kind = "parquet" if write_files is write_parquet else "csv"
+    expected = prepare(config_of(here, format=kind), tmp_path / "cache")
+    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
+    found = prepare(config_of(there, format=kind), tmp_path / "cache")
+    assert found != expected
+    assert samples_of(found) == samples_of(expected)
+
+
+def test_new_rows_are_encoded_as_from_the_disk(tmp_path: Path, there: RemotePath) -> None:
+    (here := tmp_path / "here").mkdir()
+    write_csv(here)
+    sent(here, there)
+    config = config_of(here)
+    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
+    datasets = [
+        encode_files(config, [str(paths)], encoder, tmp_path / name, with_labels=False)
+        for name, paths in (("expected", here), ("found", there))
+    ]
+    assert datasets[0].num_samples == 5000
+    assert samples_of(tmp_path / "found") == samples_of(tmp_path / "expected")
+
+
+def test_a_part_of_a_file_is_read_by_itself(
+    tmp_path: Path, there: RemotePath, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text is fetched once, but for the beginnings of parts; of Parquet, the columns that are wanted."""
+    (here := tmp_path / "here").mkdir()
+    write(here / "a.csv", text(15_000, 1))
+    rows = columns(9_000, 1)
+    pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
+    sent(here, there)
+    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=50_000))
+    for module, name in (("lines", "MAX_RECORD_BYTES"), ("text", "MAX_RECORD_BYTES"), ("text", "PEEK_BYTES")):
+        monkeypatch.setattr(f"hybrid.data.{module}.{name}", 2000)
+    for name, least, most in (("a.csv", 1.0, 1.3), ("a.parquet", 0.2, 0.5)):
+        with Proxy(store) as proxy:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+            prepare(config_of(there / name, format=name[2:]), tmp_path / "cache")
+        assert least < proxy.num_bytes / (here / name).stat().st_size < most
+
+
+def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -> None:
+    file = there / "a.csv"
+    files.write_bytes(file, text(200, 1).encode())
+    config, whole = config_of(file), config_of(file, checksum="whole")
+    before = fingerprint(config)
+    assert fingerprint(config) == before
+    ((found,), _), ((checked,), _) = input_files(config.data), input_files(whole.data)
+    assert (found.path, found.real_path, found.whole) == (str(file), str(file), "")
+    assert checked.whole == files.checksum(file)
+    assert checked.sampled == found.sampled == files.tag(file)
+    assert fingerprint(whole) != before
+    files.write_bytes(file, text(200, 1).replace("\n1,", "\n0,", 1).encode())
+    assert fingerprint(config) != before
+
+    def write_again() -> None:
+        files.write_bytes(file, text(200, 2).encode())
+
+    with pytest.raises(DataError, match=f"{file}: has changed while it was read; start again"):
+        prepare(config, tmp_path / "cache", check=write_again)
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_store_that_has_no_name_for_contents_is_read_for_samples(
+    there: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "tag", lambda place: "")
+    for name, seed in (("a.csv", 1), ("b.csv", 1), ("c.csv", 2)):
+        files.write_bytes(there / name, text(200, seed).encode())
+    (a, b, c), _ = input_files(config_of(*(there / f"{name}.csv" for name in "abc")).data)
+    assert a.has_content_of(b)
+    assert not a.has_content_of(c)
+
+
+def test_a_test_file_must_not_be_a_training_file(there: RemotePath) -> None:
+    for name in ("a.csv", "b.csv"):
+        files.write_bytes(there / name, text(200, 1).encode())
+    for twin in ("a.csv", "b.csv"):
+        config = config_of(there / "a.csv", test_path=(str(there / twin),))
+        with pytest.raises(ConfigError, match=rf"holds what the training file {there / 'a.csv'}"):
+            input_files(config.data)
+
+
+def test_a_folder_stands_for_its_files(there: RemotePath) -> None:
+    for name in ("b", "a b", "_SUCCESS", ".hidden"):
+        files.write_bytes(there / "days" / name, b"1")
+    assert list_files([str(there / "days")], "data.path") == (there / "days" / "a b", there / "days" / "b")
+    files.write_bytes(there / "days" / "day=1" / "a", b"1")
+    with pytest.raises(DataError, match=r"day%3D1: is a folder in a folder, which is not read; name it in"):
+        list_files([str(there / "days")], "data.path")
+    with pytest.raises(DataError, match=r"none\.csv: no such file or folder; check data\.path"):
+        list_files([str(there / "none.csv")], "data.path")
+    with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
+        list_files(["s3://no-such-bucket/a.csv"], "data.path")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_what_a_store_refuses_is_its_line(
+    tmp_path: Path, there: RemotePath, store: Store, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (here := tmp_path / "here").mkdir()
+    (write_csv if kind == "csv" else write_parquet)(here)
+    sent(here, there)
+
+    def refusal(refused: str, method: str, path: str) -> str | None:
+        return "403" if method == refused and "list-type" not in path else None
+
+    def refused(plan: Callable[[str, str], str | None]) -> str:
+        with Proxy(store) as proxy:
+            proxy.plan = plan
+            monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+            with pytest.raises(HybridError) as caught:
+                prepare(config_of(there, format=kind), tmp_path / "cache")
+        assert type(caught.value) is StorageError
+        return str(caught.value)
+
+    remedy = "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, to credentials that may do"
+    for method, done in (("HEAD", "found"), ("GET", "read")):
+        line = refused(partial(refusal, method))
+        assert line.startswith(str(there))
+        assert f": cannot be {done}: " in line
+        assert remedy in line
+        assert "\n" not in line
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_damaged_file_is_told_from_a_store_that_refuses(tmp_path: Path, there: RemotePath) -> None:
+    file = there / "a.parquet"
+    files.write_bytes(file, b"PAR1" + bytes(1000) + b"PAR1")
+    with pytest.raises(DataError, match=f"{file}: is not a readable Parquet file"):
+        prepare(config_of(file, format="parquet"), tmp_path / "cache")
+    packed = there / "a.csv.gz"
+    files.write_bytes(packed, gzip.compress(text(2000, 1).encode())[:-900])
+    with pytest.raises(DataError, match=rf"{packed}: cannot be read \(Compressed file ended before"):
+        prepare(config_of(packed), tmp_path / "cache")
