@@ -55,11 +55,9 @@ class FetchedDataset(PreparedDataset):
         return self._read_source_rows()
 
     @property
-    def ids_per_sample(self) -> dict[str, float]:
+    def total_ids(self) -> Sequence[int]:
         """See :class:`PreparedDataset`."""
-        names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
-        pairs = zip(names, self._total_ids, strict=True)
-        return {name: total / max(1, self.num_samples) for name, total in pairs}
+        return self._total_ids
 
     @property
     def bytes_fetched(self) -> int:

@@ -17,7 +17,7 @@ A folder holds ``manifest.json`` (hybrid/data/manifest.py), ``features.json`` (h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,10 +113,16 @@ class PreparedDataset:
         return self.report.num_rows
 
     @property
+    def total_ids(self) -> Sequence[int]:
+        """How many ids each multi-hot feature has in all samples."""
+        return [len(ids_L) for ids_L, _ in self._bags.values()]
+
+    @property
     def ids_per_sample(self) -> dict[str, float]:
         """Mean number of ids of each multi-hot feature; the others have exactly one."""
-        names = [feature.name for feature in self.input_spec.sparse_features]
-        return {names[k]: len(ids_L) / max(1, self.num_samples) for k, (ids_L, _) in self._bags.items()}
+        names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
+        pairs = zip(names, self.total_ids, strict=True)
+        return {name: total / max(1, self.num_samples) for name, total in pairs}
 
     @property
     def has_groups(self) -> bool:

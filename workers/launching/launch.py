@@ -86,10 +86,8 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 @contextmanager
 def _server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
     """The server that forks the roles, in a network of their own where that can be."""
-    # A store is reached by the network that all have.
-    is_isolated = namespace.is_wanted(config) and isinstance(store_of(folder), Path)
     with ForkServer(_PRELOAD) as server:
-        if is_isolated:
+        if namespace.is_wanted(config, store_of(folder)):
             try:
                 server.isolate()
             except OSError as error:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.storage.places import is_url
+from hybrid.storage.places import Place, is_url
 from workers.joining.address import is_loopback
 from workers.joining.interface import AUTO, LOOPBACK
 
@@ -31,10 +31,14 @@ _SIGNS_OF_NO_NETWORK = (
 )
 
 
-def is_wanted(config: RunConfig) -> bool:
-    """Whether a configuration lets a launch have a network of its own: it needs none but loopback."""
+def is_wanted(config: RunConfig, folder: Place) -> bool:
+    """Whether a launch may have a network of its own: it needs none but loopback.
+
+    Args:
+        folder: where it keeps what it writes, which is not always what its configuration says.
+    """
     section, data = config.cluster, config.data
-    if any(map(is_url, (config.run.folder, data.cache_folder, *data.path, *data.test_path))):
+    if any(map(is_url, (str(folder), data.cache_folder, *data.path, *data.test_path))):
         return False  # a store is reached over the machine's
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)

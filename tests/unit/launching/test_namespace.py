@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from support.namespaces import needs_namespaces
 from hybrid.config import ClusterSection, DataSection, RunConfig
 from hybrid.config.sections import RunSection
 from hybrid.errors import ConfigError
+from hybrid.storage.places import place
 from workers.launching import namespace
 from workers.launching.fork_server import ForkServer
 
 SECONDS = forked.SECONDS
+HERE = Path("runs/a")
 
 
 @pytest.mark.parametrize(
@@ -36,13 +39,12 @@ SECONDS = forked.SECONDS
 )
 def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any], is_wanted: bool) -> None:
     section = dataclasses.replace(ClusterSection(), **keys)
-    assert namespace.is_wanted(RunConfig(cluster=section)) == is_wanted
+    assert namespace.is_wanted(RunConfig(cluster=section), HERE) == is_wanted
 
 
 @pytest.mark.parametrize(
     "section",
     [
-        {"run": RunSection(folder="s3://bucket/runs/a")},
         {"data": DataSection(cache_folder="s3://bucket/prepared")},
         {"data": DataSection(format="csv", path=("a.csv", "gs://bucket/b.csv"))},
         {"data": DataSection(format="csv", path=("a.csv",), test_path=("abfs://bucket/b.csv",))},
@@ -50,7 +52,13 @@ def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any],
     ids=str,
 )
 def test_a_store_is_reached_over_the_network_of_the_machine(section: dict[str, Any]) -> None:
-    assert not namespace.is_wanted(RunConfig(**section))
+    assert not namespace.is_wanted(RunConfig(**section), HERE)
+
+
+def test_it_is_where_a_run_is_that_counts_and_not_where_it_was_made() -> None:
+    made_in_a_store = RunConfig(run=RunSection(folder="s3://bucket/runs/a"))
+    assert namespace.is_wanted(made_in_a_store, HERE)
+    assert not namespace.is_wanted(RunConfig(), place("s3://bucket/runs/copy"))
 
 
 @pytest.fixture
