@@ -120,20 +120,24 @@ class DataManifest:
         (folder / FILE_NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Place) -> DataManifest:
-        """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version."""
+    def read(cls, path: Place, rule: str = "") -> DataManifest:
+        """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version.
+
+        Args:
+            rule: what to do where it is of another version, if the caller does not say it of every error.
+        """
         try:
-            return cls.parse(read_bytes(path), str(path))
+            return cls.parse(read_bytes(path), str(path), rule)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     @classmethod
-    def parse(cls, data: bytes, path: str) -> DataManifest:
+    def parse(cls, data: bytes, path: str, rule: str = "") -> DataManifest:
         """Out of its bytes, which are of ``path``; DataError where they are of another version."""
         try:
             content = json.loads(data)
             if content["format"] != FORMAT_VERSION:
-                raise DataError(f"{path}: made by another version of this program")
+                raise DataError(f"{path}: made by another version of this program" + (rule and f"; {rule}"))
             spec = content["input_spec"]
             features = tuple(FeatureSpec(**feature) for feature in spec["sparse_features"])
             return cls(

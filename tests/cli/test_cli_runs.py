@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,12 @@ from support.commands import TrainedRun, by_hand, output_of, result_of, run, set
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
+from hybrid.checkpoint.files import MANIFEST_FILE, write_text
 from hybrid.checkpoint.folders import step_folder, step_of, stored
+from hybrid.checkpoint.manifest import Manifest
 from hybrid.config.file import load_config
+from hybrid.data import encode, manifest
+from hybrid.data.encode import FeatureEncoder
 from workers.cli import main
 
 
@@ -182,6 +187,47 @@ def check_changed_input(folder: Path, path: Path, capsys: pytest.CaptureFixture[
     assert ended.stderr == f"hybrid launch: {path}: has changed since the run began; {rule}\n"
 
 
+def make_earlier(run_folder: Path, texts_of: Callable[[Path], dict[str, str]]) -> None:
+    """Give every checkpoint of a run files as an earlier version wrote them."""
+    for folder in stored(run_folder):
+        listed = Manifest.read(folder / MANIFEST_FILE)
+        for name, text in texts_of(folder).items():
+            listed.files.update(write_text(folder, name, text))
+        listed.write(folder)
+
+
+def with_values(folder: Path) -> dict[str, str]:
+    """All values of columns, in features.json: format 3."""
+    return {encode.FILE_NAME: FeatureEncoder.load(folder).text}
+
+
+def prepared_otherwise(folder: Path) -> dict[str, str]:
+    data = json.loads((folder / manifest.COPY_NAME).read_text())
+    return {manifest.COPY_NAME: json.dumps({**data, "format": manifest.FORMAT_VERSION - 1})}
+
+
+def check_earlier_versions(of: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of them are evaluated as ever; where the data are prepared otherwise now, they do not go on."""
+    folder = Path(shutil.copytree(of, of.with_name("earlier")))
+    evaluate = ["evaluate", str(folder), "--input", str(path)]
+    main(evaluate)
+    expected = capsys.readouterr().out
+    make_earlier(folder, with_values)
+    shutil.rmtree(folder / "vocabularies")
+    main(evaluate)
+    assert capsys.readouterr().out == expected
+    make_earlier(folder, prepared_otherwise)
+    main(evaluate)
+    assert capsys.readouterr().out == expected
+    said = rf"{folder}/checkpoints/step-\d+/data.json: made by another version of this program"
+    with pytest.raises(SystemExit, match=rf"^hybrid evaluate: {said}; name files by --input$"):
+        main(evaluate[:2])
+    ended = run(["launch", "--resume", folder, "--set", "train.epochs=5"], path.parent)
+    rule = "go on with that version, or start a new run"
+    assert ended.code == 1
+    assert re.fullmatch(f"hybrid launch: {said}; {rule}\n", ended.stderr)
+
+
 @pytest.mark.parametrize(
     ("name", "write", "sections"),
     [
@@ -244,4 +290,5 @@ def test_files_of_every_format(
     assert re.search(r"^unknown values      (none|item \d)", said, re.MULTILINE)
     if name == "clicks.csv":
         assert re.search(r"^unknown values      (none|item \d)", launched, re.MULTILINE)
+        check_earlier_versions(folder, path, capsys)
         check_changed_input(folder, path, capsys)

@@ -233,10 +233,11 @@ def test_rows(trained: Trained) -> PreparedDataset:
     config, copy = trained.config, trained.stored.parts / manifest.COPY_NAME
     if not storage.exists(copy):
         raise ConfigError("--input", "must name files: RUN was trained on batches of your own")
+    rule = "name files by --input"
+    trained_on = DataManifest.read(copy, rule)
     with passing_status() as say:
         prepared = ready(config, cache_folder(config), say)
-    now = DataManifest.read(prepared / manifest.FILE_NAME)
-    DataManifest.read(copy).check_same(now, "name files by --input")
+    trained_on.check_same(DataManifest.read(prepared / manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:
         raise ConfigError("--input", "must name files: RUN has no test rows (data.test_fraction = 0)")

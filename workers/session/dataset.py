@@ -86,7 +86,8 @@ class DatasetSession(Session):
             CheckpointError: it is of another model.
             DataError: it was trained on other samples; names the file that has changed.
         """
-        trained_on = DataManifest.read(stored.parts / manifest.COPY_NAME)
+        rule = "go on with that version, or start a new run"
+        trained_on = DataManifest.read(stored.parts / manifest.COPY_NAME, rule)
         now = DataManifest.read(self._prepared / manifest.FILE_NAME)
         trained_on.check_same(now, "resume with the same files, or start a new run")
         super().load(stored)
