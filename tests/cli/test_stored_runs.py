@@ -2,11 +2,15 @@
 
 import json
 import re
+import signal
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.commands import TrainedRun, output_of, run, settings
+from support.commands import Command, TrainedRun, output_of, run, settings, started
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import folders
@@ -62,6 +66,106 @@ def test_whether_another_start_may_help_where_a_store_gives_nothing(
             assert said.startswith(f"hybrid {arguments[0]}: {RUN}"), said
             assert "\n" not in said
             assert (1 if isinstance(end.value.code, str) else end.value.code) == code, said
+
+
+def is_row_of_data(method: str, path: str) -> bool:
+    return method == "GET" and path.endswith("/train/samples")
+
+
+def is_part_of_last_checkpoint(method: str, path: str) -> bool:
+    return method in ("PUT", "POST") and "step-00000012/parts" in path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("is_down", "said"),
+    [
+        (is_row_of_data, r"s3://\S+/train/samples: cannot be read: .*the store does not keep up"),
+        (is_part_of_last_checkpoint, r"cannot write s3://\S+: .*only its state at step-00000010 is saved"),
+    ],
+    ids=["data", "checkpoint"],
+)
+def test_a_store_that_goes_down_under_a_run(
+    store: Store, tiny: list[str], is_down: Callable[[str, str], bool], said: str, tmp_path: Path
+) -> None:
+    base = f"s3://{BUCKET}/{is_down.__name__}"
+    keys = [*tiny, *settings(run={"folder": f"{base}/run"}, data={"cache_folder": f"{base}/prepared"})]
+    keys += settings(train={"max_steps": 12}, checkpoint={"every_steps": 5}, cluster={"max_restarts": 0})
+    with Proxy(store) as proxy:
+        proxy.plan = lambda method, path: "503" if is_down(method, path) else None
+        variables = {"AWS_ENDPOINT_URL": f"http://{proxy.address}"}
+        with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as command:
+            ended = command.wait(200.0)
+    assert ended.code == 75, ended.stderr
+    assert re.fullmatch(f"hybrid launch: {said}.*\n", ended.stderr), ended.stderr
+
+
+@dataclass
+class Strikes:
+    """Kills, each as the first request comes that a regular expression fits; the store never hears of it.
+
+    Attributes:
+        left: expressions, and the roles that are killed then; "launch" is all processes at once.
+        command: the launch.
+    """
+
+    left: list[tuple[str, str]]
+    command: Command | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, method: str, path: str) -> str | None:
+        with self.lock:
+            if not self.left or not re.search(self.left[0][0], f"{method} {path}"):
+                return None
+            _, victim = self.left.pop(0)
+        assert self.command is not None
+        if victim == "launch":
+            for each in self.command.processes():
+                each.kill()
+        else:
+            self.command.role(victim).kill()
+        return "cut"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_command(
+    store: Store, trained: TrainedRun, tiny: list[str], tmp_path: Path
+) -> None:
+    base = f"s3://{BUCKET}/killed"
+    keys = [*tiny, *settings(run={"folder": f"{base}/run"}, data={"cache_folder": f"{base}/prepared"})]
+    keys += [*settings(checkpoint={"every_steps": 5}), "--resume", "auto"]
+    strikes = Strikes(
+        [
+            ("PUT .*/train/samples", "master"),
+            ("GET .*/train/samples$", "trainer 0"),
+            ("PUT .*step-00000005/parts", "worker 1"),
+            ("PUT .*step-00000010/manifest.json", "launch"),
+        ]
+    )
+    with Proxy(store) as proxy:
+        proxy.plan = strikes
+        variables = {"AWS_ENDPOINT_URL": f"http://{proxy.address}"}
+        with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
+            said = strikes.command.wait()
+        assert (said.code, strikes.left) == (-signal.SIGKILL, []), said
+        killed = re.findall(
+            r"^hybrid launch: (.+) \(pid \d+\) was killed by SIGKILL", said.stderr, re.MULTILINE
+        )
+        assert killed == ["master", "trainer 0", "worker 1"]
+        parts = f"{base}/run/checkpoints/step-00000010"
+        assert [each.place.name[:6] for each in files.entries(place(parts))] == ["parts-"]
+        strikes.left = [("PUT .*step-00000015/parts", "trainer 1")]
+        with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
+            said = strikes.command.wait()
+    assert (said.code, strikes.left) == (0, []), said
+    assert "going on from step 5" in said.stdout
+    assert rows_of(place(f"{base}/run/checkpoints/step-00000016")) == rows_of(
+        trained.folder / "checkpoints/step-00000016"
+    )
+    left = [each.place.name for each in files.entries(place(f"{base}/run/checkpoints"))]
+    assert left == ["step-00000015", "step-00000016"]
 
 
 @pytest.mark.long
