@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from hybrid.memory import large_pages
+from hybrid.large_pages import large_pages
 
 
 class ReusedMemory:

@@ -98,6 +98,13 @@ class DataSection:
     local_cache_gb: float = by_host(
         4.0, "GiB of disk that each trainer takes for rows that it fetches", above=0, prepares=False
     )
+    prepare_memory_gb: float = by_host(
+        0.0,
+        "GiB of memory that preparing takes at most, its processes together, beyond what is taken before it; "
+        "0 for half of what is free",
+        minimum=0,
+        prepares=False,
+    )
     checksum: str = option(
         "sampled",
         "how a changed input file is known, besides size and time: by parts of it, or in a store by its "

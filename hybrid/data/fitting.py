@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -48,6 +49,10 @@ class Ranked(NamedTuple):
 
     words: Any
     counts_V: npt.NDArray[np.int64]
+
+    def num_known(self, min_count: int) -> int:
+        """How many of the words come at least so often."""
+        return bisect_right(self.counts_V, -min_count, key=lambda count: -count)
 
 
 @dataclass
@@ -117,8 +122,8 @@ def ranked(parts: Sequence[WordCounts]) -> tuple[Ranked, list[npt.NDArray[np.int
 
 def value_encoding(column: Column, found: Ranked, *, multi_hot: bool) -> SparseEncoding:
     """The encoding of a column of values, out of the words of all columns that share its vocabulary."""
-    known = int((found.counts_V >= column.min_count).sum())
-    by_itself = int(found.counts_V[found.counts_V <= column.min_count].sum())
+    known = found.num_known(column.min_count)
+    by_itself = int(found.counts_V[found.num_known(column.min_count + 1) :].sum())
     return SparseEncoding(
         column.name,
         "build",

@@ -22,8 +22,10 @@ from hybrid.data.manifest import NO_BAD_ROWS, DatasetReport
 from hybrid.data.other_hosts import OtherHosts
 from hybrid.data.parts import Part, parts_of
 from hybrid.data.pool import Job, Result, Told
+from hybrid.data.preparing_memory import MemoryLimit
 from hybrid.data.processes import Processes
 from hybrid.data.progress import Progress
+from hybrid.data.ranking import RankJob, rank_words
 from hybrid.data.sources import RawBlock
 from hybrid.data.spill import PartLog
 from hybrid.data.split import Split
@@ -35,12 +37,10 @@ from hybrid.data.stages import (
     EncodeJob,
     ParseJob,
     Piece,
-    RankJob,
     Reading,
     encode_piece,
     learn_piece,
     parse_part,
-    rank_words,
 )
 from hybrid.data.unknown import UnknownCounter
 from hybrid.data.vocabulary import NO_VALUES
@@ -62,7 +62,8 @@ class FilesPreparation:
         spilt: of what is there meanwhile; parts that are in it are not parsed again.
         tell: told how far it is.
         check: called twice a second; what it raises ends the preparation.
-        others: hosts that may take part.
+        memory_bytes: that it takes at most, its processes together.
+        others: makes those hosts that may take part, told how much memory a process takes.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class FilesPreparation:
         spilt: Path,
         tell: Callable[[str], None],
         check: Callable[[], None],
-        others: OtherHosts | None = None,
+        memory_bytes: int,
+        others: Callable[[int], OtherHosts] | None = None,
     ) -> None:
         self._config = config
         self._reading = reading
@@ -84,6 +86,8 @@ class FilesPreparation:
         self._progress = Progress(_PHASES, self._tell_progress)
         self._check = check
         self._others = others
+        self._helping: OtherHosts | None = None
+        self._memory_bytes = memory_bytes
 
     def write(
         self, train: Sequence[Place], test: Sequence[Place]
@@ -104,14 +108,21 @@ class FilesPreparation:
         }
         size = sum(part.size for each in parts.values() for part in each)
         wanted = max(1, size // _BYTES_A_PROCESS)
-        count = min(len(os.sched_getaffinity(0)), wanted)
+        here = min(len(os.sched_getaffinity(0)), wanted)
+        of_both = [*parts[TRAIN], *parts[TEST]]
+        limit = MemoryLimit.of(self._memory_bytes, of_both, self._layout, block_bytes)
+        count = limit.processes(here)
+        if count < here:
+            self._tell(limit.line(count, here))
+        if self._others is not None and wanted > count:
+            self._helping = self._others(limit.share_bytes(count))
         self._spill.mkdir(parents=True, exist_ok=True)
         for left in self._spill.glob(f"{MAKING}*"):
             shutil.rmtree(left)
-        with Processes(count, self._check, self._others if wanted > count else None) as processes:
+        with Processes(count, self._check, self._helping) as processes:
             pieces, bad_rows = self._parse(processes, parts)
             learnt, starts = self._learn(processes, pieces)
-            encoder = self._rank(processes, pieces, learnt)
+            encoder = self._rank(processes, pieces, learnt, limit.job_bytes(count))
             reports = self._encode(processes, pieces, encoder, starts, bad_rows)
         return encoder, reports
 
@@ -176,13 +187,15 @@ class FilesPreparation:
                 before.append(_Start(before[-1].row + num_rows, before[-1].values_K + values_K))
         return learnt, starts
 
-    def _rank(self, processes: Processes, pieces: Sequence[Piece], learnt: Learnt) -> FeatureEncoder:
-        """The encoder, once each piece knows the rows of its words."""
+    def _rank(
+        self, processes: Processes, pieces: Sequence[Piece], learnt: Learnt, memory_bytes: int
+    ) -> FeatureEncoder:
+        """The encoder, once each piece knows the rows of its words; a job takes so much memory at most."""
         groups = vocabularies(self._layout.sparse, self._config.tables)
         folders = [piece.folder for piece in pieces]
-        paths = {name: self._spill / f"vocabulary-{i}.arrow" for i, name in enumerate(groups)}
+        paths = {name: self._spill / f"vocabulary-{i}" for i, name in enumerate(groups)}
         jobs = [
-            RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name])
+            RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name], memory_bytes)
             for name, group in groups.items()
         ]
         for _ in self._mapped(processes, "ordering values", rank_words, jobs):
@@ -238,7 +251,7 @@ class FilesPreparation:
         yield from processes.map(work, jobs, self._progress.told, only_here=only_here)
 
     def _tell_progress(self, line: str) -> None:
-        helping = self._others.text if self._others is not None else ""
+        helping = self._helping.text if self._helping is not None else ""
         self._tell(f"{line}, with {helping}" if helping else line)
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from hybrid.data.inputs import InputFile
 from hybrid.data.pool import Event, Told
 from hybrid.errors import DataError
+from hybrid.memory import available_memory_bytes
 from hybrid.storage.places import place
 
 _LOOK = -1  # the number of the job by which a host says whether it takes part
@@ -55,15 +56,17 @@ class LookJob(NamedTuple):
         files: of the input.
         probe: a file of the folder that the jobs write to.
         token: what that file holds.
+        process_bytes: of memory, that a process takes.
     """
 
     files: tuple[InputFile, ...]
     probe: Path
     token: str
+    process_bytes: int
 
 
 def look(job: LookJob, told: Told) -> int:
-    """How many processes this host can have; DataError where it does not see what it must."""
+    """How many processes this host can have; DataError if none, or where it does not see what it must."""
     for file in job.files:
         found = InputFile.of(place(file.path), is_whole=False)
         seen, expected = ((each.size, each.modified_ns, each.sampled) for each in (found, file))
@@ -76,7 +79,9 @@ def look(job: LookJob, told: Told) -> int:
     if not is_same:
         rule = "data.cache_folder must be storage that all hosts share"
         raise DataError(f"{job.probe.parent} on host {socket.gethostname()} is another folder; {rule}")
-    return len(os.sched_getaffinity(0))
+    if not (room := available_memory_bytes() // 2 // job.process_bytes):
+        raise DataError(f"half of its free memory is less than the {job.process_bytes:,} bytes of a process")
+    return min(len(os.sched_getaffinity(0)), room)
 
 
 class OtherHosts:
@@ -87,6 +92,7 @@ class OtherHosts:
         files: of the input.
         folder: that the jobs write to.
         tell: told who takes part, and who does not.
+        process_bytes: of memory, that a process takes.
     """
 
     def __init__(
@@ -95,9 +101,11 @@ class OtherHosts:
         files: Sequence[InputFile],
         folder: Path,
         tell: Callable[[str], None],
+        process_bytes: int,
     ) -> None:
         self._found = found
-        self._look = LookJob(tuple(files), folder.absolute() / _PROBE, secrets.token_hex(_TOKEN_BYTES))
+        probe, token = folder.absolute() / _PROBE, secrets.token_hex(_TOKEN_BYTES)
+        self._look = LookJob(tuple(files), probe, token, process_bytes)
         self._tell = tell
         self._num_asked = 0
         self._sizes: dict[Host, int] = {}  # how many processes each has; 0 before it has said so

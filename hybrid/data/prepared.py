@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.input_spec import InputSpec
+from hybrid.memory import available_memory_bytes
 from hybrid.metrics import BinaryMetrics, binary_metrics
 from hybrid.storage.places import Place, place
 
@@ -212,7 +214,9 @@ def _memory_at_hand() -> Iterator[None]:
     try:
         yield
     except MemoryError as error:
-        rule = "every distinct value is held; give it more, or set data.vocabulary = hash, which holds none"
+        rule = (
+            "give it more, set data.prepare_memory_gb lower, or data.vocabulary = hash, which holds no values"
+        )
         raise DataError(f"out of memory while preparing the data: {rule}") from error
 
 
@@ -277,9 +281,10 @@ def _write_files(
 ) -> dict[str, DatasetReport]:
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
     spare = folder / "parts"
+    memory_bytes = int(config.data.prepare_memory_gb * 2**30) or available_memory_bytes() // 2
     with parts_of_building(target, spare) as parts:
-        others = OtherHosts(hosts, train_files + test_files, parts, tell)
-        preparation = FilesPreparation(config, reading, folder, parts, tell, check, others)
+        others = partial(OtherHosts, hosts, train_files + test_files, parts, tell)
+        preparation = FilesPreparation(config, reading, folder, parts, tell, check, memory_bytes, others)
         train, test = ([place(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)

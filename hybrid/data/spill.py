@@ -11,6 +11,7 @@ once for each distinct one::
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ from hybrid.data.columns import is_list
 from hybrid.data.fitting import Ranked
 from hybrid.data.sources import RawBlock
 from hybrid.data.targets import Targets
+from hybrid.data.vocabulary import text_bounds
 
 _ROWS, _WORDS, _PART = "rows.arrow", "words.arrow", "part.json"
+_RANKED = ("texts.bin", "ends.bin", "counts.bin")
 
 
 class BlockLog(NamedTuple):
@@ -222,15 +225,55 @@ def _array(column: Any) -> Any:
     return np.asarray(column)
 
 
-def write_ranked(path: Path, found: Ranked) -> None:
-    """Write a vocabulary, with how often each word comes."""
-    batch = pa.record_batch({"word": found.words, "count": pa.array(found.counts_V)})
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
-        writer.write_batch(batch)
+class RankedWriter:
+    """Writes a vocabulary into a folder, some words at a time; to be closed.
+
+    It is what pyarrow has in memory, so that it can be mapped: the texts end to end, where each ends, and
+    beside them how often each comes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._files = [(folder / name).open("wb") for name in _RANKED]
+        self._end = 0
+        self._files[1].write(bytes(8))
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def add(self, found: Ranked) -> None:
+        """Write further words."""
+        bounds = text_bounds(found.words)
+        data = found.words.buffers()[2]
+        texts, ends, counts = self._files
+        if data is not None:
+            texts.write(memoryview(data)[bounds[0] : bounds[-1]])
+        ends.write((bounds[1:] + (self._end - bounds[0])).tobytes())
+        counts.write(found.counts_V.tobytes())
+        self._end += int(bounds[-1] - bounds[0])
 
 
-def read_ranked(path: Path) -> Ranked:
-    """What ``write_ranked`` wrote."""
+def read_ranked(folder: Path) -> Ranked:
+    """What a :class:`RankedWriter` wrote, mapped into memory."""
+    texts, ends, counts = (_mapped(folder / name) for name in _RANKED)
+    words = pa.LargeStringArray.from_buffers(len(ends) // 8 - 1, ends, texts)
+    return Ranked(words, np.frombuffer(counts, np.int64))
+
+
+def _mapped(path: Path) -> Any:
+    if not path.stat().st_size:  # there is nothing to map
+        return pa.py_buffer(b"")
     with pa.memory_map(str(path)) as file:
-        batch = pa.ipc.open_file(file).get_batch(0)
-    return Ranked(batch.column("word"), np.asarray(batch.column("count")))
+        return file.read_buffer()
+
+
+def counts_path(folder: Path, k: int) -> Path:
+    """How often each word of a column of a piece comes in training rows: int64."""
+    return folder / f"counts_{k}.npy"
+
+
+def rows_path(folder: Path, k: int) -> Path:
+    """The row of the table of each word of a column of a piece: int32."""
+    return folder / f"rows_{k}.npy"

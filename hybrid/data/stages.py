@@ -4,7 +4,7 @@
 
     parse_part    a part of a file ──> pieces: numbers, and codes into words of their own
     learn_piece   a piece          ──> how often each word comes in training rows; moments, quantiles
-    rank_words    all pieces       ──> a vocabulary; for each piece the row of each word
+    rank_words    all pieces       ──> a vocabulary; for each piece the row of each word (ranking.py)
     encode_piece  a piece          ──> its samples, at their place in the arrays of the splits
 
 What a stage gives depends on the files and the configuration alone, not on who does it, nor when.
@@ -25,11 +25,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.config import ColumnSection, DataSection, TaskSection
-from hybrid.config.columns import Column
 from hybrid.data import spill
 from hybrid.data.columns import is_list
 from hybrid.data.encode import FeatureEncoder
-from hybrid.data.fitting import WordCounts, holds_several, numbers_of, ranked
+from hybrid.data.fitting import WordCounts, holds_several, numbers_of
 from hybrid.data.layout import Layout
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.parts import PART_BLOCKS, PART_ROWS, Part, read_part
@@ -181,44 +180,13 @@ def learn_piece(job: tuple[Piece, Reading], told: Told) -> PieceLearnt:
             if sizes[k]:
                 counts[k] += WordCounts.of(column).counts_D
     for k, counts_D in enumerate(counts):
-        np.save(_counts_path(piece.folder, k), counts_D)
+        np.save(spill.counts_path(piece.folder, k), counts_D)
     told(0, 1.0)
     return learnt
 
 
 def _num_values(column: Any) -> int:
     return len(column.flatten()) if is_list(column) else len(column) - int(column.null_count)
-
-
-def _counts_path(folder: Path, k: int) -> Path:
-    return folder / f"counts_{k}.npy"
-
-
-def _rows_path(folder: Path, k: int) -> Path:
-    return folder / f"rows_{k}.npy"
-
-
-class RankJob(NamedTuple):
-    """The columns that share a vocabulary, by their places; all pieces; and the file that it goes to."""
-
-    columns: dict[int, Column]
-    pieces: list[Path]
-    path: Path
-
-
-def rank_words(job: RankJob, told: Told) -> None:
-    """Order the words of a vocabulary, and say for each piece which row each of its words has."""
-    parts = [
-        (folder, k, WordCounts(spill.read_words(folder)[k], np.load(_counts_path(folder, k))))
-        for folder in job.pieces
-        for k in job.columns
-    ]
-    found, ranks = ranked([part for _, _, part in parts])
-    for (folder, k, _), rank_D in zip(parts, ranks, strict=True):
-        known = int((found.counts_V >= job.columns[k].min_count).sum())
-        np.save(_rows_path(folder, k), np.where(rank_D <= known, rank_D, 0).astype(np.int32))
-    spill.write_ranked(job.path, found)
-    told(0, 1.0)
 
 
 class EncodeJob(NamedTuple):
@@ -278,5 +246,5 @@ def _rows_of_words(folder: Path, encoder: FeatureEncoder) -> list[Any]:
 
 def _rows(folder: Path, k: int, encoding: Any, words: Any) -> Any:
     if encoding.vocabulary == "build":
-        return pa.array(np.load(_rows_path(folder, k)))
+        return pa.array(np.load(spill.rows_path(folder, k)))
     return pa.array(encoding.rows(words))

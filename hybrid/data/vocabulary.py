@@ -93,6 +93,14 @@ class Vocabulary(Sequence[str]):
         return hashes[order], order.astype(np.int32)
 
 
+def text_bounds(texts: Any) -> npt.NDArray[np.int64]:
+    """Where each of N large strings begins among their bytes, and where the last ends: (N + 1,)."""
+    offsets = texts.buffers()[1]
+    if not len(texts):
+        return np.zeros(1, np.int64)
+    return np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+
+
 def _hashes(texts: Any) -> npt.NDArray[np.uint64]:
     """64 bits of each text: its bytes times factors that depend on their places, summed up and mixed."""
     parts = [_hashes_of(texts.slice(i, _HASHED_AT_ONCE)) for i in range(0, len(texts), _HASHED_AT_ONCE)]
@@ -100,8 +108,8 @@ def _hashes(texts: Any) -> npt.NDArray[np.uint64]:
 
 
 def _hashes_of(texts: Any) -> npt.NDArray[np.uint64]:
-    _, offsets, data = texts.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    data = texts.buffers()[2]
+    bounds = text_bounds(texts)
     lengths = np.diff(bounds)
     content = np.frombuffer(data or b"", np.uint8)[bounds[0] : bounds[-1]]
     place = np.arange(len(content)) - np.repeat(bounds[:-1] - bounds[0], lengths)

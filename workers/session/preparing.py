@@ -20,7 +20,8 @@ from typing import Any, get_args, get_type_hints
 from hybrid import wire
 from hybrid.data.other_hosts import look
 from hybrid.data.pool import Event, Pool
-from hybrid.data.stages import learn_piece, parse_part, rank_words
+from hybrid.data.ranking import rank_words
+from hybrid.data.stages import learn_piece, parse_part
 from hybrid.errors import DataError, first_line
 from hybrid.topology import Role
 

@@ -19,7 +19,7 @@ from hybrid.embedding.worker.initial import initialise_rows
 from hybrid.embedding.worker.optimizers import OPTIMIZERS, Frozen
 from hybrid.embedding.worker.rows import copy
 from hybrid.errors import NonFiniteError
-from hybrid.memory import zeros_in_large_pages
+from hybrid.large_pages import zeros_in_large_pages
 
 # Rows, gradients and state of one block of an update: what stays in the cache between gather and scatter.
 _BLOCK_BYTES = 2 << 20

@@ -44,7 +44,7 @@ from torch.nn.functional import softshrink
 
 from hybrid.embedding.spec import OptimizerSpec
 from hybrid.embedding.worker.rows import add, put, take
-from hybrid.memory import zeros_in_large_pages
+from hybrid.large_pages import zeros_in_large_pages
 
 
 class RowOptimizer(ABC):

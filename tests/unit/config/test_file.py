@@ -312,6 +312,7 @@ def test_a_role_has_the_masters_values_but_for_those_that_it_was_given() -> None
         "data.cache_folder": "/scratch",
         "data.local_cache_folder": "/local",
         "data.local_cache_gb": 2.5,
+        "data.prepare_memory_gb": 1.5,
         "cluster.secret_file": "of this host",
         "cluster.start_timeout_seconds": 5.0,
     }

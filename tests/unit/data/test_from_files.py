@@ -15,15 +15,18 @@ import pytest
 from support.samples import csv_config, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data import from_files, parts as parts_module, prepared, stages
+from hybrid.data import from_files, parts as parts_module, prepared, ranking, stages
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.from_files import FilesPreparation
 from hybrid.data.parts import Part, parts_of
 from hybrid.data.prepared import prepare
+from hybrid.data.preparing_memory import MemoryLimit
+from hybrid.data.ranking import RankJob
 from hybrid.data.sources import Source
 from hybrid.data.stages import Reading
 from hybrid.errors import DataError, HybridError
 
+ENOUGH = 1 << 40
 HEAD = "label,x,user,tags,seen,when,score,w"
 # Rows, blank lines, and every kind of bad row that spans lines or shares one.
 ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]
@@ -74,11 +77,13 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
     return (end.join(lines) + end).encode()
 
 
-def outcome(config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int) -> Any:
+def outcome(
+    config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int, memory_bytes: int = ENOUGH
+) -> Any:
     """All that is made of some files, or what is wrong with them."""
     reading = Reading(config.data, dict(config.columns), dict(config.tasks), block_bytes)
     preparation = FilesPreparation(
-        config, reading, folder, folder.with_suffix(".parts"), lambda line: None, lambda: None
+        config, reading, folder, folder.with_suffix(".parts"), lambda line: None, lambda: None, memory_bytes
     )
     try:
         encoder, reports = preparation.write(paths, ())
@@ -120,6 +125,26 @@ def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, monkeypatch
         found.append(outcome(config_of(path, "bags"), tmp_path / str(count), (path,), 20_000))
     assert not isinstance(found[0], str)
     assert found[0] == found[1]
+
+
+def test_any_memory_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With vocabularies that are merged out of many runs, and with fewer processes than there are cores."""
+    paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i).replace(b'"', b"")) for i in range(2))
+    config = config_of(paths[0], "bags")
+    in_parts(monkeypatch, 3)
+    enough = outcome(config, tmp_path / "enough", paths, 20_000)
+    merges, merge = list[int](), ranking._merge
+
+    def merged(job: RankJob, *more: Any) -> None:
+        merges.append(len(job.columns))
+        merge(job, *more)
+
+    monkeypatch.setattr(ranking, "_merge", merged)
+    monkeypatch.setattr(MemoryLimit, "job_bytes", lambda limit, count: 60_000)
+    little = outcome(config, tmp_path / "little", paths, 20_000, 300 << 20)
+    assert merges == [2]
+    assert not isinstance(enough, str)
+    assert little == enough
 
 
 def test_values_are_ordered_as_by_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +199,7 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise DataError("stopped")
 
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", lambda line: None, check
+        config, reading, tmp_path / "new", tmp_path / "parts", lambda line: None, check, ENOUGH
     )
     with pytest.raises(DataError, match="stopped"):
         preparation.write([path], [])
@@ -185,7 +210,7 @@ def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
     config = config_of(path, "plain")
     reading, nothing = Reading(config.data, {}, {}), lambda line: None
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None
+        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None, ENOUGH
     )
     with pytest.raises(DataError, match=rf"{empty}: no rows; check data.test_path"):
         preparation.write([path], [empty])
@@ -232,6 +257,6 @@ def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: p
     in_parts(monkeypatch, 1)
     reading, nothing = Reading(config.data, {}, {}, 3000), lambda line: None
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None
+        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None, ENOUGH
     )
     assert preparation.write([path], [])[0].dense == expected

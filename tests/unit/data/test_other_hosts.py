@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.samples import write
 
+from hybrid.data import other_hosts
 from hybrid.data.inputs import InputFile
 from hybrid.data.other_hosts import LookJob, look
 from hybrid.errors import DataError
@@ -19,12 +20,21 @@ TELL_NOBODY: Callable[[int, float], None] = lambda rows, share: None  # noqa: E7
 @pytest.fixture
 def job(tmp_path: Path) -> LookJob:
     file = InputFile.of(write(tmp_path / "a.csv", "x\n1\n"), is_whole=True)
-    return LookJob((file,), write(tmp_path / "probe", "token"), "token")
+    return LookJob((file,), write(tmp_path / "probe", "token"), "token", 1 << 20)
 
 
 def test_who_sees_the_same_says_how_many_cores_it_has(job: LookJob) -> None:
     elsewhere = dataclasses.replace(job.files[0], real_path="/mounted/elsewhere")
     assert look(job._replace(files=(elsewhere,)), TELL_NOBODY) == len(os.sched_getaffinity(0))
+
+
+def test_it_has_fewer_processes_than_cores_where_memory_is_short(
+    job: LookJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_hosts, "available_memory_bytes", lambda: 2 << 20)
+    assert look(job, TELL_NOBODY) == 1
+    with pytest.raises(DataError, match="half of its free memory is less than the 1,048,577 bytes"):
+        look(job._replace(process_bytes=(1 << 20) + 1), TELL_NOBODY)
 
 
 def test_a_file_of_another_content_or_time_is_another(job: LookJob) -> None:

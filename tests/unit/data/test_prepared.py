@@ -290,7 +290,7 @@ def test_a_model_that_was_not_trained_on_files_takes_files_of_rows(kind: str, tm
             encoded("")
 
 
-NO_MEMORY = r"^out of memory while preparing the data: .*give it more, or set data\.vocabulary = hash"
+NO_MEMORY = r"^out of memory while preparing the data: give it more, set data\.prepare_memory_gb lower, or "
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ class Elsewhere:
 
 def joined(folder: Path, *hosts: Elsewhere) -> tuple[OtherHosts, list[str]]:
     said: list[str] = []
-    return OtherHosts(lambda: hosts, (), folder, said.append), said
+    return OtherHosts(lambda: hosts, (), folder, said.append, 1), said
 
 
 def test_hosts_share_jobs_and_answers_keep_their_order(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_what_a_killed_process_was_at_is_removed(job: ParseJob, tmp_path: Path) 
     (spilt / f"{MAKING}train-7-of-another").mkdir(parents=True)
     config = csv_config(job.part.path, dense=data.dense, sparse=data.sparse)
     preparation = FilesPreparation(
-        config, job.reading, tmp_path / "new", spilt, lambda line: None, lambda: None
+        config, job.reading, tmp_path / "new", spilt, lambda line: None, lambda: None, 1 << 30
     )
     preparation.write([job.part.path], [])
     assert not [*spilt.glob(f"{MAKING}*")]

@@ -11,8 +11,9 @@ from support.samples import csv_config, write
 from hybrid.config import ColumnSection
 from hybrid.data.parts import parts_of
 from hybrid.data.pool import Event
+from hybrid.data.ranking import RankJob
 from hybrid.data.split import Split
-from hybrid.data.stages import ParseJob, Piece, RankJob, Reading, learn_piece, parse_part
+from hybrid.data.stages import ParseJob, Piece, Reading, learn_piece, parse_part
 from hybrid.storage.places import place
 from hybrid.trust import pickler
 from hybrid.trust.allowed import Allowed, Unpickler
@@ -53,7 +54,7 @@ def test_what_stages_take_and_give_travels(job: ParseJob) -> None:
     learnt = learn_piece((piece, job.reading), tell)
     assert len(log.blocks[0].bad) == 1
     assert learnt.numbers[0][1].size
-    rank = RankJob({0: job.reading.layout.sparse[0]}, [piece.folder], job.folder / "words")
+    rank = RankJob({0: job.reading.layout.sparse[0]}, [piece.folder], job.folder / "words", 1)
     far = job._replace(part=dataclasses.replace(job.part, path=place("s3://bucket/a.csv")))
     for value in (job, far, log, (piece, job.reading), learnt, rank, Event("done", 3, log)):
         assert text(travelled(value)) == text(value)

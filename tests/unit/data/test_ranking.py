@@ -1,0 +1,113 @@
+"""Vocabularies that are ordered in memory, and those that are merged, are the same."""
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hybrid.config import DataSection
+from hybrid.config.columns import Column, columns_of
+from hybrid.data import fitting, ranking, spill
+from hybrid.data.fitting import WordCounts
+from hybrid.data.ranking import RankJob, rank_words
+from hybrid.data.sources import RawBlock
+
+ODD = ["", "\0", "a" * 4096, "a" * 4095 + "b", "é", "e\u0301", "\u20ac", "\uffee", "\U0001f600"]
+Words = dict[str, int]
+
+
+def column(min_count: int) -> Column:
+    data = DataSection(format="csv", sparse=("c",), vocabulary_min_count=min_count)
+    return columns_of(data, {})[1][0]
+
+
+def drawn(seed: int, num_pieces: int, num_columns: int) -> list[list[Words]]:
+    """For each piece and column the words, and how often each comes: some never, many equally often."""
+    draw = random.Random(seed)
+    pool = ODD + [f"{i:x}" for i in range(draw.choice([3, 300]))]
+    return [
+        [
+            {
+                word: draw.choice([0, 1, 1, 1, 2, 3, 50])
+                for word in draw.sample(pool, draw.randrange(len(pool)))
+            }
+            for _ in range(num_columns)
+        ]
+        for _ in range(num_pieces)
+    ]
+
+
+def written(folder: Path, pieces: list[list[Words]]) -> list[Path]:
+    """The pieces as files, as parsing and counting leave them."""
+    folders = []
+    for i, columns in enumerate(pieces):
+        coded = (pa.array([*words], pa.large_string()).dictionary_encode() for words in columns)
+        block = RawBlock(np.empty((0, 0)), tuple(each[:0] for each in coded), None, np.empty(0, np.int64))
+        spill.write_piece(folder / f"piece-{i}", [block], 0)
+        for k, words in enumerate(columns):
+            np.save(spill.counts_path(folder / f"piece-{i}", k), np.array([*words.values()], np.int64))
+        folders.append(folder / f"piece-{i}")
+    return folders
+
+
+def expected(
+    pieces: list[list[Words]], columns: dict[int, Column]
+) -> tuple[list[tuple[str, int]], list[list[int]]]:
+    """The vocabulary, and the rows of each piece and column, by Python's own sorting."""
+    counts: Counter[str] = Counter()
+    for piece in pieces:
+        for k in columns:
+            counts.update(piece[k])
+    order = sorted(
+        ((word, n) for word, n in counts.items() if n), key=lambda each: (-each[1], each[0].encode())
+    )
+    rank = {word: 1 + i for i, (word, _) in enumerate(order)}
+    rows = [
+        [rank.get(word, 0) if counts[word] >= column.min_count else 0 for word in piece[k]]
+        for piece in pieces
+        for k, column in columns.items()
+    ]
+    return order, rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_is_the_same_within_any_memory(tmp_path: Path, seed: int) -> None:
+    num_pieces, columns = [(1, 1), (2, 3), (9, 2)][seed % 3]
+    pieces = drawn(seed, num_pieces, columns)
+    folders = written(tmp_path, pieces)
+    shared = {k: column(1 + 2 * k) for k in range(columns)}
+    order, rows = expected(pieces, shared)
+    for memory_bytes in (1 << 40, 60_000, 1 if num_pieces == 1 else 9_000):
+        vocabulary = tmp_path / "vocabulary"
+        shutil.rmtree(vocabulary, ignore_errors=True)
+        rank_words(RankJob(shared, folders, vocabulary, memory_bytes), lambda rows, share: None)
+        found = spill.read_ranked(vocabulary)
+        assert [*zip(found.words.to_pylist(), found.counts_V.tolist(), strict=True)] == order
+        assert [np.load(spill.rows_path(each, k)).tolist() for each in folders for k in shared] == rows
+        assert {path.name for path in tmp_path.iterdir()} == {"vocabulary", *(each.name for each in folders)}
+
+
+def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though most words begin alike, and some are long."""
+    draw = random.Random(1)
+    pool = [f"https://a.example/{i}" + "x" * (200 * (i % 50 == 0)) for i in range(3000)]
+    pieces = [[dict.fromkeys(draw.sample(pool, 1000), 1)] for _ in range(5)]
+    folders = written(tmp_path, pieces)
+    whole, needs, ranked = 0, list[int](), fitting.ranked
+
+    def seen(parts: list[WordCounts]) -> object:
+        needs.append(sum(int(ranking._costs(part.words)[-1]) for part in parts))
+        return ranked(parts)
+
+    monkeypatch.setattr(ranking, "ranked", seen)
+    for memory_bytes in (1 << 40, 200_000):
+        needs.clear()
+        rank_words(RankJob({0: column(1)}, folders, tmp_path / "v", memory_bytes), lambda rows, share: None)
+        whole = whole or sum(needs)
+    assert sum(needs) == whole > 5 * 200_000
+    assert max(needs) <= 200_000
+    assert len(needs) <= 4 * whole / 200_000
