@@ -34,7 +34,7 @@ def building(target: Path, marker: str) -> Iterator[Path]:
     try:
         make_folder(folder)
         yield folder
-        _sync_all(folder)
+        sync_all(folder)
         try:
             os.rename(folder, target)
         except OSError:
@@ -60,14 +60,13 @@ def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
     folder = target.parent / f"{_PARTS_PREFIX}{target.name}"
     for path in target.parent.glob(f"{_PARTS_PREFIX}*{_LOCK}"):
         if path != _lock_path(folder):
-            _remove_unlocked(path)
-    lock = os.open(_lock_path(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _remove_unlocked(_locked_by(path))
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield other
-            return
+        lock = _lock(folder, wait=False)
+    except BlockingIOError:
+        yield other
+        return
+    try:
         make_folder(folder)
         try:
             yield folder
@@ -89,44 +88,57 @@ def _remove_parts(folder: Path) -> None:
 def remove_abandoned(parent: Path) -> None:
     """Remove what processes that were killed have left half built."""
     for lock in parent.glob(f"{_PREFIX}*{_LOCK}"):
-        _remove_unlocked(lock)
+        _remove_unlocked(_locked_by(lock))
     for folder in parent.glob(f"{_PREFIX}*"):
         if not folder.name.endswith(_LOCK) and not _lock_path(folder).exists():
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_unlocked(lock: Path) -> None:
-    """Remove the folder beside a lock, if nobody holds it."""
-    with suppress(FileNotFoundError):  # its process has just finished
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)
-            lock.unlink()
-        except BlockingIOError:  # its process lives
-            pass
-        finally:
-            os.close(descriptor)
+def _remove_unlocked(folder: Path) -> None:
+    """Remove a folder and the lock beside it, if nobody holds that."""
+    try:
+        lock = _lock(folder, make=False, wait=False)
+    except (BlockingIOError, FileNotFoundError):  # its process lives, or has just finished
+        return
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        _lock_path(folder).unlink()
+    finally:
+        os.close(lock)
 
 
 def _lock_path(folder: Path) -> Path:
     return folder.with_name(folder.name + _LOCK)
 
 
-def _lock(folder: Path) -> int:
-    """The descriptor of the locked file beside ``folder``, which is there before the folder is."""
+def _locked_by(lock: Path) -> Path:
+    return lock.with_name(lock.name.removesuffix(_LOCK))
+
+
+def _lock(folder: Path, *, make: bool = True, wait: bool = True) -> int:
+    """The descriptor of the locked file beside ``folder``, which is there before the folder is.
+
+    Args:
+        make: whether it is made where it is missing; else FileNotFoundError.
+        wait: for another who holds it; else BlockingIOError.
+    """
     path = _lock_path(folder)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Somebody who found it before it was locked has taken it for abandoned, and removed it.
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(path), os.fstat(descriptor)):
-                return descriptor
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Somebody who had it before may have removed it, and another have made it anew.
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                    return descriptor
+        except OSError:
+            os.close(descriptor)
+            raise
         os.close(descriptor)
 
 
-def _sync_all(folder: Path) -> None:
+def sync_all(folder: Path) -> None:
+    """See all that is in a folder safely on the disk, so that it may be renamed."""
     for parent, _, names in os.walk(folder):
         for name in names:
             sync(Path(parent, name))

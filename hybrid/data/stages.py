@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data import spill
+from hybrid.data.building import sync_all
 from hybrid.data.columns import is_list
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.fitting import WordCounts, holds_several, numbers_of
@@ -96,6 +97,7 @@ def parse_part(job: ParseJob, told: Told) -> PartLog:
     if held:
         _write_piece(making, log, held)
     log.write(making)
+    sync_all(making)  # whoever goes on with it after a power cut finds what it names
     try:
         making.rename(job.folder)
     except OSError:

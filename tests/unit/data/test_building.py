@@ -87,6 +87,49 @@ def test_a_lock_that_was_taken_for_abandoned_is_made_again(
     assert len(calls) == 3  # its own, that of the other, and its own once more
 
 
+def test_a_lock_of_parts_that_was_taken_for_abandoned_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, calls = fcntl.flock, list[int]()
+
+    def cleaned(descriptor: int, how: int) -> None:
+        calls.append(how)
+        if len(calls) == 1:
+            with parts_of_building(tmp_path / "other", tmp_path / "unused"):
+                pass
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", cleaned)
+    with parts_of_building(tmp_path / "x", tmp_path / "unused") as parts:
+        assert sorted(path.name for path in tmp_path.iterdir()) == [parts.name, f"{parts.name}.lock"]
+        with parts_of_building(tmp_path / "x", tmp_path / "second") as second:
+            assert second == tmp_path / "second"
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_whose_lock_was_made_anew_meanwhile_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the opening of the file and its lock, one process ends and another begins."""
+    flock, others = fcntl.flock, list[int]()
+    folder, lock = tmp_path / ".parts-x", tmp_path / ".parts-x.lock"
+    folder.mkdir()
+    lock.touch()
+
+    def begun_anew(descriptor: int, how: int) -> None:
+        if not others:
+            lock.unlink()
+            others.append(os.open(lock, os.O_RDWR | os.O_CREAT))
+            flock(others[0], fcntl.LOCK_EX)
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", begun_anew)
+    with parts_of_building(tmp_path / "y", tmp_path / "unused"):
+        assert folder.exists()
+        assert lock.exists()
+    os.close(others[0])
+
+
 def test_everything_is_on_the_disk_before_it_can_be_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

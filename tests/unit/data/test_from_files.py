@@ -15,7 +15,7 @@ import pytest
 from support.samples import csv_config, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data import from_files, parts as parts_module, prepared, ranking, stages
+from hybrid.data import building, from_files, parts as parts_module, prepared, ranking, stages
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.from_files import FilesPreparation
 from hybrid.data.parts import Part, parts_of
@@ -23,7 +23,7 @@ from hybrid.data.prepared import prepare
 from hybrid.data.preparing_memory import MemoryLimit
 from hybrid.data.ranking import RankJob
 from hybrid.data.sources import Source
-from hybrid.data.stages import Reading
+from hybrid.data.stages import ParseJob, Reading, parse_part
 from hybrid.errors import DataError, HybridError
 
 ENOUGH = 1 << 40
@@ -246,6 +246,24 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
+
+
+def test_a_part_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = write(tmp_path / "a.csv", text(300, 2)), list[str]()
+    rename = Path.rename
+
+    def renamed(source: Path, target: Path) -> Path:
+        seen.append("rename")
+        return rename(source, target)
+
+    monkeypatch.setattr(building, "sync", lambda synced: seen.append(synced.name))
+    monkeypatch.setattr(Path, "rename", renamed)
+    reading = Reading(config_of(path, "plain").data, {}, {})
+    (part,) = parts_of([path], reading.layout)
+    parse_part(ParseJob(part, reading, tmp_path / "part"), lambda rows, share: None)
+    files = {file.name for file in (tmp_path / "part").rglob("*")}
+    assert {"rows.arrow", "words.arrow", "part.json"} < files
+    assert files < set(seen[: seen.index("rename")])
 
 
 def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
