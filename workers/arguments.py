@@ -143,10 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(predict)
     _add_input(predict, f"files, with labels or without, or {STREAM} for text on standard input")
     help_text = (
-        "CSV to write, or Parquet where it ends in .parquet; must not exist "
+        "CSV to write, or Parquet where it ends in .parquet; path or URL; must not exist "
         f"(default: {STREAM}, CSV on standard output)"
     )
-    predict.add_argument("--output", type=Path, default=STREAM, metavar="FILE", help=help_text)
+    predict.add_argument("--output", type=_place, default=STREAM, metavar="FILE", help=help_text)
     help_text = "columns of the input to write beside the predictions, with commas between; may be repeated"
     predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
     _add_export(
@@ -190,7 +190,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
     help_text = "state dict that torch.save has written, or safetensors"
-    parser.add_argument("source", type=Path, metavar="SOURCE", help=help_text)
+    parser.add_argument("source", type=_place, metavar="SOURCE", help=help_text)
     help_text = "run folder, of whose checkpoints the newest is taken; or one of these; it stays as it is"
     parser.add_argument("--into", type=_place, required=True, metavar="RUN", help=help_text)
     _add_output(parser)
@@ -199,7 +199,11 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FOLDER", help="to write; must not exist"
+        "--output",
+        type=_place,
+        required=True,
+        metavar="FOLDER",
+        help="to write, a path or URL; must not exist",
     )
 
 

@@ -71,7 +71,6 @@ def list_files(paths: Sequence[str], key: str) -> tuple[Place, ...]:
     for path in map(place, paths):
         found = storage.entry(path)
         if found is None:
-            storage.entries(path)  # which has its own line for a bucket that is not there
             raise DataError(f"{path}: no such file or folder; check {key}")
         files += _files_in(path, key) if found.is_folder else [path]
     return tuple(files)

@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.checkpoint import folders
@@ -18,8 +20,8 @@ from hybrid.data.vocabulary_file import VOCABULARIES_FILE
 from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import DataError
 from hybrid.private_files import make_folder
-from hybrid.storage.files import exists, local
-from hybrid.storage.places import Place
+from hybrid.storage.files import exists, local, send
+from hybrid.storage.places import Place, RemotePath
 
 _WEIGHT = "weight"
 
@@ -44,7 +46,7 @@ def check_fit(stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: 
 
 
 def write_imported(
-    stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: Path
+    stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: Place
 ) -> None:
     """Write a checkpoint like ``stored``, with the rows of some tables from elsewhere.
 
@@ -61,18 +63,16 @@ def write_imported(
     partial = folders.begin(folder)
     manifest = stored.manifest
     try:
-        # Rows before the last update are none of the new rows.
-        kept = {name: entry for name, entry in manifest.files.items() if not is_earlier_file(name)}
-        with writing(partial):
-            for name in kept:
-                make_folder((partial / name).parent)
-                with stored.local(name) as here:
-                    shutil.copyfile(here, partial / name)
-        kept |= _with_vocabularies(stored.parts, partial)
-        for table, name in sources.items():
-            count = manifest.tables[table][2]
-            for index in range(count):
-                kept |= _replaced(partial, shard_file(table, index, count), tensors[name], index, count)
+        with _written_here(partial) as here:
+            kept = _copied(stored, here) | _with_vocabularies(stored.parts, here)
+            for table, name in sources.items():
+                count = manifest.tables[table][2]
+                for index in range(count):
+                    kept |= _replaced(here, shard_file(table, index, count), tensors[name], index, count)
+            if isinstance(partial, RemotePath):
+                with writing(partial):
+                    for name in kept:
+                        send(here / name, partial / name)
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
         if manifest.best is not None:
             progress[OWES_EVALUATION] = True  # else a run with patience would count from its beginning
@@ -81,6 +81,27 @@ def write_imported(
     except BaseException:
         folders.discard(partial)
         raise
+
+
+@contextmanager
+def _written_here(partial: Place) -> Iterator[Path]:
+    """Where the files of a checkpoint are written: where they are to be, or of a store for a while here."""
+    if isinstance(partial, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
+            yield Path(folder)
+    else:
+        yield partial
+
+
+def _copied(stored: Checkpoint, folder: Path) -> Files:
+    """Copy the files of a checkpoint, but rows before the last update, which are none of the new rows."""
+    kept = {name: entry for name, entry in stored.manifest.files.items() if not is_earlier_file(name)}
+    with writing(folder):
+        for name in kept:
+            make_folder((folder / name).parent)
+            with stored.local(name) as here:
+                shutil.copyfile(here, folder / name)
+    return kept
 
 
 def _with_vocabularies(parts: Place, partial: Path) -> Files:

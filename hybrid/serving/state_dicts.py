@@ -7,7 +7,6 @@ containers is unpickled (``weights_only``).
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,25 +14,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybrid.embedding.stored_rows import StoredTensor
-from hybrid.errors import DataError, first_line
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.files import local
+from hybrid.storage.places import Place
 
 
 @contextmanager
-def stored_tensors(path: Path) -> Iterator[dict[str, StoredTensor]]:
+def stored_tensors(path: Place) -> Iterator[dict[str, StoredTensor]]:
     """The tensors of a file by name; one within dicts has their names before its own, with dots between.
 
     Raises:
         DataError: it cannot be read, or holds other things than tensors.
+        StorageError: its store refuses.
     """
     try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
-        else:
-            # A path: of an open file torch maps nothing.
-            loaded = torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
-            found = dict(_flat("", loaded))
-            yield {name: _of_torch(tensor) for name, tensor in found.items()}
+        with local(path) as here:
+            if path.suffix == ".safetensors":
+                with safe_open(here, framework="pt") as file:
+                    yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
+            else:
+                # A path: of an open file torch maps nothing.
+                loaded = torch.load(str(here), map_location="cpu", mmap=True, weights_only=True)
+                found = dict(_flat("", loaded))
+                yield {name: _of_torch(tensor) for name, tensor in found.items()}
+    except StorageError:
+        raise
     except pickle.UnpicklingError as error:
         rule = "save a state_dict() of plain tensors, by torch.save or as safetensors"
         raise DataError(f"{path}: holds more than tensors, which is not unpickled; {rule}") from error

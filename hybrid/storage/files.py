@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 def entry(place: Place) -> Entry | None:
-    """What there is at a place; None for nothing."""
+    """What there is at a place; None for nothing, but StorageError where its bucket is not there."""
     if not isinstance(place, RemotePath):
         try:
             status = place.stat()
@@ -66,7 +66,10 @@ def entry(place: Place) -> Entry | None:
         is_folder = stat.S_ISDIR(status.st_mode)
         return Entry(place, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
     with asking(place, "found") as (filesystem, path):
-        return _entry(place, filesystem.get_file_info(path))
+        found = _entry(place, filesystem.get_file_info(path))
+    if found is None:
+        _remote_entries(place, is_deep=False)  # of which a bucket that is not there makes an error
+    return found
 
 
 def exists(place: Place) -> bool:

@@ -2,8 +2,9 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from hybrid.serving.module import TrainedModule
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.tables import StoredRows
 from hybrid.serving.trained import Trained
-from hybrid.storage.places import Place
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place, RemotePath
 from workers.offline.predictions import check_new, test_rows, warn
 from workers.screen.terminal import passing_status
 from workers.screen.visible import visible
@@ -27,13 +29,13 @@ from workers.screen.visible import visible
 
 def export_run(
     folder: Place,
-    output: Path,
+    output: Place,
     formats: Sequence[str],
     kind: str,
     names: NameMap,
     trust_code: bool = False,
 ) -> None:
-    """Write a trained model into a new folder, and print what was written.
+    """Write a trained model into a new folder, here or in a store, and print what was written.
 
     Args:
         folder: a run, of whose checkpoints the best is taken; or one of these.
@@ -113,15 +115,37 @@ def _metrics(model: TrainedModule, dataset: PreparedDataset) -> dict[str, float]
 
 
 @contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder that is there once everything is in it, and else nothing of it."""
+def _new_folder(output: Place) -> Iterator[Path]:
+    """A folder to write into, which is ``output`` once everything is in it, and else nothing of it."""
+    try:
+        with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as folder:
+            yield folder
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _renamed(output: Path) -> Iterator[Path]:
     partial = output.with_name(f".{output.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
         yield partial
         os.rename(partial, output)
-    except OSError as error:
-        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _sent(output: RemotePath) -> Iterator[Path]:
+    """What is written here is sent to a store, and last the file without which the others are no use."""
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
+        yield Path(folder)
+        try:
+            written = Path(folder).iterdir()
+            for path in sorted(written, key=lambda path: path.name == export.PREPROCESSING_FILE):
+                storage.send(path, output / path.name)
+        except BaseException:
+            with suppress(OSError):
+                storage.remove(output)
+            raise

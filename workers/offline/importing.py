@@ -1,12 +1,11 @@
 """``hybrid import``: tables of another program in a copy of a run, or of a checkpoint."""
 
-from pathlib import Path
+from contextlib import suppress
 
 from hybrid.checkpoint.files import MANIFEST_FILE, writing
 from hybrid.checkpoint.folders import step_folder
 from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config.file import CONFIG_FILE
-from hybrid.private_files import make_folder
 from hybrid.serving.imported import check_fit, write_imported
 from hybrid.serving.name_map import NameMap
 from hybrid.serving.state_dicts import stored_tensors
@@ -16,11 +15,11 @@ from workers.offline.predictions import check_new, warn
 from workers.screen.visible import visible
 
 
-def import_tables(source: Path, base: Place, output: Path, names: NameMap) -> None:
+def import_tables(source: Place, base: Place, output: Place, names: NameMap) -> None:
     """Write a run, or a checkpoint, like another one, with the rows of some tables from a file.
 
     Args:
-        source: a state dict of ``torch.save``, or safetensors.
+        source: a state dict of ``torch.save``, or safetensors; of a store, it is fetched.
         base: a run, of whose checkpoints the newest is taken; or one of these.
         output: of the same kind as ``base``; must not exist.
         names: which tensor is which table.
@@ -37,14 +36,29 @@ def import_tables(source: Path, base: Place, output: Path, names: NameMap) -> No
         sources = names.sources(tensors, stored.manifest.tables, str(source))
         check_fit(stored, tensors, sources)
         folder = step_folder(output, stored.manifest.step) if is_run else output
-        write_imported(stored, tensors, sources, folder)
-    if is_run:
-        with writing(output):
-            make_folder(output)
-            config = base / CONFIG_FILE
-            text = storage.read_bytes(config if storage.exists(config) else stored.parts / CONFIG_FILE)
-            (output / CONFIG_FILE).write_bytes(text)
+        try:
+            write_imported(stored, tensors, sources, folder)
+            if is_run:
+                _write_config(stored, base, output)
+        except BaseException:
+            with suppress(OSError):
+                _remove_empty(output)
+            raise
     for table, name in sources.items():
         rows, dim, _ = stored.manifest.tables[table]
         print(visible(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}"))
     print(visible(f"{'wrote':<20}{folder}, all else as in {stored.folder}"))
+
+
+def _remove_empty(folder: Place) -> None:
+    """Remove a folder without files; a store makes one where its last file is removed."""
+    if not storage.entries(folder, is_deep=True):
+        storage.remove(folder)
+
+
+def _write_config(stored: Checkpoint, base: Place, output: Place) -> None:
+    """Write the configuration of a copy of a run, without which nobody goes on with it."""
+    config = base / CONFIG_FILE
+    with writing(output):
+        text = storage.read_bytes(config if storage.exists(config) else stored.parts / CONFIG_FILE)
+        storage.write_bytes(output / CONFIG_FILE, text)

@@ -1,11 +1,12 @@
 """Predictions as a file, block by block: CSV, or Parquet where its name ends so; or as standard output."""
 
 import csv
+import io
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,8 @@ import pyarrow.parquet as pq
 from hybrid.data.columns import is_list
 from hybrid.errors import HybridError
 from hybrid.private_files import open_file
+from hybrid.storage.files import Writer, writing
+from hybrid.storage.places import Place, RemotePath
 from workers.endings import ExitCode
 
 ROW = "row"  # the column that counts the rows of the input
@@ -33,7 +36,7 @@ class PredictionWriter(Protocol):
         ...
 
 
-def prediction_file(output: Path) -> AbstractContextManager[PredictionWriter]:
+def prediction_file(output: Place) -> AbstractContextManager[PredictionWriter]:
     """A file to write; it is there once all is written, and else nothing is left of it.
 
     To :data:`STDOUT` rows go as they are written. Where nobody reads them any more, the process ends.
@@ -57,21 +60,50 @@ def _standard_output() -> Iterator[PredictionWriter]:
 
 
 @contextmanager
-def _file(output: Path) -> Iterator[PredictionWriter]:
-    partial = output.with_name(f".{output.name}.partial")
+def _file(output: Place) -> Iterator[PredictionWriter]:
     try:
-        if output.suffix == _PARQUET:
-            with open(partial, "wb", opener=open_file) as file, _ParquetWriter(file) as writer:
-                yield writer
-        else:
-            with open(partial, "w", newline="", opener=open_file) as text:
-                yield _CsvWriter(text)
-        partial.rename(output)
+        with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as file:
+            if output.suffix == _PARQUET:
+                with _ParquetWriter(file) as writer:
+                    yield writer
+            else:
+                with io.TextIOWrapper(file, newline="", encoding="utf-8") as text:
+                    yield _CsvWriter(text)
     except (OSError, ValueError, pa.ArrowException) as error:  # of other types than before, too
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise HybridError(f"{output}: cannot be written: {reason}") from error
+
+
+@contextmanager
+def _renamed(output: Path) -> Iterator[IO[bytes]]:
+    """A file of this machine that has its name once it is whole."""
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        with open(partial, "wb", opener=open_file) as file:
+            yield file
+        partial.rename(output)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _sent(output: RemotePath) -> Iterator[IO[bytes]]:
+    """A file of a store, which is there once it is whole: one upload, as it is written."""
+    with writing(output) as stream, _Upload(stream) as file:
+        yield cast(IO[bytes], file)
+
+
+class _Upload(io.RawIOBase):
+    """As Python's own files are written; whoever has begun the upload ends it."""
+
+    def __init__(self, stream: Writer) -> None:
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content: Any) -> int:
+        return self._stream.write(content)
 
 
 class _CsvWriter:

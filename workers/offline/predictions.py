@@ -104,7 +104,7 @@ def evaluate(folder: Place, inputs: Sequence[str], trust_code: bool = False) -> 
 
 
 def predict(
-    folder: Place, inputs: Sequence[str], output: Path, keep: Sequence[str] = (), trust_code: bool = False
+    folder: Place, inputs: Sequence[str], output: Place, keep: Sequence[str] = (), trust_code: bool = False
 ) -> None:
     """Write what is predicted of each usable row, after its row number in the input.
 
@@ -112,7 +112,7 @@ def predict(
 
     Args:
         inputs: files, with labels or without; none for the test rows of the run.
-        output: a CSV or Parquet, or standard output.
+        output: a CSV or Parquet, here or in a store, or standard output.
         keep: columns of the input to write beside them.
 
     Raises:
@@ -146,7 +146,7 @@ def check_kept(model: TrainedModel, names: Sequence[str]) -> None:
     check_names(names, (ROW, *column_names(model.trained.config.all_tasks)))
 
 
-def say_of_predictions(model: TrainedModel, output: Path, report: DatasetReport) -> None:
+def say_of_predictions(model: TrainedModel, output: Place, report: DatasetReport) -> None:
     """Say what was written, and what to know of its rows; on stderr, where that was standard output."""
     where, file = ("standard output", sys.stderr) if output == STDOUT else (str(output), sys.stdout)
     wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
@@ -185,9 +185,9 @@ def _scratch() -> Iterator[Path]:
         yield Path(folder)
 
 
-def check_new(output: Path) -> None:
-    """HybridError where what is to be written is there already."""
-    if output != STDOUT and output.exists():
+def check_new(output: Place) -> None:
+    """HybridError where what is to be written is there already, or its store refuses."""
+    if output != STDOUT and storage.exists(output):
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import torch
@@ -35,7 +34,7 @@ from workers.screen.visible import visible
 _DESCRIPTOR = 0
 
 
-def predict_stream(folder: Place, output: Path, keep: Sequence[str] = (), trust_code: bool = False) -> None:
+def predict_stream(folder: Place, output: Place, keep: Sequence[str] = (), trust_code: bool = False) -> None:
     """Write what is predicted of each usable row of standard input, after its number, as it comes.
 
     What is in memory is a block of rows. To standard output, a block is what there is; equal rows of two
