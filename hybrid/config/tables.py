@@ -77,8 +77,9 @@ class TableSection:
     features: tuple[str, ...] = fixed((), "columns that share this table; empty for the one of its name")
     initial: str = fixed(
         "",
-        "file with its first rows, which all workers see; empty for random ones. Parquet: a column of values "
-        "and one of vectors; safetensors (path#name for one of several tensors) or .npy: row by row",
+        "file with its first rows, which all workers see, or its URL; empty for random ones. Parquet: a "
+        "column of values and one of vectors; safetensors (path#name for one of several tensors) or .npy: "
+        "row by row",
     )
     frozen: bool = fixed(False, "rows stay as they are first")
     init: str = fixed("uniform", "how random first rows are drawn", choices=INITIALISERS)

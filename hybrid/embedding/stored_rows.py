@@ -1,11 +1,13 @@
 """Rows of a table in a file of the user's own: safetensors, or NumPy's ``.npy``.
 
-A source is the file's path; where a safetensors file holds several tensors, ``path#name`` is one of them.
-Files are read block by block: whoever holds some rows of a table reads all, and keeps its own.
+A source is the file's path or URL; where a safetensors file holds several tensors, ``path#name`` is one of
+them. Files are read block by block: whoever holds some rows of a table reads all, and keeps its own. Of a
+store, each fetches the file first.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybrid.errors import DataError, first_line
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.files import local
+from hybrid.storage.places import is_url, place
 
 _BLOCK_BYTES = 16 << 20
 
@@ -46,11 +50,17 @@ class StoredTensor(NamedTuple):
             yield start // count, self.rows(start, min(start + step, num_rows))[index::count]
 
 
+def absolute(source: str | Path) -> str:
+    """A source as every process finds it, in whatever folder it runs."""
+    return str(source) if is_url(str(source)) else os.path.abspath(source)
+
+
 def shape_of(source: str) -> tuple[int, int]:
     """Rows and columns of a source.
 
     Raises:
         DataError: it is no file of a matrix; names it.
+        StorageError: its store refuses.
     """
     with _opened(source) as matrix:
         num_rows, dim = matrix.shape
@@ -80,17 +90,20 @@ def _opened(source: str) -> Iterator[StoredTensor]:
     try:
         if path.endswith(".parquet"):
             raise LookupError("Parquet has rows by value, which a table of prepared data alone has")
-        if path.endswith(".npy"):
-            yield _checked(source, _of_numpy(path))
-        else:
-            with safe_open(path, framework="pt") as file:
-                yield _checked(source, _of_safetensors(file, name))
+        with local(place(path)) as here:
+            if path.endswith(".npy"):
+                yield _checked(source, _of_numpy(here))
+            else:
+                with safe_open(here, framework="pt") as file:
+                    yield _checked(source, _of_safetensors(file, name))
+    except StorageError:
+        raise
     except (OSError, SafetensorError, ValueError, LookupError) as error:
         raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
 
 
-def _of_numpy(path: str) -> StoredTensor:
-    array = np.load(Path(path), mmap_mode="r", allow_pickle=False)
+def _of_numpy(path: Path) -> StoredTensor:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
     return StoredTensor(array.shape, lambda start, stop: torch.from_numpy(np.array(array[start:stop])))
 
 

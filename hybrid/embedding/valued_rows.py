@@ -18,9 +18,11 @@ from torch import Tensor
 
 from hybrid.data.columns import is_list, values
 from hybrid.data.located import read_encoder
+from hybrid.data.parquet import opened
 from hybrid.data.sparse_encoding import SparseEncoding
 from hybrid.embedding.spec import TableSpec
-from hybrid.errors import DataError, first_line
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.places import place
 
 _BLOCK_ROWS = 16_384
 
@@ -31,6 +33,7 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
     Raises:
         DataError: it is no such file, has vectors of another width or that are not finite, or no value that
             has a row.
+        StorageError: its store refuses.
     """
     (feature,) = table.features
     encoder = read_encoder(table.keys)
@@ -38,7 +41,11 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
     if encoding.vocabulary == "buckets":
         raise DataError(f"{table.initial}: column {feature} holds buckets of numbers, which go by no value")
     num_values, num_known = 0, 0
-    with _as_data_error(table.initial), pq.ParquetFile(table.initial) as file:
+    with (
+        _as_data_error(table.initial),
+        opened(place(table.initial)) as source,
+        pq.ParquetFile(source) as file,
+    ):
         if (width := len(file.schema_arrow.names)) != 2:
             raise DataError(f"{table.initial}: has {width} columns, not one of values and one of vectors")
         for batch in file.iter_batches(_BLOCK_ROWS, use_threads=False):
@@ -59,6 +66,8 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
 def _as_data_error(source: str) -> Iterator[None]:
     try:
         yield
+    except StorageError:
+        raise
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
 

@@ -6,7 +6,6 @@ with. It can be called once the module that it is part of is distributed.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from hybrid.config.tables import INITIALISERS, POOLERS
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.stored_rows import shape_of
+from hybrid.embedding.stored_rows import absolute, shape_of
 from hybrid.embedding.trainer.asked import Asked
 from hybrid.own_loop.jagged import Jagged
 from hybrid.own_loop.optimizers import Adagrad
@@ -99,7 +98,7 @@ class TableModule(nn.Module):
         optimizer: OptimizerSpec | None = None,
         **options: Any,
     ) -> Self:
-        """A table whose rows are in a file that all hosts see; its size is that of the file's matrix.
+        """A table whose rows are in a file, or at a URL, that all hosts see, of the size of its matrix.
 
         Args:
             source: a safetensors file, ``path#name`` for one of several tensors in it, or a ``.npy`` file.
@@ -111,7 +110,7 @@ class TableModule(nn.Module):
         """
         if freeze and optimizer is not None:
             raise ValueError("rows that are frozen have no optimizer; give freeze=False")
-        initial = os.path.abspath(source)
+        initial = absolute(source)
         num_rows, dim = shape_of(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
         return cls(num_rows, dim, optimizer=chosen, initial=initial, **options)

@@ -11,9 +11,10 @@ from hybrid.config.rules import table_of_column
 from hybrid.dense.configured import extra_columns
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.stored_rows import shape_of
+from hybrid.embedding.stored_rows import absolute, shape_of
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.places import is_url
 
 
 def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0) -> tuple[TableSpec, ...]:
@@ -61,7 +62,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         pooled_by=section.pooled_by or shared.pooled_by,
         workers=section.workers,
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
-        initial=os.path.abspath(section.initial) if section.initial else "",
+        initial=absolute(section.initial) if section.initial else "",
         init=section.init,
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
@@ -114,7 +115,8 @@ def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:
     """``table`` with all that is to be known of the file of its first rows."""
     if not table.initial:
         return table
-    key, found = f"tables.{table.name}.initial", os.path.relpath(table.initial)
+    key = f"tables.{table.name}.initial"
+    found = table.initial if is_url(table.initial) else os.path.relpath(table.initial)
     if table.initial.endswith(".parquet"):
         if len(table.features) > 1:
             rule = "must not be Parquet, whose rows go by value, for a table of several columns"

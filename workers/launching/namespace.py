@@ -38,7 +38,8 @@ def is_wanted(config: RunConfig, folder: Place) -> bool:
         folder: where it keeps what it writes, which is not always what its configuration says.
     """
     section, data = config.cluster, config.data
-    if any(map(is_url, (str(folder), data.cache_folder, *data.path, *data.test_path))):
+    first_rows = (table.initial for table in config.tables.values())
+    if any(map(is_url, (str(folder), data.cache_folder, *data.path, *data.test_path, *first_rows))):
         return False  # a store is reached over the machine's
     is_loopback_interface = section.interface in (AUTO, LOOPBACK)
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)

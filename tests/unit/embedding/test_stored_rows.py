@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.stores import BUCKET, Store, sent
 from torch import Tensor
 
 from hybrid.embedding import stored_rows
-from hybrid.embedding.stored_rows import read_rows, shape_of
-from hybrid.errors import DataError
+from hybrid.embedding.stored_rows import absolute, read_rows, shape_of
+from hybrid.errors import DataError, StorageError
+from hybrid.storage.places import RemotePath
 
 ROWS_RD = torch.arange(21.0).view(7, 3)
 
@@ -37,6 +39,24 @@ def test_each_reads_its_own_rows_block_by_block(
     read_rows(source, out_RD, index, count)
     assert shape_of(source) == (7, 3)
     assert torch.equal(out_RD, expected)
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors", "safetensors#a"])
+def test_those_of_a_store_are_fetched(store: Store, kind: str, tmp_path: Path) -> None:
+    there = RemotePath(f"s3://{BUCKET}", tmp_path.name)
+    source = absolute(written(tmp_path, kind).replace(str(tmp_path), str(there)))
+    sent(tmp_path, there)
+    out_RD = torch.empty(3, 3)
+    read_rows(source, out_RD, 1, 2)
+    assert (shape_of(source), out_RD.tolist()) == ((7, 3), ROWS_RD[1::2].tolist())
+    with pytest.raises(
+        StorageError, match=r"^s3://no-such-bucket/a\.npy: .* there is no such bucket; make it"
+    ):
+        shape_of("s3://no-such-bucket/a.npy")
+    with pytest.raises(
+        DataError, match=rf"{there}/none\.npy: cannot be read as rows of a table: .*No such file"
+    ):
+        shape_of(f"{there}/none.npy")
 
 
 def wrong(folder: Path, tensors: dict[str, Tensor]) -> str:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.stores import BUCKET, Proxy, Store, sent
 from torch import Tensor
 
 from hybrid.data.encode import FeatureEncoder
@@ -16,7 +17,8 @@ from hybrid.data.vocabulary import Vocabulary
 from hybrid.embedding import valued_rows
 from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.valued_rows import read_rows_by_value
-from hybrid.errors import DataError
+from hybrid.errors import DataError, StorageError
+from hybrid.storage.places import RemotePath
 
 VALUES = ("7", "b", "c", "d")
 VECTORS: dict[Any, list[float]] = {"d": [1.0, 2.0], "new": [9.0, 9.0], "7.0": [3.0, 4.0], "b": [5.0, 6.0]}
@@ -47,6 +49,22 @@ def test_each_value_has_its_vector_and_others_keep_theirs(
     for count in (2, 3, 5):
         for index in range(count):
             assert torch.equal(rows(table, index, count), whole[index::count])
+
+
+def test_those_of_a_store_are_read_there(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values()))
+    there = sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name))
+    far = dataclasses.replace(table, initial=f"{there}/rows.parquet")
+    assert torch.equal(rows(far), rows(table))
+    with pytest.raises(DataError, match=rf"{there}/none: cannot be read as rows of a table: .*No such file"):
+        rows(dataclasses.replace(table, initial=f"{there}/none"))
+    with Proxy(store) as proxy:
+        proxy.plan = lambda method, path: "403"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+        with pytest.raises(StorageError, match="to credentials that may do this"):
+            rows(far)
 
 
 def test_keys_may_be_numbers_and_the_last_of_two_counts(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support import forked
 from support.namespaces import needs_namespaces
 
-from hybrid.config import ClusterSection, DataSection, RunConfig
+from hybrid.config import ClusterSection, DataSection, RunConfig, TableSection
 from hybrid.config.sections import RunSection
 from hybrid.errors import ConfigError
 from hybrid.storage.places import place
@@ -48,6 +48,7 @@ def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any],
         {"data": DataSection(cache_folder="s3://bucket/prepared")},
         {"data": DataSection(format="csv", path=("a.csv", "gs://bucket/b.csv"))},
         {"data": DataSection(format="csv", path=("a.csv",), test_path=("abfs://bucket/b.csv",))},
+        {"tables": {"item": TableSection(), "user": TableSection(initial="s3://bucket/rows.npy")}},
     ],
     ids=str,
 )
