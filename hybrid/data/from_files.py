@@ -123,6 +123,8 @@ class FilesPreparation:
             pieces, bad_rows = self._parse(processes, parts)
             learnt, starts = self._learn(processes, pieces)
             encoder = self._rank(processes, pieces, learnt, limit.job_bytes(count))
+            if self._helping is not None:
+                self._helping.close()  # they are not needed for the rest
             reports = self._encode(processes, pieces, encoder, starts, bad_rows)
         return encoder, reports
 
