@@ -18,6 +18,7 @@ from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data import building, from_files, parts as parts_module, prepared, ranking, stages
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.from_files import FilesPreparation
+from hybrid.data.other_hosts import OtherHosts
 from hybrid.data.parts import Part, parts_of
 from hybrid.data.prepared import prepare
 from hybrid.data.preparing_memory import MemoryLimit
@@ -203,6 +204,23 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     with pytest.raises(DataError, match="stopped"):
         preparation.write([path], [])
+
+
+def test_hosts_that_help_are_let_go_before_arrays_are_written(tmp_path: Path) -> None:
+    path, folder = write(tmp_path / "a.csv", text(50, 2)), tmp_path / "new"
+    there: list[list[Path]] = []
+
+    class Others(OtherHosts):
+        def close(self) -> None:
+            there.append([*folder.rglob("*.npy")])
+
+    config = config_of(path, "plain")
+    reading, nothing = Reading(config.data, {}, {}), lambda line: None
+    others = Others(tuple, (), tmp_path / "parts", nothing)
+    FilesPreparation(config, reading, folder, tmp_path / "parts", nothing, lambda: None, others).write(
+        [path], []
+    )
+    assert there == [[]]
 
 
 def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
