@@ -1,5 +1,6 @@
 """How a call fails, on its owner's side and on its caller's."""
 
+import re
 import socket
 from dataclasses import dataclass
 from typing import NoReturn
@@ -8,6 +9,13 @@ from hybrid.errors import ClusterError, HybridError, error_class, first_line, ki
 from hybrid.own_code.traces import is_to_log, log_stack, words_of
 from hybrid.topology import Role
 from hybrid.trust.failure_text import read_raised_later, read_refused, refused
+
+# What TensorPipe and gloo say of a peer that is gone: where in a step that was noticed tells nothing.
+_GONE = re.compile(
+    r"(connection reset by peer|end of file|broken pipe).*tensorpipe/transport/"
+    r"|gloo/transport/.*(connection closed by peer|connection reset by peer|broken pipe)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +83,8 @@ def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a caller is told of an exception; its stack stays here, in the log of this process."""
-    if is_logged := is_to_log(error):
+    """What a caller is told of an exception; its stack, where it tells more, stays here, in the log."""
+    if is_logged := is_to_log(error) and not _GONE.search(str(error)):
         log_stack(error)
     kind, is_ours = kind_of(error), isinstance(error, HybridError)
     # Who misses another one may be out of reach itself: it says who it is.

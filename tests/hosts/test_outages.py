@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.commands import Command, Ended, eventually, settings
+from support.commands import Command, eventually, settings
 from support.host_roles import MASTER, placed, started_on
 from support.hosts import Host, Switch
 from support.namespaces import needs_hosts
@@ -47,11 +47,7 @@ def check_said(roles: dict[str, Command], reason: str, there: str = "") -> None:
     for name, said in expected.items():
         ended = roles[name].wait(SECONDS)
         assert ended.code == 75, name
-        assert re.fullmatch(f"hybrid {name}: {said}", last_line(ended)), ended.stderr
-
-
-def last_line(ended: Ended) -> str:
-    return ended.stderr.rstrip("\n").rpartition("\n")[2]
+        assert re.fullmatch(f"hybrid {name}: {said}\n", ended.stderr), ended.stderr
 
 
 def check_nothing_left(hosts: list[Host]) -> None:

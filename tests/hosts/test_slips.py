@@ -76,6 +76,15 @@ def test_a_module_of_the_users_own_that_one_host_lacks(
     check_one_line(endings(placed(hosts[:2], trainers=2), [*job, *own]), reason)
 
 
+def test_a_folder_below_that_where_each_is(hosts: list[Host], job: list[str]) -> None:
+    """The master takes a relative one from where it is; on another host there is another, or none."""
+    reason = (
+        rf"{HOME}/run\S* on host host-1 is not that of the master's host host-0 \(.+\); run\.folder must be "
+        "storage that all hosts share"
+    )
+    check_one_line(endings(placed(hosts[:2]), [*job, *settings(run={"folder": "run"})]), reason)
+
+
 def test_another_secret(hosts: list[Host], job: list[str]) -> None:
     with started_on({MASTER: hosts[0]}, [*job, *settings(cluster={"trainers": 1, "workers": 1})]):
         worker = ["worker", "--index", 0, "--master", hosts[0].name]
