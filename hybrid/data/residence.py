@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from hybrid.data.chunks import ChunkArray, ChunkIndex, ChunkLayout
 from hybrid.data.order import CHUNK_ROWS
-from hybrid.errors import DataError
+from hybrid.errors import DataError, OutageError
 
 FETCH_THREADS = 8
 _RANGE_BYTES = 8 << 20  # of neighbouring chunks that are asked for at once
@@ -139,14 +139,15 @@ class Residence:
         """Return once these chunks, which are pinned, are here; False where it is over before.
 
         Raises:
-            DataError: one did not come in ``seconds``, or is altered.
+            OutageError: one did not come in ``seconds``.
+            DataError: one is altered.
             HybridError: it cannot be fetched.
         """
         for arrival in [self._arrivals[chunk] for chunk in chunks]:
             deadline = time.monotonic() + seconds
             while not is_over.is_set() and not arrival.done():
                 if time.monotonic() > deadline:
-                    raise DataError(f"{self._file}: nothing came in {seconds:.0f} s")
+                    raise OutageError(f"{self._file}: nothing came in {seconds:.0f} s")
                 wait([arrival], timeout=_WAIT_SECONDS)
             if is_over.is_set():
                 return False
@@ -196,7 +197,7 @@ class Residence:
                 return self._forget(chunk)
         chunk = next(iter(self._unused))  # all of them are on their way, though nobody waits any more
         if wait([self._arrivals[chunk]], timeout=_GIVE_UP_SECONDS).not_done:
-            raise DataError(f"{self._file}: nothing came in {_GIVE_UP_SECONDS:.0f} s")
+            raise OutageError(f"{self._file}: nothing came in {_GIVE_UP_SECONDS:.0f} s")
         return self._forget(chunk)
 
     def _forget(self, chunk: int) -> int:

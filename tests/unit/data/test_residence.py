@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from hybrid.data.chunks import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
 from hybrid.data.order import CHUNK_ROWS
 from hybrid.data.residence import Residence
+from hybrid.errors import OutageError
 
 NUM_CHUNKS, NUM_SLOTS = 9, 4
 NUM_ROWS = (NUM_CHUNKS - 1) * CHUNK_ROWS + 5
@@ -107,3 +108,21 @@ def test_one_that_nobody_closes_ends_its_threads(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
+
+
+def test_what_does_not_come_in_time_is_an_outage(tmp_path: Path) -> None:
+    file, is_let_go = CountedFile(), threading.Event()
+    read = file.read_range
+
+    def stall(start: int, stop: int) -> bytes:
+        assert is_let_go.wait(SECONDS)
+        return read(start, stop)
+
+    file.read_range = stall  # type: ignore[method-assign]
+    residence = residence_of(file, tmp_path)
+    residence.pin([0])
+    with pytest.raises(OutageError, match=r": nothing came in 0 s$"):
+        residence.wait([0], 0.01, threading.Event())
+    is_let_go.set()
+    assert_here(residence, [0])
+    residence.close()
