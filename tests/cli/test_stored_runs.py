@@ -148,7 +148,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
         proxy.plan = strikes
         variables = {"AWS_ENDPOINT_URL": f"http://{proxy.address}"}
         with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
-            said = strikes.command.wait()
+            said = strikes.command.wait(150.0)
         assert (said.code, strikes.left) == (-signal.SIGKILL, []), said
         killed = re.findall(
             r"^hybrid launch: (.+) \(pid \d+\) was killed by SIGKILL", said.stderr, re.MULTILINE
@@ -158,7 +158,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
         assert [each.place.name[:6] for each in files.entries(place(parts))] == ["parts-"]
         strikes.left = [("PUT .*step-00000015/parts", "trainer 1")]
         with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
-            said = strikes.command.wait()
+            said = strikes.command.wait(150.0)
     assert (said.code, strikes.left) == (0, []), said
     assert "going on from step 5" in said.stdout
     assert rows_of(place(f"{base}/run/checkpoints/step-00000016")) == rows_of(
