@@ -18,8 +18,9 @@ trap 'rm -rf "$folder"' EXIT
 mkfifo "$folder/open"
 
 # What a host runs: a role, with the secret from its input; where that ends, so has this script, or the connection.
-there='read -r HYBRID_SECRET; export HYBRID_SECRET; exec 3<&0
-"$@" 3<&- & role=$!; { cat <&3 >/dev/null; kill -TERM $role; } 2>/dev/null & wait $role'
+# Without a line break, which printf would quote as only some login shells read it.
+there='read -r HYBRID_SECRET; export HYBRID_SECRET; exec 3<&0; "$@" 3<&- & role=$!; '
+there+='{ cat <&3 >/dev/null; kill -TERM $role; } 2>/dev/null & wait $role'
 
 # Runs a command on a host.
 at() {

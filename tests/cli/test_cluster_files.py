@@ -223,11 +223,12 @@ def test_where_hosts_sh_ends_so_do_its_roles(
     assert eventually(lambda: sum(each.count("stopped") for each in lines(tmp_path).values()) == 4, SECONDS)
 
 
+@pytest.mark.parametrize("code", [75, 137, 255])
 def test_hosts_sh_starts_all_again_where_that_may_help(
-    hosts: subprocess.Popen[bytes], tmp_path: Path
+    code: int, hosts: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     assert eventually(lambda: sum(map(len, lines(tmp_path).values())) == 4, SECONDS)
-    (tmp_path / "next").write_text("75")
+    (tmp_path / "next").write_text(str(code))
     (tmp_path / "next").rename(tmp_path / "end")
     assert eventually(lambda: len(lines(tmp_path)["n1-worker"]) > 1, SECONDS)
     (tmp_path / "next").write_text("1")

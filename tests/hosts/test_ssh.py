@@ -1,0 +1,89 @@
+"""configs/cluster/hosts.sh on two hosts that a stand-in for ssh enters: who is killed there, and the end."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos_run.sameness import differences
+from support.commands import HYBRID, ROOT, Command, eventually, output_of, settings
+from support.hosts import HOME, Host, Switch
+from support.namespaces import needs_hosts
+from support.started_again import Progress, process_on
+
+pytestmark = [needs_hosts, pytest.mark.long, pytest.mark.timeout(1000)]
+
+SECONDS = 300.0
+COUNTS = {"trainers": 2, "workers": 2}
+# As ssh has it: on the host that comes first, a shell with an environment of its own runs a line.
+# One that is not there yet is tried until it is.
+SSH = """host=$1; shift
+until [ -e "{folder}/$host" ]; do sleep 0.1; done
+. "{folder}/$host"
+"""
+THERE = 'exec {entering} env -i {environment} sh -c "$*"\n'
+
+
+def let_enter(host: Host, folder: Path) -> None:
+    """Have the stand-in know a host, such as one that has come back."""
+    environment = {"HOME": HOME, "PATH": os.environ["PATH"], "PYTHONPATH": ROOT}
+    words = shlex.join(f"{name}={value}" for name, value in environment.items())
+    script = folder / f"{host.name}.new"
+    script.write_text(THERE.format(entering=shlex.join(host.entering), environment=words))
+    script.rename(folder / host.name)
+
+
+@contextmanager
+def hosts_sh(hosts: list[Host], arguments: list[str], folder: Path) -> Iterator[Command]:
+    """The script, with master and a trainer on the first host, a trainer and two workers on the second."""
+    for host in hosts:
+        let_enter(host, folder)
+    (folder / "ssh").write_text(SSH.format(folder=folder))
+    first, second = (host.name for host in hosts)
+    script = ["bash", str(ROOT / "configs/cluster/hosts.sh")]
+    script += [first, f"{first} {second}", f"{second} {second}", *arguments]
+    commands = {"SSH": f"bash {folder}/ssh", "HYBRID": " ".join(HYBRID), "PYTHONPATH": str(ROOT)}
+    output = folder / "output"
+    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            script, env={**os.environ, **commands}, stdout=out, stderr=err, start_new_session=True
+        )
+    command = Command(process, output)
+    try:
+        yield command
+    finally:
+        command.kill()
+
+
+def role_on(hosts: list[Host], *words: str) -> psutil.Process:
+    """The process of a role, by the words that its command begins with."""
+    begins = [*HYBRID[1:], *words]
+    return process_on(hosts, lambda process: bool(process.cmdline()[1 : len(begins) + 1] == begins))
+
+
+def test_a_role_and_a_host_that_are_killed(
+    hosts: list[Host], switch: Switch, tiny: list[str], shared: Path, tmp_path: Path
+) -> None:
+    """The script starts all again, each time, and the end is that of a run that nobody disturbed."""
+    job = [*tiny, *settings(train={"epochs": 12}, checkpoint={"every_steps": 5}, cluster=COUNTS)]
+    job += settings(cluster={"start_timeout_seconds": 250})
+    run, whole = shared / "ssh", shared / "ssh-whole"
+    output_of(["launch", *job, *settings(run={"folder": whole})], tmp_path)
+    with hosts_sh(hosts[:2], [*job, *settings(run={"folder": run})], tmp_path) as script:
+        progress = Progress(run, [script])
+        progress.await_checkpoint()
+        role_on(hosts, "worker", "--index", "1").kill()
+        progress.await_checkpoint()
+        (tmp_path / hosts[1].name).unlink()
+        hosts[1].kill()
+        let_enter(switch.host(shared, number=1), tmp_path)
+        progress.await_checkpoint()
+        ended = script.wait(SECONDS)
+    assert ended.code == 0, ended.stderr
+    assert ended.stderr.count("starting again") == 2
+    assert differences(whole, run) == []
+    assert eventually(lambda: not any(host.processes() for host in hosts), SECONDS)
