@@ -51,6 +51,7 @@ _SUSPECT = (
     r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
     r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
 )
+_SUSPECT_BYTES = b".+-tTlF"  # each of these texts holds one of them, and few columns do
 _MAX_EXACT = 2**53
 
 
@@ -65,7 +66,10 @@ def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
         texts = pc.binary_join_element_wise(values.cast(pa.timestamp(kind.unit)).cast(pa.string()), "Z", "")
     else:  # of times without a zone, too
-        texts = pc.utf8_trim_whitespace(values.cast(pa.string()))
+        texts = trimmed(values.cast(pa.string()))
+    content = _content(texts).tobytes()
+    if not any(byte in content for byte in _SUSPECT_BYTES):
+        return texts, inexact_D
     suspects = np.flatnonzero(pc.fill_null(pc.match_substring_regex(texts, _SUSPECT), False))
     if not len(suspects):
         return texts, inexact_D
@@ -77,6 +81,19 @@ def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
     return pc.replace_with_mask(
         texts, pa.array(mask), pa.array([t for t, _ in folded], texts.type)
     ), inexact_D
+
+
+def trimmed(texts: Any) -> Any:
+    """An array of texts without blanks around; where it holds no blank, it is given as it is."""
+    content = _content(texts)
+    if not len(content) or (content.min() > ord(" ") and content.max() < 128):
+        return texts
+    return pc.utf8_trim_whitespace(texts)
+
+
+def _content(texts: Any) -> npt.NDArray[np.uint8]:
+    """The bytes of all texts of an array, and of what it is a slice of."""
+    return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 
 def canonical_text(text: str) -> tuple[str, bool]:
@@ -99,6 +116,11 @@ def canonical_text(text: str) -> tuple[str, bool]:
     return text, False
 
 
-def stable_hash(value: str) -> int:
-    """A 64-bit hash of ``value`` that is the same in every process and on every platform."""
-    return int.from_bytes(blake2b(value.encode(), digest_size=8).digest(), "little")
+def stable_hashes(texts: Any) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of each of an array of texts, the same in every process and on every platform.
+
+    Null has that of the empty text.
+    """
+    contents = pc.fill_null(texts, "").cast(pa.large_binary()).to_numpy(zero_copy_only=False)
+    digests = b"".join([blake2b(content, digest_size=8).digest() for content in contents])
+    return np.frombuffer(digests, "<u8")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hybrid.data.canonical import canonical, canonical_text, stable_hash
+from hybrid.data.canonical import canonical, canonical_text, stable_hashes, trimmed
 
 MAX_NUMBER = float(np.finfo(np.float32).max)
 MAX_VALUE_BYTES = 4096  # of a categorical value; vocabularies hold each of them in memory
@@ -98,9 +98,10 @@ def flat_values(column: Any, missing: tuple[str, ...]) -> Values:
     absent_D = np.asarray(pc.or_(texts.is_null(), pc.is_in(texts, value_set=pa.array(words, pa.string()))))
     # Nulls take the entry after the last.
     at_B = np.asarray(indices.fill_null(len(distinct)))
-    absent_B, inexact_B, too_long_B = (
-        np.append(mask_D, last)[at_B]
-        for mask_D, last in ((absent_D, True), (inexact_D, False), (too_long_D, False))
+    absent_B = np.append(absent_D, True)[at_B]
+    inexact_B, too_long_B = (
+        np.append(mask_D, False)[at_B] if mask_D.any() else np.zeros(len(at_B), np.bool_)
+        for mask_D in (inexact_D, too_long_D)
     )
     coded = pa.DictionaryArray.from_arrays(pa.array(at_B, pa.int32(), mask=absent_B), texts)
     return Values(coded, inexact_B & ~absent_B, too_long_B & ~absent_B)
@@ -111,7 +112,7 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
     column = decoded(column)
     text = is_text(column)
     if text:
-        column = pc.utf8_trim_whitespace(column)
+        column = trimmed(column)
         column = pc.if_else(pc.is_in(column, value_set=pa.array(missing, pa.string())), None, column)
         given = np.asarray(column.is_valid())
         try:
@@ -135,7 +136,7 @@ def numbers(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.float
 def hashes(column: Any, missing: tuple[str, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     """A hash of each value of a flat column, int64, and which rows have none."""
     coded, inexact_B, too_long_B = values(column, missing)
-    hashes_D = np.array([*map(stable_hash, map(str, coded.dictionary.to_pylist())), 0], np.uint64)
+    hashes_D = np.append(stable_hashes(coded.dictionary), np.uint64(0))
     hashes_B = hashes_D.view(np.int64)[np.asarray(coded.indices.fill_null(len(hashes_D) - 1))]
     return hashes_B, np.asarray(coded.is_null()) | inexact_B | too_long_B
 

@@ -174,7 +174,7 @@ def whole_lines(path: Place, chunks: Iterator[bytes], *, is_start: bool = True) 
         is_start = False
         cut = chunk.rfind(b"\n") + 1
         if cut:
-            yield from _pieces(rest + chunk[:cut])
+            yield from _pieces(b"".join((rest, memoryview(chunk)[:cut])))
             rest = chunk[cut:]
         else:
             rest += chunk
@@ -186,18 +186,20 @@ def whole_lines(path: Place, chunks: Iterator[bytes], *, is_start: bool = True) 
 
 def without_returns(block: bytes) -> bytes:
     """``block`` without carriage returns before line feeds."""
-    while b"\r\n" in block:
-        block = block.replace(b"\r\n", b"\n")
+    if b"\r" in block:  # to look for one byte takes a fiftieth of the time
+        while b"\r\n" in block:
+            block = block.replace(b"\r\n", b"\n")
     return block
 
 
 def _pieces(block: bytes) -> Iterator[bytes]:
     """``block`` in pieces of no more than ``MAX_BLOCK_LINES``, without carriage returns before line feeds."""
     block = without_returns(block)
-    if block.count(b"\n") <= MAX_BLOCK_LINES:
+    is_end = np.frombuffer(block, np.uint8) == ord("\n")
+    if np.count_nonzero(is_end) <= MAX_BLOCK_LINES:
         yield block
         return
-    ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + 1
+    ends = np.flatnonzero(is_end) + 1
     for first, last in pairwise([0, *ends[MAX_BLOCK_LINES - 1 :: MAX_BLOCK_LINES].tolist(), len(block)]):
         if first < last:
             yield block[first:last]

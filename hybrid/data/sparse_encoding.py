@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.data.buckets import bucket_of
-from hybrid.data.canonical import stable_hash
+from hybrid.data.canonical import stable_hashes
 from hybrid.data.columns import is_list
 from hybrid.data.vocabulary import NO_VALUES, Vocabulary
 
@@ -81,12 +81,12 @@ class SparseEncoding:
         """The row of each of an array of texts; 0 where it is unknown, or null."""
         if self.vocabulary == "build":
             return (1 + self.values.places(values)).astype(np.int32)
-        texts, last = values.to_pylist(), self.num_rows - 1
+        last = self.num_rows - 1
         if self.vocabulary == "hash":
-            rows = [0 if v is None else 1 + stable_hash(v) % last for v in texts]
-        else:
-            rows = [int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts]
-        return np.array(rows, np.int32)
+            rows = 1 + (stable_hashes(values) % np.uint64(last)).astype(np.int32)
+            return np.where(np.asarray(values.is_valid()), rows, np.int32(0))
+        texts = values.to_pylist()
+        return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
     def encode(self, column: Any) -> npt.NDArray[np.int32] | Bags:
         """Rows of a column as in ``RawBlock``, or of one whose words are rows already."""

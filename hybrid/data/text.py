@@ -162,10 +162,9 @@ def _tables(
     parser = _Parser(names, layout)
     line = 1
     for block in parser.whole_records(blocks):
-        num_lines = block.count(b"\n")
-        skip = max(0, min(num_lines, header_lines - line + 1)) if is_first else 0
-        yield parser.parse(Lines(block, line, skip))
-        line += num_lines
+        lines = Lines(block, line, max(0, header_lines - line + 1) if is_first else 0)
+        yield parser.parse(lines)
+        line += lines.count
 
 
 def _open_ended(blocks: Iterator[bytes]) -> Iterator[_Ended]:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hybrid.data.canonical import canonical, canonical_text
+from hybrid.data.canonical import canonical, canonical_text, trimmed
 from hybrid.data.columns import labels, numbers, values
 
 
@@ -26,6 +26,19 @@ from hybrid.data.columns import labels, numbers, values
 )
 def test_texts_that_mean_the_same(text: str, expected: str) -> None:
     assert canonical_text(text) == (expected, False)
+    assert canonical(pa.array(["a", text, None]))[0].to_pylist() == [
+        "a",
+        expected,
+        None,
+    ]  # nothing else to see
+
+
+@pytest.mark.parametrize("blank", [*" \t\n\v\f\r\x1c\x1f", "\x85", "\xa0", "\u3000"])
+def test_blanks_around_a_text_are_none_of_it(blank: str) -> None:
+    texts = pa.array(["b", f"{blank}a{blank}b{blank}", None, "ü"])
+    assert trimmed(texts).to_pylist() == ["b", f"a{blank}b", None, "ü"]
+    assert trimmed(texts[:1]).to_pylist() == ["b"]
+    assert trimmed(pa.array([None, ""], pa.string())).to_pylist() == [None, ""]
 
 
 @pytest.mark.parametrize(
