@@ -220,6 +220,7 @@ def test_what_is_forbidden_is_one_line(
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
         line = refused(*arguments)
     assert line.startswith(f"hybrid {arguments[0]}: {THERE / place}: cannot be ")
+    assert line.count("cannot be") == 1
     assert line.endswith(CREDENTIALS)
 
 

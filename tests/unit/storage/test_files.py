@@ -4,6 +4,7 @@ import gzip
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def test_a_tag_is_of_the_content(store: Store) -> None:
     assert a == c != b
     files.write_bytes(folder / "a", b"2")
     assert files.tag(folder / "a") == b
+
+
+def test_files_are_waited_for_at_the_same_time() -> None:
+    together = Barrier(4)
+    assert sorted(files.of_each(lambda _: together.wait(20), range(4))) == [0, 1, 2, 3]
 
 
 def test_what_is_done_for_each_comes_in_order_and_so_do_errors() -> None:

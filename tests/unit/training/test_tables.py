@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.stores import BUCKET, Store, sent
 
 from hybrid.config import (
     ClusterSection,
@@ -17,6 +18,7 @@ from hybrid.config import (
 from hybrid.embedding.spec import OptimizerSpec, Pooling, tables_of
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.places import RemotePath
 from hybrid.training.tables import place_tables, table_specs
 
 COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
@@ -159,6 +161,15 @@ def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
             place_tables(config(item=section), COLUMNS, {})
     with pytest.raises(DataError, match=r"nowhere\.npy: cannot be read as rows of a table"):
         place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
+
+
+def test_a_file_of_first_rows_may_lie_in_a_store(store: Store, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((25, 16), np.float32))
+    url = str(sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name)) / "rows.npy")
+    tables, _ = place_tables(config(item=TableSection(initial=url)), COLUMNS, {})
+    assert tables[1].initial == url
+    with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '{url}': must have 25 rows of 8"):
+        place_tables(config(item=TableSection(initial=url, dim=8)), COLUMNS, {})
 
 
 def test_weighted_ids_have_no_max_pooling() -> None:
