@@ -53,7 +53,7 @@ def test_what_comes_back_is_what_is_made_here(jobs: list[ParseJob], tmp_path: Pa
     before = set(psutil.Process().children())
     there, here = jobs
     host = HelpingHost("elsewhere", MASTER)
-    host.give(-1, look, LookJob((), write(tmp_path / "probe", "token"), "token"))
+    host.give(-1, look, LookJob((), write(tmp_path / "probe", "token"), "token", 1))
     host.give(3, parse_part, there)
     found = heard(host, 2)
     assert found[-1].content > 0
@@ -83,7 +83,7 @@ def by_field(found: Any, expected: Any) -> None:
 def test_a_job_that_fails_there_says_why_and_leaves_no_process(jobs: list[ParseJob]) -> None:
     before = set(psutil.Process().children())
     host = HelpingHost("elsewhere", MASTER)
-    jobs[0].part.path.unlink()
+    Path(str(jobs[0].part.path)).unlink()
     host.give(0, parse_part, jobs[0])
     (event,) = heard(host, 1).values()
     assert event.kind == "failed"

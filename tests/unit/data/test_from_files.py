@@ -206,7 +206,10 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         preparation.write([path], [])
 
 
-def test_hosts_that_help_are_let_go_before_arrays_are_written(tmp_path: Path) -> None:
+def test_hosts_that_help_are_let_go_before_arrays_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
     path, folder = write(tmp_path / "a.csv", text(50, 2)), tmp_path / "new"
     there: list[list[Path]] = []
 
@@ -216,11 +219,12 @@ def test_hosts_that_help_are_let_go_before_arrays_are_written(tmp_path: Path) ->
 
     config = config_of(path, "plain")
     reading, nothing = Reading(config.data, {}, {}), lambda line: None
-    others = Others(tuple, (), tmp_path / "parts", nothing)
-    FilesPreparation(config, reading, folder, tmp_path / "parts", nothing, lambda: None, others).write(
-        [path], []
+    others = partial(Others, tuple, (), tmp_path / "parts", nothing)
+    preparation = FilesPreparation(
+        config, reading, folder, tmp_path / "parts", nothing, lambda: None, ENOUGH, others
     )
-    assert there == [[]]
+    preparation.write([path], [])
+    assert there[0] == []
 
 
 def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
