@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -92,9 +93,9 @@ def test_the_order_is_the_same_within_any_memory(tmp_path: Path, seed: int) -> N
 
 
 def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though most words begin alike, and some are long."""
+    """Though most words begin alike, and a tenth of them, side by side, are long."""
     draw = random.Random(1)
-    pool = [f"https://a.example/{i}" + "x" * (200 * (i % 50 == 0)) for i in range(3000)]
+    pool = [f"{'https://a.example' if i % 10 else 'long' * 100}/{i}" for i in range(3000)]
     pieces = [[dict.fromkeys(draw.sample(pool, 1000), 1)] for _ in range(5)]
     folders = written(tmp_path, pieces)
     whole, needs, ranked = 0, list[int](), fitting.ranked
@@ -111,3 +112,29 @@ def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.Monk
     assert sum(needs) == whole > 5 * 200_000
     assert max(needs) <= 200_000
     assert len(needs) <= 4 * whole / 200_000
+
+
+def peak_bytes(job: RankJob) -> int:
+    """What ordering takes at most, of Arrow's memory and of Python's and NumPy's."""
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        rank_words(job, lambda rows, share: None)
+        return int(pool.max_memory()) + tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(usual)
+
+
+def test_memory_is_kept_to(tmp_path: Path) -> None:
+    """By 100,000 words, none of which comes twice."""
+    folders = written(tmp_path, [[{f"{5_000 * i + j:x}": 1 for j in range(5_000)}] for i in range(20)])
+    enough, little = (
+        RankJob({0: column(1)}, folders, tmp_path / str(memory_bytes), memory_bytes)
+        for memory_bytes in (1 << 40, 4 << 20)
+    )
+    assert peak_bytes(little) < little.memory_bytes < peak_bytes(enough) / 2
+    assert spill.read_ranked(little.folder).words.equals(spill.read_ranked(enough.folder).words)
+    assert len(spill.read_ranked(little.folder).words) == 100_000
