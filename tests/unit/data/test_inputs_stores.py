@@ -100,6 +100,7 @@ def test_samples_are_those_of_the_same_files_on_the_disk(
     assert samples_of(found) == samples_of(expected)
 
 
+@pytest.mark.long  # beside what hybrid predict is tried with
 def test_new_rows_are_encoded_as_from_the_disk(tmp_path: Path, there: RemotePath) -> None:
     (here := tmp_path / "here").mkdir()
     write_csv(here)
