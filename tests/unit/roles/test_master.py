@@ -2,9 +2,13 @@
 
 from typing import Any, cast
 
+import pytest
+
+from hybrid.config import RunConfig
+from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from workers.joining.bootstrap import Cluster, Member
-from workers.roles.master import _helping_hosts, _reach
+from workers.roles.master import _helping_hosts, _Preparation, _reach
 from workers.session.reach import own_files
 
 
@@ -25,3 +29,10 @@ def test_one_trainer_of_each_other_host_helps() -> None:
     members[Role(RoleKind.WORKER)] = Member("of c", 9, "c", "")
     hosts = _helping_hosts(Cluster(MASTER, Topology(5, 1), cast(Any, None), members))
     assert [host.name for host in hosts] == ["of a", "of b"]
+
+
+def test_a_preparation_that_is_abandoned_is_ended_as_by_a_lost_cluster() -> None:
+    """So that its parts remain."""
+    abandoned = _Preparation(RunConfig(), cast(Any, None), is_wanted=False)
+    with pytest.raises(ClusterError, match="abandoned"):
+        abandoned._check()
