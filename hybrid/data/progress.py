@@ -11,6 +11,7 @@ class Progress:
     """Tells the phase, its rows a second, how much of the whole is done, and the time that is left.
 
     The time left is that of this phase at its speed so far, and of later ones by what they take beside it.
+    The speed is that since the first job began: what starts before it does not come again.
 
     Args:
         phases: in their order, each with its usual share of the time.
@@ -40,10 +41,12 @@ class Progress:
         self._sizes = sizes
         self._done = [0.0] * len(sizes)
         self._rows = 0
-        self._started = self._now()
+        self._began = self._now()
 
     def told(self, job: int, rows: int, share: float) -> None:
-        """Hear that a job has done further rows, and which share of it is done."""
+        """Hear that a job has done further rows, and which share of it is done: 0 where it begins."""
+        if not self._part and not share:
+            self._began = self._now()
         self._rows += rows
         self._done[job] = share
         if self._now() >= self._due:
@@ -56,7 +59,7 @@ class Progress:
         percent = 100 * min(1.0, self._before + self._shares[self._phase] * self._part)
         speed = ""
         if self._rows:
-            speed = f", {self._rows / max(1e-9, self._now() - self._started):,.0f} rows/s"
+            speed = f", {self._rows / max(1e-9, self._now() - self._began):,.0f} rows/s"
         return f"{self._phase}: {percent:.0f}%{speed}, left {_minutes(self.seconds_left)}"
 
     @property
@@ -70,7 +73,7 @@ class Progress:
         """Of all phases; 0 before anything can be said."""
         if not self._part:
             return 0.0
-        phase = (self._now() - self._started) / self._part
+        phase = (self._now() - self._began) / self._part
         share = self._shares[self._phase]
         later = max(0.0, 1 - self._before - share)
         return phase * (1 - self._part) + phase * later / share

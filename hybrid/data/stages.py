@@ -77,6 +77,7 @@ def parse_part(job: ParseJob, told: Told) -> PartLog:
     if job.folder.exists():
         told(0, 1.0)
         return PartLog.read(job.folder)
+    told(0, 0.0)
     part, layout = job.part, job.reading.layout
     # Of this attempt's own: on another host that was out of reach, somebody may still be at the same part.
     making = job.folder.with_name(f"{MAKING}{job.folder.name}-{uuid.uuid4().hex}")

@@ -2,6 +2,9 @@
 
 import pytest
 
+from hybrid.config import DataSection
+from hybrid.data.from_files import phases
+from hybrid.data.layout import Layout
 from hybrid.data.progress import Progress
 
 PHASES = {"reading": 0.6, "writing": 0.4}
@@ -30,6 +33,41 @@ def test_the_estimate_is_right_where_parts_differ(slow: float) -> None:
                 total = slow * 20 * (1 + 2 / 3)
                 assert progress.seconds_left == pytest.approx(total - clock.seconds, abs=1e-6)
     assert all(line.startswith(("reading: ", "writing: ")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "ordering", "writing"), [("build", (26, 39.0), (16, 41.0)), ("hash", (0, 0.0), (16, 70.0))]
+)
+@pytest.mark.parametrize(("start", "slow"), [(0.5, 1.0), (60.0, 4.0)], ids=["idle", "busy"])
+def test_the_estimate_is_right_from_a_tenth_of_the_way_on(
+    vocabulary: str, ordering: tuple[int, float], writing: tuple[int, float], start: float, slow: float
+) -> None:
+    """Recorded phases of rows like Criteo's, steps and seconds of each; its processes start slowly."""
+    recorded = {
+        "reading": (64, 136.0),
+        "counting": (16, 19.0),
+        "ordering values": ordering,
+        "writing": writing,
+    }
+    clock = Clock()
+    layout = Layout.of(DataSection(format="criteo", vocabulary=vocabulary))
+    shares = phases(layout.sparse)
+    assert sum(shares.values()) == pytest.approx(1)
+    progress = Progress(shares, lambda line: None, clock)
+    whole = start + slow * sum(seconds for _, seconds in recorded.values())
+    for phase, (steps, seconds) in recorded.items():
+        progress.start(phase, [1] * steps)
+        if phase == "reading":
+            clock.seconds += start
+            progress.told(0, 0, 0.0)
+            progress.told(1, 0, 0.0)
+        for step in range(0, steps, 2):
+            clock.seconds += slow * 2 * seconds / steps
+            for job in (step, step + 1):
+                progress.told(job, 0, 1.0)
+            left = whole - clock.seconds
+            if clock.seconds - start > 0.1 * whole:
+                assert progress.seconds_left == pytest.approx(left, rel=0.25, abs=0.02 * whole)
 
 
 def test_a_line_says_phase_share_speed_and_time() -> None:
