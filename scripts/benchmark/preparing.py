@@ -120,10 +120,11 @@ def _measured(system: str, file: Path, rows: int, number: int, cores: Sequence[i
     limited = ["taskset", "--cpu-list", ",".join(map(str, cores)), *python]
     before, begin = _cpu_of_ended(), time.monotonic()
     deadline = begin + _TIMEOUT_SECONDS + rows * _TIMEOUT_SECONDS_A_ROW
-    memory_bytes, written = 0, dict[int, int]()
+    memory_bytes = written_bytes = 0
     with started(limited, scratch, {}) as process:
         for look in count():
-            memory_bytes = max(memory_bytes, _looked(process.pid, written, look % _LOOKS_AT_MEMORY == 0))
+            memory, written = _held_and_written(process.pid, look % _LOOKS_AT_MEMORY == 0)
+            memory_bytes, written_bytes = max(memory_bytes, memory), max(written_bytes, written)
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=_SECONDS_BETWEEN_LOOKS)
                 break
@@ -134,7 +135,7 @@ def _measured(system: str, file: Path, rows: int, number: int, cores: Sequence[i
         raise MeasurementError(f"{system} has failed: {(scratch / ERRORS).read_text()}")
     shutil.rmtree(result, ignore_errors=True)
     cpu_seconds = _cpu_of_ended() - before
-    return Cost(system, rows, number, seconds, cpu_seconds, memory_bytes, sum(written.values()))
+    return Cost(system, rows, number, seconds, cpu_seconds, memory_bytes, written_bytes)
 
 
 def _cpu_of_ended() -> float:
@@ -143,16 +144,19 @@ def _cpu_of_ended() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _looked(root: int, written: dict[int, int], with_memory: bool) -> int:
-    """The memory that a process and all below it have, if wanted; what each has written is noted."""
-    memory_bytes = 0
+def _held_and_written(root: int, with_memory: bool) -> tuple[int, int]:
+    """The memory that a process and all below it have, if wanted, and the bytes that these have written.
+
+    The system adds what a process has written to its parent's account when that hears of its end.
+    """
+    memory_bytes = written_bytes = 0
     with suppress(psutil.NoSuchProcess):
         top = psutil.Process(root)
         for each in (top, *top.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
-                written[each.pid] = each.io_counters().write_chars
+                written_bytes += each.io_counters().write_chars
                 memory_bytes += each.memory_full_info().pss if with_memory else 0
-    return memory_bytes
+    return memory_bytes, written_bytes
 
 
 def _line(cost: Cost) -> str:
