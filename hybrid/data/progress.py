@@ -47,6 +47,7 @@ class Progress:
         """Hear that a job has done further rows, and which share of it is done: 0 where it begins."""
         if not self._part and not share:
             self._began = self._now()
+            return  # nothing can be said yet
         self._rows += rows
         self._done[job] = share
         if self._now() >= self._due:

@@ -61,7 +61,7 @@ def entry(place: Place) -> Entry | None:
     if not isinstance(place, RemotePath):
         try:
             status = place.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a text that names no file
             return None
         is_folder = stat.S_ISDIR(status.st_mode)
         return Entry(place, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)

@@ -139,9 +139,10 @@ class Plan:
 
 PLANS = [Plan(kind, how) for kind, how in product(ROLES, HOWS)]
 STARVED_PLANS = [Plan(kind, STARVED) for kind in ROLES]
-# Each kind of role, each in a way of its own; the others take minutes.
+# One for each way to fail, and each kind of role among them; the others take minutes.
 SHORT_PLANS = [
     Plan("trainer", "SIGKILL"),
+    Plan("worker", "SIGSTOP"),
     Plan("worker", "ValueError"),
     Plan("master", "MemoryError"),
 ]

@@ -27,7 +27,7 @@ def run_lock(folder: Path) -> Iterator[int]:
         ConfigError: somebody holds it, or the folder cannot be made.
     """
     path = folder / _NAME
-    is_new = not folder.exists()
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         make_folder(folder)
         descriptor = _acquire(path)
@@ -42,9 +42,9 @@ def run_lock(folder: Path) -> Iterator[int]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
-        if is_new:
-            with suppress(OSError):  # it holds a run now
-                folder.rmdir()
+        with suppress(OSError):  # they hold a run now
+            for each in missing:
+                each.rmdir()
 
 
 def _acquire(path: Path) -> int:

@@ -258,7 +258,7 @@ def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: 
     said: list[str] = []
     prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", said.append)
     assert said[0] == f"preparing {table}"
-    assert re.fullmatch(r"reading: 72%, [0-9]+ rows/s, left 0:[0-9]{2}", said[1])
+    assert re.fullmatch(r"reading: 62%, [0-9]+ rows/s, left 0:[0-9]{2}", said[1])
     phases = dict.fromkeys(line.partition(":")[0] for line in said[1:-1])
     assert [*phases] == ["reading", "counting", "ordering values", "writing"]
     assert said[-2].startswith("writing: 100%, left 0:00")
