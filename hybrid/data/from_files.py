@@ -61,7 +61,7 @@ class FilesPreparation:
         spilt: of what is there meanwhile; parts that are in it are not parsed again.
         tell: told how far it is.
         check: called twice a second; what it raises ends the preparation.
-        memory_bytes: that it takes at most, its processes together.
+        memory_bytes: that it takes at most, its processes together; see :meth:`MemoryLimit.of`.
         others: makes those hosts that may take part, told how much memory a process takes.
     """
 
@@ -73,7 +73,7 @@ class FilesPreparation:
         spilt: Path,
         tell: Callable[[str], None],
         check: Callable[[], None],
-        memory_bytes: int,
+        memory_bytes: int = 0,
         others: Callable[[int], OtherHosts] | None = None,
     ) -> None:
         self._config = config

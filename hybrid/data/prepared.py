@@ -36,7 +36,6 @@ from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.input_spec import InputSpec
-from hybrid.memory import available_memory_bytes
 from hybrid.metrics import BinaryMetrics, binary_metrics
 from hybrid.storage.places import Place, place
 
@@ -281,7 +280,7 @@ def _write_files(
 ) -> dict[str, DatasetReport]:
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
     spare = folder / "parts"
-    memory_bytes = int(config.data.prepare_memory_gb * 2**30) or available_memory_bytes() // 2
+    memory_bytes = int(config.data.prepare_memory_gb * 2**30)
     with parts_of_building(target, spare) as parts:
         others = partial(OtherHosts, hosts, train_files + test_files, parts, tell)
         preparation = FilesPreparation(config, reading, folder, parts, tell, check, memory_bytes, others)

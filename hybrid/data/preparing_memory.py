@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hybrid.data.layout import Layout
 from hybrid.data.parts import PART_BLOCKS, Part
 from hybrid.errors import ConfigError
+from hybrid.memory import available_memory_bytes
 
 _PARENT_BYTES = 64 << 20  # what the parent holds of all parts
 _PROCESS_BYTES = 128 << 20  # what a process holds when it has done a job: modules, and what it keeps at hand
@@ -34,11 +35,16 @@ class MemoryLimit:
     def of(cls, limit_bytes: int, parts: Iterable[Part], layout: Layout, block_bytes: int) -> MemoryLimit:
         """For these parts.
 
+        Args:
+            limit_bytes: 0 for half of what is free, or what one process takes, where that is more.
+
         Raises:
             ConfigError: the largest does not fit.
         """
         parse_bytes = max((_parse_bytes(part, layout, block_bytes) for part in parts), default=0)
         enough = _PARENT_BYTES + _PROCESS_BYTES + parse_bytes
+        if not limit_bytes:
+            limit_bytes = max(available_memory_bytes() // 2, enough)
         if limit_bytes < enough:
             rule = f"is too little for one process to read a part of the files; {_gib(enough)} are enough"
             raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))

@@ -11,7 +11,6 @@ from hybrid.data.from_files import FilesPreparation
 from hybrid.data.manifest import DataManifest
 from hybrid.data.meter import tell_nobody
 from hybrid.data.stages import Reading
-from hybrid.memory import available_memory_bytes
 
 
 def main(path: str, vocabulary: str, result: str) -> None:
@@ -20,8 +19,7 @@ def main(path: str, vocabulary: str, result: str) -> None:
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
-    parts, memory_bytes = folder / "parts", available_memory_bytes() // 2
-    preparation = FilesPreparation(config, reading, folder, parts, tell_nobody, lambda: None, memory_bytes)
+    preparation = FilesPreparation(config, reading, folder, folder / "parts", tell_nobody, lambda: None)
     encoder, reports = preparation.write([Path(path)], [])
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import ColumnSection, DataSection
+from hybrid.data import preparing_memory
 from hybrid.data.layout import Layout
 from hybrid.data.parts import Part
 from hybrid.data.preparing_memory import MemoryLimit
@@ -32,6 +33,15 @@ def test_processes_and_what_each_may_take_are_within_the_limit() -> None:
     assert found.line(1, 6).startswith(
         "preparing with 1 process, not 6: 4 GiB of memory (data.prepare_memory"
     )
+
+
+def test_where_nothing_is_said_it_is_half_of_what_is_free_and_enough_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preparing_memory, "available_memory_bytes", lambda: 4 << 30)
+    assert limit(0, part("text", 10 * MIB)).limit_bytes == 2 << 30
+    monkeypatch.setattr(preparing_memory, "available_memory_bytes", lambda: 100)
+    assert limit(0, part("text", 10 * MIB)).processes(2) == 1
 
 
 @pytest.mark.parametrize(
