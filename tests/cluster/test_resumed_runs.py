@@ -104,11 +104,11 @@ def test_one_with_its_data_in_a_store_goes_on_as_one_that_has_them_in_a_folder(
 @pytest.mark.parametrize(
     ("moment", "step"),
     [
-        (("training", 6), 8),  # where a checkpoint is due
+        pytest.param(("training", 6), 8, marks=pytest.mark.long),  # where a checkpoint is due
         pytest.param(("training", 13), 15, marks=pytest.mark.long),
         (("training", 8), 9),  # where an evaluation is due
         pytest.param(("evaluating", 18), 18, marks=pytest.mark.long),
-        (("done evaluating", 18), 18),
+        pytest.param(("done evaluating", 18), 18, marks=pytest.mark.long),
         pytest.param(("evaluating", TOTAL), TOTAL, marks=pytest.mark.long),
     ],
     ids=str,

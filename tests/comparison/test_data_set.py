@@ -23,7 +23,7 @@ STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
     ("trainers", "update", "lanes"),
     [
         pytest.param(1, "sync", 0, marks=pytest.mark.long),
-        (2, "pipelined", 0),
+        pytest.param(2, "pipelined", 0, marks=pytest.mark.long),
         (3, "sync", 16),
         pytest.param(3, "pipelined", 0, marks=pytest.mark.long),
     ],
@@ -90,7 +90,11 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
 
 @pytest.mark.parametrize(
     ("trainers", "update", "shuffle"),
-    [(3, "sync", True), (2, "pipelined", True), pytest.param(3, "pipelined", False, marks=pytest.mark.long)],
+    [
+        pytest.param(3, "sync", True, marks=pytest.mark.long),
+        (2, "pipelined", True),
+        pytest.param(3, "pipelined", False, marks=pytest.mark.long),
+    ],
 )
 def test_losses_of_the_order_in_groups_train_as_in_one_process(
     trainers: int, update: str, shuffle: bool, clusters: Clusters, cache: Path

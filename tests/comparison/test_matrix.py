@@ -114,7 +114,7 @@ def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.long) if i % 2 else case for i, case in enumerate(CASES)],
+    [pytest.param(case, marks=pytest.mark.long) if i % 3 else case for i, case in enumerate(CASES)],
     ids=attrgetter("name"),
 )
 def test_it_equals_one_process(case: Case, clusters: Clusters) -> None:

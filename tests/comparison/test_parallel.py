@@ -24,7 +24,6 @@ def split(**values: Any) -> Case:
 
 LARGE = (2048, 2048)  # of three samples, a product that oneDNN's are for
 CASES = [
-    split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
     split(remote=True, micro_batches=2, update="pipelined"),
     split(
         features="sum",
@@ -39,6 +38,7 @@ CASES = [
     Case(parallel="replicas", net="ple", tasks="several", compile="script"),
 ]
 LONG_CASES = [
+    split(net="dlrm", inputs="uneven", dense_optimizer="AdamW"),
     split(net="mmoe", tasks="several", inputs="uneven"),
     split(net="dlrm", dtype="float32"),
     split(net="deepfm", ddp="inside", clip_norm=0.2),
