@@ -116,6 +116,9 @@ class Pool:
             if kind != "told":
                 del self._busy[answers]
                 self._idle.append(process)
+            if kind == "failed":
+                content, cause = content
+                content.__cause__ = cause
             events.append(Event(kind, number, content))
         return events
 
@@ -149,7 +152,8 @@ def serve(jobs: int, answers: int) -> None:
         try:
             answer = "done", work(job, lambda rows, share: to_parent.send(("told", (rows, share))))
         except BaseException as error:
-            answer = "failed", _portable(error)
+            cause = error.__cause__  # which pickling forgets, and which may be an outage
+            answer = "failed", (_portable(error), cause and _portable(cause))
         to_parent.send(answer)
 
 

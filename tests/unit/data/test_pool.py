@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from hybrid.data.pool import Event, Pool, Told
+from hybrid.errors import DataError, OutageError
 
 SECONDS = 20.0
 
@@ -23,11 +24,15 @@ def signal_itself(job: int, told: Told) -> int:
     return job
 
 
+def meet_an_outage(job: int, told: Told) -> None:
+    raise DataError("no rows") from OutageError("s3://bucket: is down")
+
+
 @pytest.fixture(autouse=True)
 def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them import this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    for each in (where, signal_itself):
+    for each in (where, signal_itself, meet_an_outage):
         monkeypatch.setattr(each, "__module__", Path(__file__).stem)
     monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
 
@@ -56,6 +61,16 @@ def test_what_asks_a_run_to_stop_is_for_its_parent_to_hear() -> None:
         assert pool.hear(SECONDS) == [("done", 0, 5)]
     finally:
         pool.close()
+
+
+def test_a_failure_that_comes_of_an_outage_stays_one() -> None:
+    pool = Pool(1)
+    try:
+        pool.give(0, meet_an_outage, 5)
+        (event,) = pool.hear(SECONDS)
+    finally:
+        pool.close()
+    assert (event.kind, str(event.content), event.content.kind) == ("failed", "no rows", OutageError)
 
 
 def test_a_folder_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None:
