@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 from hybrid.data.inputs import InputFile
 from hybrid.data.pool import Event, Told
+from hybrid.data.preparing_memory import free_bytes
 from hybrid.errors import DataError
-from hybrid.memory import available_memory_bytes
 from hybrid.storage.places import place
 
 _LOOK = -1  # the number of the job by which a host says whether it takes part
@@ -79,7 +79,7 @@ def look(job: LookJob, told: Told) -> int:
     if not is_same:
         rule = "data.cache_folder must be storage that all hosts share"
         raise DataError(f"{job.probe.parent} on host {socket.gethostname()} is another folder; {rule}")
-    if not (room := available_memory_bytes() // 2 // job.process_bytes):
+    if not (room := free_bytes() // job.process_bytes):
         raise DataError(f"half of its free memory is less than the {job.process_bytes:,} bytes of a process")
     return min(len(os.sched_getaffinity(0)), room)
 

@@ -44,7 +44,7 @@ class MemoryLimit:
         parse_bytes = max((_parse_bytes(part, layout, block_bytes) for part in parts), default=0)
         enough = _PARENT_BYTES + _PROCESS_BYTES + parse_bytes
         if not limit_bytes:
-            limit_bytes = max(available_memory_bytes() // 2, enough)
+            limit_bytes = max(free_bytes(), enough)
         if limit_bytes < enough:
             rule = f"is too little for one process to read a part of the files; {_gib(enough)} are enough"
             raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))
@@ -69,6 +69,11 @@ class MemoryLimit:
             f"preparing with {count} process{plural}, not {wanted}: {_gib(self.limit_bytes)} GiB of memory "
             "(data.prepare_memory_gb) has room for no more"
         )
+
+
+def free_bytes() -> int:
+    """What preparing takes of this host's memory, where nobody says how much: half of what is free."""
+    return available_memory_bytes() // 2
 
 
 def _parse_bytes(part: Part, layout: Layout, block_bytes: int) -> int:

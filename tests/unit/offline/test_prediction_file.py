@@ -16,15 +16,6 @@ from workers.offline.prediction_file import prediction_file
 NAMES = ["p.csv", "p.parquet"]
 
 
-@pytest.fixture(params=["path", "url"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """An empty folder, here or in a store."""
-    if request.param == "path":
-        return tmp_path
-    request.getfixturevalue("store")
-    return place(f"s3://{BUCKET}/{tmp_path.name}")
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_left_of_one_that_is_not_finished(folder: Place, name: str) -> None:
     def write_half() -> None:

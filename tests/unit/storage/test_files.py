@@ -18,15 +18,6 @@ MIB = 1 << 20
 _numbers = count()
 
 
-@pytest.fixture(params=["path", "url"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """An empty folder, here or in a store."""
-    if request.param == "path":
-        return tmp_path
-    request.getfixturevalue("store")
-    return place(f"s3://{BUCKET}/files-{next(_numbers)}")
-
-
 def some_bytes(num_bytes: int) -> bytes:
     return np.random.default_rng(7).bytes(num_bytes)
 
