@@ -54,7 +54,7 @@ def write_copy(folder: Place, name: str, source: Path) -> Files:
     """Write a file of ``folder`` that is as one of this machine, and see it safely stored."""
     path = folder / name
     with writing(path):
-        storage.send(source, path)
+        storage.copy(source, path)
         return {name: (source.stat().st_size, storage.checksum(source))}
 
 

@@ -74,7 +74,7 @@ def share(source: Path, folder: Place, name: str) -> None:
         if files.exists(target):
             return
         if isinstance(target, RemotePath):  # where it is there whole or not at all
-            files.send(source, target)
+            files.copy(source, target)
             return
         make_folder(target.parent)
         partial = target.with_name(target.name + PARTIAL)

@@ -4,12 +4,15 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
-from hybrid.errors import ClusterError
+from hybrid.errors import ClusterError, OutageError
 from hybrid.private_files import make_folder, sync
+from hybrid.storage.files import remove
+from hybrid.storage.places import RemotePath
 
 _PREFIX, _PARTS_PREFIX = ".building-", ".parts-"
 _LOCK = ".lock"
@@ -52,7 +55,7 @@ def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
     """A folder for parts of what becomes ``target``; those are in it that a process had when it was killed.
 
     It is removed at the end, and on failure; whoever is interrupted or killed leaves it, or has lost its
-    cluster. Parts of what nobody builds any more are removed.
+    cluster, or a store. Parts of what nobody builds any more are removed.
 
     Args:
         other: the folder to take where another process is at it, which has that one locked.
@@ -68,16 +71,35 @@ def parts_of_building(target: Path, other: Path) -> Iterator[Path]:
         return
     try:
         make_folder(folder)
-        try:
+        with _removing(partial(_remove_parts, folder)):
             yield folder
-        except ClusterError:  # the parts are as good as before
-            raise
-        except Exception:
-            _remove_parts(folder)
-            raise
-        _remove_parts(folder)
     finally:
         os.close(lock)
+
+
+@contextmanager
+def sent_parts(target: RemotePath) -> Iterator[RemotePath]:
+    """As :func:`parts_of_building`, beside ``target`` in its store, for parts that other hosts send.
+
+    Nothing is locked there: who builds the same at the same time finds the same parts, or none any more.
+    """
+    folder = target.with_name(f"{_PARTS_PREFIX}{target.name}")
+    with _removing(partial(remove, folder)):
+        yield folder
+
+
+@contextmanager
+def _removing(remove_parts: Callable[[], None]) -> Iterator[None]:
+    """Remove parts at the end, and on a failure that would come again."""
+    try:
+        yield
+    except (ClusterError, OutageError):  # the parts are as good as before
+        raise
+    except Exception:
+        with suppress(OSError):
+            remove_parts()
+        raise
+    remove_parts()
 
 
 def _remove_parts(folder: Path) -> None:

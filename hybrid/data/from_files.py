@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from hybrid.data.bad_rows import BadRowLog, BadRowReport
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.fitting import Learnt, vocabularies
 from hybrid.data.manifest import NO_BAD_ROWS, DatasetReport
-from hybrid.data.other_hosts import OtherHosts
+from hybrid.data.other_hosts import Helpers, OtherHosts, Stage
 from hybrid.data.parts import Part, parts_of
 from hybrid.data.pool import Job, Result, Told
 from hybrid.data.preparing_memory import MemoryLimit
@@ -42,13 +43,24 @@ from hybrid.data.stages import (
     encode_piece,
     learn_piece,
     parse_part,
+    send_part,
 )
 from hybrid.data.unknown import UnknownCounter
 from hybrid.data.vocabulary import NO_VALUES
 from hybrid.errors import DataError
-from hybrid.storage.places import Place
+from hybrid.storage.places import Place, RemotePath
 
 _BYTES_A_PROCESS = 32 << 20  # to read less, none is started
+# The stages, as somebody who waits is told of them.
+_PHASES: Mapping[Stage, str] = MappingProxyType(
+    {parse_part: "reading", learn_piece: "counting", rank_words: "ordering values", encode_piece: "writing"}
+)
+# What other hosts do where they see the folder of the parts, and where they do not. They write no arrays:
+# network file systems lose what two hosts write to one page of a file.
+_SHARED: Mapping[Stage, Stage] = MappingProxyType(
+    {stage: stage for stage in (parse_part, learn_piece, rank_words)}
+)
+_SENT: Mapping[Stage, Stage] = MappingProxyType({parse_part: send_part})
 
 
 class FilesPreparation:
@@ -62,7 +74,7 @@ class FilesPreparation:
         tell: told how far it is.
         check: called twice a second; what it raises ends the preparation.
         memory_bytes: that it takes at most, its processes together; see :meth:`MemoryLimit.of`.
-        others: makes those hosts that may take part, told how much memory a process takes.
+        helpers: those of other hosts, if any may help.
     """
 
     def __init__(
@@ -74,7 +86,7 @@ class FilesPreparation:
         tell: Callable[[str], None],
         check: Callable[[], None],
         memory_bytes: int = 0,
-        others: Callable[[int], OtherHosts] | None = None,
+        helpers: Helpers | None = None,
     ) -> None:
         self._config = config
         self._reading = reading
@@ -82,9 +94,10 @@ class FilesPreparation:
         self._folder = folder
         self._spill = spilt
         self._tell = tell
-        self._progress = Progress(phases(self._layout.sparse), self._tell_progress)
+        self._progress = Progress(phases(self._layout.sparse), self._tell_progress, self._num_processes)
+        self._count = 1  # of this host's
         self._check = check
-        self._others = others
+        self._helpers = helpers
         self._helping: OtherHosts | None = None
         self._memory_bytes = memory_bytes
 
@@ -110,11 +123,11 @@ class FilesPreparation:
         here = min(len(os.sched_getaffinity(0)), wanted)
         of_both = [*parts[TRAIN], *parts[TEST]]
         limit = MemoryLimit.of(self._memory_bytes, of_both, self._layout, block_bytes)
-        count = limit.processes(here)
+        count = self._count = limit.processes(here)
         if count < here:
             self._tell(limit.line(count, here))
-        if self._others is not None and wanted > count:
-            self._helping = self._others(limit.share_bytes(count))
+        if self._helpers is not None and wanted > count:
+            self._helping = self._other_hosts(self._helpers, limit.share_bytes(count))
         self._spill.mkdir(parents=True, exist_ok=True)
         for left in self._spill.glob(f"{MAKING}*"):
             shutil.rmtree(left)
@@ -122,21 +135,24 @@ class FilesPreparation:
             pieces, bad_rows = self._parse(processes, parts)
             learnt, starts = self._learn(processes, pieces)
             encoder = self._rank(processes, pieces, learnt, limit.job_bytes(count))
-            if self._helping is not None:
-                self._helping.close()  # they are not needed for the rest
             reports = self._encode(processes, pieces, encoder, starts, bad_rows)
         return encoder, reports
+
+    def _other_hosts(self, helpers: Helpers, process_bytes: int) -> OtherHosts:
+        """Those that see what they must; told how much memory a process takes."""
+        folder, stages = (self._spill, _SHARED) if helpers.sent is None else (helpers.sent, _SENT)
+        return OtherHosts(helpers.found, helpers.files, folder, self._tell, stages, process_bytes)
 
     def _parse(
         self, processes: Processes, parts: Mapping[str, Sequence[Part]]
     ) -> tuple[list[Piece], dict[str, BadRowReport]]:
         """The pieces of all parts, and the reports of bad rows."""
         jobs = [
-            ParseJob(part, self._reading, self._spill / f"{split}-{i}")
+            ParseJob(part, self._reading, *self._places(f"{split}-{i}"))
             for split, each in parts.items()
             for i, part in enumerate(each)
         ]
-        logs = self._mapped(processes, "reading", parse_part, jobs, [max(1, job.part.size) for job in jobs])
+        logs = self._mapped(processes, parse_part, jobs, [max(1, job.part.size) for job in jobs])
         parsed = zip(jobs, logs, strict=True)
         train, bad_rows = self._logged(parsed, len(parts[TRAIN]))
         reports = {TRAIN: bad_rows, TEST: NO_BAD_ROWS}
@@ -149,6 +165,11 @@ class FilesPreparation:
             names = ", ".join(dict.fromkeys(str(part.path) for part in parts[TEST]))
             raise DataError(f"{names}: no rows; check data.test_path")
         return [*train, *test], reports
+
+    def _places(self, part: str) -> tuple[Path, RemotePath | None]:
+        """Where a part is here, and where other hosts send it, if they do."""
+        sent = self._helpers and self._helpers.sent
+        return self._spill / part, sent and sent / part
 
     def _logged(
         self, parsed: Iterator[tuple[ParseJob, PartLog]], num_parts: int
@@ -177,7 +198,7 @@ class FilesPreparation:
         num_sparse = len(self._layout.sparse)
         starts = {split: [_Start(0, np.zeros(num_sparse, np.int64))] for split in (TRAIN, TEST)}
         jobs = [(piece, self._reading) for piece in pieces]
-        for found in self._mapped(processes, "counting", learn_piece, jobs):
+        for found in self._mapped(processes, learn_piece, jobs):
             for moments, numbers in zip(found.moments, found.numbers, strict=True):
                 learnt.moments.add(moments)
                 for quantiles, each in zip(learnt.quantiles_K, numbers, strict=True):
@@ -199,7 +220,7 @@ class FilesPreparation:
             RankJob({k: self._layout.sparse[k] for k in group}, folders, paths[name], memory_bytes)
             for name, group in groups.items()
         ]
-        for _ in self._mapped(processes, "ordering values", rank_words, jobs):
+        for _ in self._mapped(processes, rank_words, jobs):
             pass
         words = {name: spill.read_ranked(path) for name, path in paths.items()}
         return FeatureEncoder.of_learnt(self._layout, self._config.tables, learnt, words)
@@ -225,8 +246,7 @@ class FilesPreparation:
         ]
         sums: dict[str, list[LabelSums]] = {split: [] for split in places}
         unknown = {split: UnknownCounter(encoder) for split in places}
-        # Network file systems lose what two hosts write to one page of a file.
-        for written in self._mapped(processes, "writing", encode_piece, jobs, only_here=True):
+        for written in self._mapped(processes, encode_piece, jobs):
             for split, found in written.items():
                 sums[split] += found.label_sums
                 unknown[split].add_counted(found.unknown_K, found.values_K)
@@ -240,16 +260,22 @@ class FilesPreparation:
     def _mapped(
         self,
         processes: Processes,
-        phase: str,
         work: Callable[[Job, Told], Result],
         jobs: Sequence[Job],
         sizes: Sequence[int] = (),
-        *,
-        only_here: bool = False,
     ) -> Iterator[Result]:
-        """What ``work`` makes of each job, in their order, as a phase of the whole."""
-        self._progress.start(phase, sizes or [1] * len(jobs))
-        yield from processes.map(work, jobs, self._progress.told, only_here=only_here)
+        """What ``work``, a stage, makes of each job, in their order."""
+        if self._helping is not None and not self._helping.does(work):
+            self._helping.close()  # nor do they do anything later
+        self._progress.start(_PHASES[work], sizes or [1] * len(jobs))
+        yield from processes.map(work, jobs, self._progress.told)
+
+    def _num_processes(self, phase: str) -> int:
+        """How many a phase has."""
+        others = self._helping
+        if others is None or not any(others.does(each) for each, name in _PHASES.items() if name == phase):
+            return self._count
+        return self._count + others.num_processes
 
     def _tell_progress(self, line: str) -> None:
         helping = self._helping.text if self._helping is not None else ""

@@ -21,7 +21,7 @@ from typing import Any
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data import manifest
-from hybrid.data.building import building
+from hybrid.data.building import building, sent_parts
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.far import FarData, send
 from hybrid.data.meter import tell_nobody
@@ -50,8 +50,7 @@ def ready(
     """Make sure that the data of ``config`` are prepared, and kept in ``cache``.
 
     Args:
-        tell, check: see :func:`prepare`.
-        hosts: as there; for a store they are not asked, since they see no parts on this host's disk.
+        tell, check, hosts: see :func:`prepare`.
 
     Returns:
         The folder they are in, or one that stands for them (see the module).
@@ -69,7 +68,8 @@ def ready(
         if exists(target / _ATTEMPT):
             tell(f"prepared data found in {target}")
         else:
-            folder = prepare(config, kept / "prepared", tell, check)
+            with sent_parts(target) as sent:
+                folder = prepare(config, kept / "prepared", tell, check, hosts, sent)
             tell(f"sending the prepared data to {target}")
             _send(folder, target, tell, check)
             # Nobody reads rows here: trainers go to the store, on this host as on any other.

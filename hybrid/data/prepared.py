@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from hybrid.data.grouped import write_group_order
 from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
 from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
-from hybrid.data.other_hosts import Host, OtherHosts
+from hybrid.data.other_hosts import Helpers, Host
 from hybrid.data.sources import RawBlock, Source
 from hybrid.data.split_writer import SplitWriter
 from hybrid.data.stages import TEST, TRAIN, Reading
@@ -37,7 +36,7 @@ from hybrid.data.unknown import UnknownCounter
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.input_spec import InputSpec
 from hybrid.metrics import BinaryMetrics, binary_metrics
-from hybrid.storage.places import Place, place
+from hybrid.storage.places import Place, RemotePath, place
 
 LOCAL_CACHE = "runs/.prepared"
 
@@ -58,6 +57,7 @@ def prepare(
     tell: Callable[[str], None] = tell_nobody,
     check: Callable[[], None] = lambda: None,
     hosts: Callable[[], Sequence[Host]] = tuple,
+    sent: RemotePath | None = None,
 ) -> Path:
     """Make sure that the training and test samples of ``config`` are prepared; the folder they are in.
 
@@ -70,6 +70,7 @@ def prepare(
         check: called between blocks of rows; what it raises ends the preparation, which leaves nothing, or,
             of a ClusterError, its parts.
         hosts: gives those that may help, from when they are there.
+        sent: where in a store they send parts, if they do not see ``cache``.
 
     Raises:
         ConfigError: a key does not fit the files.
@@ -89,7 +90,8 @@ def prepare(
             reports = _write_synthetic(config, folder, tell)
         else:
             tell(f"preparing {', '.join(file.path for file in train_files + test_files)}")
-            reports = _write_files(config, train_files, test_files, target, folder, tell, check, hosts)
+            helpers = Helpers(hosts, train_files + test_files, sent)
+            reports = _write_files(config, train_files, test_files, target, folder, tell, check, helpers)
     train, test = reports[TRAIN].num_rows, reports[TEST].num_rows
     tell(
         f"prepared {train:,} training and {test:,} test rows in {time.monotonic() - started:.1f} s: {target}"
@@ -276,14 +278,13 @@ def _write_files(
     folder: Path,
     tell: Callable[[str], None],
     check: Callable[[], None],
-    hosts: Callable[[], Sequence[Host]],
+    helpers: Helpers,
 ) -> dict[str, DatasetReport]:
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
     spare = folder / "parts"
     memory_bytes = int(config.data.prepare_memory_gb * 2**30)
     with parts_of_building(target, spare) as parts:
-        others = partial(OtherHosts, hosts, train_files + test_files, parts, tell)
-        preparation = FilesPreparation(config, reading, folder, parts, tell, check, memory_bytes, others)
+        preparation = FilesPreparation(config, reading, folder, parts, tell, check, memory_bytes, helpers)
         train, test = ([place(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)

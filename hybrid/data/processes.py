@@ -50,8 +50,6 @@ class Processes:
         work: Callable[[Job, Told], Result],
         jobs: Sequence[Job],
         told: Callable[[int, int, float], None],
-        *,
-        only_here: bool = False,
     ) -> Iterator[Result]:
         """What ``work``, a function of a module, makes of each job, in the order of the jobs.
 
@@ -60,13 +58,12 @@ class Processes:
 
         Args:
             told: told which job has done further rows, how many, and its share by now.
-            only_here: not on other hosts.
 
         Raises:
             ClusterError: another host that has jobs does not answer.
             DataError: a process has died.
         """
-        others = None if only_here else self._others
+        others = self._others if self._others is not None and self._others.does(work) else None
         if len(jobs) == 1 or (self._count == 1 and others is None):
             for number, job in enumerate(jobs):
                 self._check()
@@ -116,11 +113,11 @@ class Processes:
             yield event.content
 
     def _heard(self, others: OtherHosts | None, again: deque[int]) -> Iterator[Event]:
-        """What jobs say; those that another host has given up are to be done ``again``."""
+        """What jobs say; those that other hosts leave to this one are to be done ``again``."""
         if others is None or not others.are_there:
             yield from self._pool.hear(_LOOK_SECONDS)
             return
         yield from self._pool.hear(_LOOK_ELSEWHERE_SECONDS)
-        events, given_up = others.hear()
+        events, left = others.hear()
         yield from events
-        again.extend(given_up)
+        again.extend(left)

@@ -10,12 +10,14 @@ _FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
 class Progress:
     """Tells the phase, its rows a second, how much of the whole is done, and the time that is left.
 
-    The time left is that of this phase at its speed so far, and of later ones by what they take beside it.
+    The time left is that of this phase at its speed so far, and of later ones by what they take beside it, of
+    so many processes as they have.
     The speed is that since the first job began: what starts before it does not come again.
 
     Args:
         phases: in their order, each with its usual share of the time.
         tell: told a line at a time: often at first, then every ten seconds.
+        processes: how many a phase has, as things are.
         now: the time in seconds.
     """
 
@@ -23,21 +25,25 @@ class Progress:
         self,
         phases: Mapping[str, float],
         tell: Callable[[str], None],
+        processes: Callable[[str], int] = lambda phase: 1,
         now: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._shares = MappingProxyType(dict(phases))
         self._tell = tell
+        self._processes = processes
         self._now = now
         self._pause = _FIRST_SECONDS
         self._due = now() + self._pause
         self._phase = ""
         self._before = 0.0  # the shares of the phases that are over
+        self._later = [*phases]
 
     def start(self, phase: str, sizes: Sequence[int]) -> None:
         """Begin a phase of jobs of these sizes, bytes or rows; the one before is over."""
         if self._phase:
             self._before += self._shares[self._phase]
         self._phase = phase
+        self._later.remove(phase)
         self._sizes = sizes
         self._done = [0.0] * len(sizes)
         self._rows = 0
@@ -75,9 +81,11 @@ class Progress:
         if not self._part:
             return 0.0
         phase = (self._now() - self._began) / self._part
-        share = self._shares[self._phase]
-        later = max(0.0, 1 - self._before - share)
-        return phase * (1 - self._part) + phase * later / share
+        work = (
+            phase * self._processes(self._phase) / self._shares[self._phase]
+        )  # of one process, for a share of 1
+        later = sum(work * self._shares[each] / self._processes(each) for each in self._later)
+        return phase * (1 - self._part) + later
 
 
 def _minutes(seconds: float) -> str:

@@ -5,7 +5,7 @@ once for each distinct one::
 
     part-3/piece-0/rows.arrow     numbers, codes, targets: a record batch a block
     part-3/piece-0/words.arrow    the distinct texts of each categorical column
-    part-3/part.json              the rows, lines and bad rows of each block
+    part-3/part.json              the rows, lines and bad rows of each block; written last
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ from hybrid.data.fitting import Ranked
 from hybrid.data.sources import RawBlock
 from hybrid.data.targets import Targets
 from hybrid.data.vocabulary import text_bounds
+from hybrid.storage import files as storage
+from hybrid.storage.places import Place, PlaceT, RemotePath
 
 _ROWS, _WORDS, _PART = "rows.arrow", "words.arrow", "part.json"
 _RANKED = ("texts.bin", "ends.bin", "counts.bin")
@@ -77,14 +79,14 @@ class PartLog:
     def num_lines(self) -> int:
         return sum(block.num_lines for block in self.blocks)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Beside its pieces."""
-        (folder / _PART).write_text(json.dumps(asdict(self)), encoding="utf-8")
+        storage.write_bytes(folder / _PART, json.dumps(asdict(self)).encode())
 
     @classmethod
-    def read(cls, folder: Path) -> PartLog:
-        """What ``write`` wrote."""
-        content = json.loads((folder / _PART).read_text(encoding="utf-8"))
+    def read(cls, folder: Place) -> PartLog:
+        """What ``write`` wrote; FileNotFoundError where it has not."""
+        content = json.loads(storage.read_text(folder / _PART))
         blocks = [
             BlockLog(rows, lines, good, [BadRow(line, Reason(why), *more) for line, why, *more in bad])
             for rows, lines, good, bad in content["blocks"]
@@ -92,18 +94,39 @@ class PartLog:
         return cls(blocks, [PieceLog(**piece) for piece in content["pieces"]])
 
 
-def piece_folder(part: Path, piece: int) -> Path:
+def piece_folder(part: PlaceT, piece: int) -> PlaceT:
     """Where a piece of a part is."""
-    return part / f"piece-{piece}"
+    return cast(PlaceT, part / f"piece-{piece}")
 
 
-def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> None:
+def is_sent(part: RemotePath) -> bool:
+    """Whether a part is in a store, all of it."""
+    return storage.exists(part / _PART)
+
+
+def fetch_part(part: RemotePath, folder: Path) -> bool:
+    """Copy a part out of a store into an empty folder; whether it is in the store, all of it."""
+    try:
+        for piece in range(len(PartLog.read(part).pieces)):
+            here, there = piece_folder(folder, piece), piece_folder(part, piece)
+            here.mkdir()
+            for name in (_ROWS, _WORDS):
+                storage.copy(there / name, here / name)
+        storage.copy(part / _PART, folder / _PART)
+    except FileNotFoundError:  # or not any more: somebody else has prepared the same data
+        for piece_here in folder.iterdir():
+            shutil.rmtree(piece_here)
+        return False
+    return True
+
+
+def write_piece(folder: Place, blocks: Sequence[RawBlock], first_row: int) -> None:
     """Write some blocks.
 
     Args:
         first_row: of them, among those that ``source_rows_B`` counts.
     """
-    folder.mkdir()
+    storage.make_folder(folder)
     words: list[Any] = []
     columns = []
     for column in zip(*(block.sparse for block in blocks), strict=True):
@@ -114,13 +137,18 @@ def write_piece(folder: Path, blocks: Sequence[RawBlock], first_row: int) -> Non
     batches = [
         _batch(block, [column[i] for column in columns], dtype, first_row) for i, block in enumerate(blocks)
     ]
-    with pa.OSFile(str(folder / _ROWS), "wb") as file, pa.ipc.new_file(file, batches[0].schema) as writer:
+    _write(folder / _ROWS, batches)
+    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(each)], pa.int64()), each) for each in words]
+    _write(folder / _WORDS, [pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])])
+
+
+def _write(place: Place, batches: Sequence[Any]) -> None:
+    with (
+        storage.writing(place) as file,
+        pa.ipc.new_file(pa.PythonFile(file, "w"), batches[0].schema) as writer,
+    ):
         for batch in batches:
             writer.write_batch(batch)
-    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(each)], pa.int64()), each) for each in words]
-    table = pa.record_batch(lists, [f"words_{k}" for k in range(len(lists))])
-    with pa.OSFile(str(folder / _WORDS), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_batch(table)
 
 
 def _is_narrow(dense_BF: npt.NDArray[np.float64]) -> bool:

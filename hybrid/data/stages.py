@@ -3,6 +3,7 @@
 ::
 
     parse_part    a part of a file ──> pieces: numbers, and codes into words of their own
+    send_part     the same, into a store; parse_part then finds it there
     learn_piece   a piece          ──> how often each word comes in training rows; moments, quantiles
     rank_words    all pieces       ──> a vocabulary; for each piece the row of each word (ranking.py)
     encode_piece  a piece          ──> its samples, at their place in the arrays of the splits
@@ -41,6 +42,7 @@ from hybrid.data.split import Split
 from hybrid.data.split_writer import LabelSums, SplitPlace, SplitWriter
 from hybrid.data.targets import TargetSpec
 from hybrid.data.unknown import UnknownCounter
+from hybrid.storage.places import Place, RemotePath
 
 TRAIN, TEST = "train", "test"
 MAKING = "making-"  # begins the name of the folder of a part that is not there yet
@@ -65,23 +67,63 @@ class Reading:
 
 
 class ParseJob(NamedTuple):
-    """A part, how it is read, and the folder that its pieces go to; this appears whole."""
+    """A part, and what becomes of it.
+
+    Attributes:
+        part: to parse.
+        reading: how it is read.
+        folder: that its pieces go to; it appears whole.
+        sent: where in a store it is if another host has parsed it, which does not see ``folder``.
+    """
 
     part: Part
     reading: Reading
     folder: Path
+    sent: RemotePath | None = None
 
 
 def parse_part(job: ParseJob, told: Told) -> PartLog:
-    """Parse a part, unless it is there already; DataError or ConfigError where it cannot be read."""
+    """Parse a part, unless it is there or can be fetched.
+
+    Raises:
+        DataError, ConfigError: it cannot be read.
+    """
     if job.folder.exists():
         told(0, 1.0)
         return PartLog.read(job.folder)
-    told(0, 0.0)
-    part, layout = job.part, job.reading.layout
     # Of this attempt's own: on another host that was out of reach, somebody may still be at the same part.
     making = job.folder.with_name(f"{MAKING}{job.folder.name}-{uuid.uuid4().hex}")
     making.mkdir(parents=True)
+    if job.sent is not None and spill.fetch_part(job.sent, making):
+        told(0, 1.0)
+    else:
+        _parse(job, making, told)
+    sync_all(making)  # whoever goes on with it after a power cut finds what it names
+    try:
+        making.rename(job.folder)
+    except OSError:
+        if not job.folder.exists():
+            raise
+        shutil.rmtree(making)  # somebody was quicker, with the same
+    return PartLog.read(job.folder)
+
+
+def send_part(job: ParseJob, told: Told) -> None:
+    """Parse a part into the store, unless it is there already; as :func:`parse_part`.
+
+    Pieces go there out of memory, one at a time, so that nothing is left on this host.
+    """
+    assert job.sent is not None
+    if spill.is_sent(job.sent):
+        told(0, 1.0)
+    else:
+        _parse(job, job.sent, told)
+
+
+def _parse(job: ParseJob, folder: Place, told: Told) -> None:
+    """Parse a part into a folder."""
+    told(0, 0.0)
+    part, layout = job.part, job.reading.layout
     log = PartLog([], [])
     held: list[RawBlock] = []
     row = 0
@@ -92,20 +134,12 @@ def parse_part(job: ParseJob, told: Told) -> PartLog:
             held.append(block)
         row += table.num_rows
         if _is_full(held, part):
-            _write_piece(making, log, held)
+            _write_piece(folder, log, held)
             held = []
         told(table.num_rows, share)
     if held:
-        _write_piece(making, log, held)
-    log.write(making)
-    sync_all(making)  # whoever goes on with it after a power cut finds what it names
-    try:
-        making.rename(job.folder)
-    except OSError:
-        if not job.folder.exists():
-            raise
-        shutil.rmtree(making)  # somebody was quicker, with the same
-    return log
+        _write_piece(folder, log, held)
+    log.write(folder)
 
 
 def _is_full(held: Sequence[RawBlock], part: Part) -> bool:
@@ -113,7 +147,7 @@ def _is_full(held: Sequence[RawBlock], part: Part) -> bool:
     return rows >= PART_ROWS or (len(held) >= PART_BLOCKS and part.format != "parquet")
 
 
-def _write_piece(folder: Path, log: PartLog, held: Sequence[RawBlock]) -> None:
+def _write_piece(folder: Place, log: PartLog, held: Sequence[RawBlock]) -> None:
     first_row = int(held[0].source_rows_B[0])
     spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
     log.pieces.append(PieceLog(first_row, sum(len(block.source_rows_B) for block in held)))

@@ -20,7 +20,7 @@ from hybrid.data.vocabulary_file import VOCABULARIES_FILE
 from hybrid.embedding.stored_rows import StoredTensor
 from hybrid.errors import DataError
 from hybrid.private_files import make_folder
-from hybrid.storage.files import exists, local, send
+from hybrid.storage.files import copy, exists, local
 from hybrid.storage.places import Place, RemotePath
 
 _WEIGHT = "weight"
@@ -72,7 +72,7 @@ def write_imported(
             if isinstance(partial, RemotePath):
                 with writing(partial):
                     for name in kept:
-                        send(here / name, partial / name)
+                        copy(here / name, partial / name)
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
         if manifest.best is not None:
             progress[OWES_EVALUATION] = True  # else a run with patience would count from its beginning

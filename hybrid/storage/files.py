@@ -33,7 +33,10 @@ Result = TypeVar("Result")
 
 
 class Writer(Protocol):
-    """What a file is written by."""
+    """What a file is written by, which pyarrow can do, too."""
+
+    @property
+    def closed(self) -> bool: ...
 
     def write(self, content: bytes | memoryview, /) -> int:
         """Add to it."""
@@ -314,6 +317,11 @@ class _Stream:
             # As it is, whatever its name ends in.
             self._stream = filesystem.open_output_stream(path, compression=None)
 
+    @property
+    def closed(self) -> bool:
+        is_closed: bool = self._stream.closed
+        return is_closed
+
     def write(self, content: bytes | memoryview, /) -> int:
         with asking(self._place, "written"):
             self._stream.write(content)
@@ -363,8 +371,14 @@ def remove(place: Place) -> None:
             filesystem.delete_file(path)
 
 
-def send(file: Path, place: Place) -> None:
-    """Copy a file of this machine to a place."""
-    with file.open("rb") as source, writing(place) as target:
-        while block := source.read(_BLOCK_BYTES):
-            target.write(block)
+def copy(source: Place, target: Place) -> None:
+    """Copy a file."""
+    with writing(target) as file:
+        for block in blocks(source):
+            file.write(block)
+
+
+def make_folder(folder: Place) -> None:
+    """Make a folder, in one that is there; a store has folders by their files alone."""
+    if not isinstance(folder, RemotePath):
+        folder.mkdir()

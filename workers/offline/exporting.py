@@ -144,7 +144,7 @@ def _sent(output: RemotePath) -> Iterator[Path]:
         try:
             written = Path(folder).iterdir()
             for path in sorted(written, key=lambda path: path.name == export.PREPROCESSING_FILE):
-                storage.send(path, output / path.name)
+                storage.copy(path, output / path.name)
         except BaseException:
             with suppress(OSError):
                 storage.remove(output)

@@ -102,7 +102,7 @@ def send(here: Path) -> None:
         status, sent = path.stat(), there.get(store / str(within))
         is_older = sent is not None and status.st_mtime_ns < sent.mtime_ns - _CLOCKS_NS
         if sent is None or sent.size != status.st_size or not is_older:
-            files.send(path, store / str(within))
+            files.copy(path, store / str(within))
 
 
 def drop(here: Path, name: str) -> None:

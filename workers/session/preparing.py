@@ -21,13 +21,13 @@ from hybrid import wire
 from hybrid.data.other_hosts import look
 from hybrid.data.pool import Event, Pool
 from hybrid.data.ranking import rank_words
-from hybrid.data.stages import learn_piece, parse_part
+from hybrid.data.stages import learn_piece, parse_part, send_part
 from hybrid.errors import DataError, first_line
 from hybrid.topology import Role
 
 # What a trainer's host can be asked to do.
 STAGES: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {stage.__name__: stage for stage in (look, parse_part, learn_piece, rank_words)}
+    {stage.__name__: stage for stage in (look, parse_part, send_part, learn_piece, rank_words)}
 )
 _HEAR_SECONDS = 0.5
 _CREATE_SECONDS = 60.0

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from support.commands import ROOT
+from support.stores import BUCKET, Store
 
 from hybrid.data import building as module
-from hybrid.data.building import building, parts_of_building, remove_abandoned
-from hybrid.errors import ClusterError, DataError
+from hybrid.data.building import building, parts_of_building, remove_abandoned, sent_parts
+from hybrid.errors import ClusterError, DataError, OutageError
+from hybrid.storage.files import entries, write_bytes
+from hybrid.storage.places import RemotePath, place
 
 HANGING = """
 import sys, time
@@ -151,11 +154,40 @@ def test_everything_is_on_the_disk_before_it_can_be_seen(
     assert synced[place + 1 :] == [tmp_path.name]
 
 
-@pytest.mark.parametrize(("error", "is_kept"), [(ClusterError, True), (DataError, False)])
-def test_parts_are_kept_of_what_a_lost_cluster_has_ended(
-    error: type[Exception], is_kept: bool, tmp_path: Path
+ENDINGS = pytest.mark.parametrize(
+    ("error", "is_kept"),
+    [
+        (ClusterError("lost trainer 0"), True),
+        (OutageError("the store is down"), True),
+        (KeyboardInterrupt(), True),
+        (DataError("no rows"), False),
+        (None, False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+
+
+@ENDINGS
+def test_parts_are_kept_where_another_start_may_use_them(
+    error: BaseException | None, is_kept: bool, tmp_path: Path
 ) -> None:
-    with suppress(error), parts_of_building(tmp_path / "x", tmp_path / "other") as folder:
+    with suppress(BaseException), parts_of_building(tmp_path / "x", tmp_path / "other") as folder:
         (folder / "part").touch()
-        raise error
+        if error is not None:
+            raise error
     assert (folder / "part").exists() == is_kept
+
+
+@ENDINGS
+def test_so_are_those_that_were_sent(
+    error: BaseException | None, is_kept: bool, tmp_path: Path, store: Store
+) -> None:
+    target = place(f"s3://{BUCKET}/{tmp_path.name}/x")
+    assert isinstance(target, RemotePath)
+    with suppress(BaseException), sent_parts(target) as folder:
+        write_bytes(folder / "part", b"1")
+        if error is not None:
+            raise error
+    assert [str(each.place) for each in entries(target.parent, is_deep=True)] == (
+        [str(folder / "part")] if is_kept else []
+    )

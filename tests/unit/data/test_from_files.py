@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,22 +13,28 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.elsewhere import Elsewhere
 from support.samples import csv_config, write
+from support.stores import BUCKET, Store
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data import building, from_files, parts as parts_module, prepared, ranking, stages
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.from_files import FilesPreparation
-from hybrid.data.other_hosts import OtherHosts
+from hybrid.data.inputs import InputFile
+from hybrid.data.meter import tell_nobody
+from hybrid.data.other_hosts import Helpers
 from hybrid.data.parts import Part, parts_of
+from hybrid.data.pool import Told
 from hybrid.data.prepared import prepare
 from hybrid.data.preparing_memory import MemoryLimit
 from hybrid.data.ranking import RankJob
 from hybrid.data.sources import Source
 from hybrid.data.stages import ParseJob, Reading, parse_part
 from hybrid.errors import DataError, HybridError
+from hybrid.storage.places import Place, RemotePath, place
 
-ENOUGH = 1 << 40
+ENOUGH, LITTLE = 1 << 40, 1 << 29
 HEAD = "label,x,user,tags,seen,when,score,w"
 # Rows, blank lines, and every kind of bad row that spans lines or shares one.
 ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]
@@ -79,13 +86,18 @@ def text(num_rows: int, seed: int, end: str = "\n") -> bytes:
 
 
 def outcome(
-    config: RunConfig, folder: Path, paths: tuple[Path, ...], block_bytes: int, memory_bytes: int = ENOUGH
+    config: RunConfig,
+    folder: Path,
+    paths: tuple[Path, ...],
+    block_bytes: int,
+    memory_bytes: int = ENOUGH,
+    helpers: Helpers | None = None,
+    tell: Callable[[str], None] = tell_nobody,
 ) -> Any:
     """All that is made of some files, or what is wrong with them."""
     reading = Reading(config.data, dict(config.columns), dict(config.tasks), block_bytes)
-    preparation = FilesPreparation(
-        config, reading, folder, folder.with_suffix(".parts"), lambda line: None, lambda: None, memory_bytes
-    )
+    parts = folder.with_suffix(".parts")
+    preparation = FilesPreparation(config, reading, folder, parts, tell, lambda: None, memory_bytes, helpers)
     try:
         encoder, reports = preparation.write(paths, ())
     except HybridError as error:
@@ -209,22 +221,45 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_hosts_that_help_are_let_go_before_arrays_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
-    path, folder = write(tmp_path / "a.csv", text(50, 2)), tmp_path / "new"
+    in_parts(monkeypatch, 1)
+    path, folder = write(tmp_path / "a.csv", text(6000, 2).replace(b'"', b"")), tmp_path / "new"
     there: list[list[Path]] = []
 
-    class Others(OtherHosts):
+    class Noting(Elsewhere):
         def close(self) -> None:
             there.append([*folder.rglob("*.npy")])
 
-    config = config_of(path, "plain")
-    reading, nothing = Reading(config.data, {}, {}), lambda line: None
-    others = partial(Others, tuple, (), tmp_path / "parts", nothing)
-    preparation = FilesPreparation(
-        config, reading, folder, tmp_path / "parts", nothing, lambda: None, ENOUGH, others
-    )
-    preparation.write([path], [])
-    assert there[0] == []
+    host = Noting()
+    helping = Helpers(lambda: [host], ())
+    outcome(config_of(path, "plain"), folder, (path,), 20_000, LITTLE, helping)
+    assert len(host.done) > 1
+    assert there == [[]]
+
+
+def test_parts_that_another_host_sends_give_the_same_bits(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees the input, and no folder of this host."""
+    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
+    config, sent = config_of(path, "bags"), place(f"s3://{BUCKET}/{tmp_path.name}")
+    assert isinstance(sent, RemotePath)
+    in_parts(monkeypatch, 1)
+    alone = outcome(config, tmp_path / "alone", (path,), 20_000)
+    parsed, parse = list[Path](), stages._parse
+
+    def noted(job: ParseJob, folder: Place, told: Told) -> None:
+        assert folder == job.sent, "what is parsed in this process is what the other host does"
+        parsed.append(job.folder)
+        parse(job, folder, told)
+
+    monkeypatch.setattr(stages, "_parse", noted)
+    host, said = Elsewhere(), list[str]()
+    helpers = Helpers(lambda: [host], [InputFile.of(path, is_whole=False)], sent)
+    assert outcome(config, tmp_path / "new", (path,), 20_000, LITTLE, helpers, said.append) == alone
+    assert len(parsed) > 1, said
+    assert {each.parent.name for each in parsed} == {"new.parts"}
+    assert not any("helps" in line and "does not" in line for line in said), said
+    assert host.is_closed
 
 
 def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:

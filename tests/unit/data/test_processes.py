@@ -5,17 +5,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from support.elsewhere import Elsewhere
 
-from hybrid.data.other_hosts import OtherHosts
-from hybrid.data.pool import Event, Told
+from hybrid.data.other_hosts import OtherHosts, Stage
+from hybrid.data.pool import Told
 from hybrid.data.processes import Processes
-from hybrid.errors import ClusterError, ConfigError, DataError, HybridError
+from hybrid.errors import ClusterError, ConfigError, DataError
 
 TIMEOUT_SECONDS = 20.0
 HERE = "PID_OF_THE_TEST"
@@ -50,11 +50,25 @@ def modules(job: int, told: Told) -> list[str]:
     return [*sys.modules]
 
 
+def fetch(job: Path, told: Told) -> tuple[str, str]:
+    """What was sent, and by whom."""
+    by = job.read_text() if job.exists() else "nobody"
+    return job.name, by
+
+
+def send(job: Path, told: Told) -> None:
+    job.write_text(str(os.getpid()))
+
+
+# What other hosts do.
+STAGES: Mapping[Stage, Stage] = {double: double, fail_elsewhere: fail_elsewhere, fetch: send}
+
+
 @pytest.fixture(autouse=True)
 def found_by_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let them import this module."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    for each in (double, end_itself, wait_for_ever, modules, fail_elsewhere):
+    for each in (double, end_itself, wait_for_ever, modules, fail_elsewhere, fetch):
         monkeypatch.setattr(each, "__module__", Path(__file__).stem)
     monkeypatch.setenv(HERE, str(os.getpid()))
     monkeypatch.setitem(sys.modules, Path(__file__).stem, sys.modules[__name__])
@@ -98,7 +112,7 @@ def test_all_end_when_asked_to_stop(tmp_path: Path) -> None:
 PARENT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1], str(Path(sys.argv[1]).parents[1])
 from test_processes import TELL_NOBODY, wait_for_ever
 from hybrid.data.processes import Processes
 with Processes(2) as processes:
@@ -122,42 +136,9 @@ def test_all_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert not alive
 
 
-class Elsewhere:
-    """A host that is this process: it does a job when it is heard."""
-
-    name = "elsewhere"
-
-    def __init__(self) -> None:
-        self.given: list[tuple[int, Callable[..., Any], Any]] = []
-        self.done: list[int] = []
-        self.answers = True
-        self.is_closed = False
-
-    def give(self, number: int, work: Callable[..., Any], job: Any) -> None:
-        self.given.append((number, work, job))
-
-    def hear(self) -> list[Event]:
-        if self.done and not self.answers:
-            raise ClusterError("does not answer")
-        if not self.given:
-            return []
-        number, work, job = self.given.pop(0)
-        events: list[Event] = []
-        try:
-            result = work(job, lambda rows, share: events.append(Event("told", number, (rows, share))))
-        except HybridError as error:
-            self.given.clear()
-            return [Event("failed", number, str(error))]
-        self.done.append(number)
-        return [*events, Event("done", number, result)]
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
 def joined(folder: Path, *hosts: Elsewhere) -> tuple[OtherHosts, list[str]]:
     said: list[str] = []
-    return OtherHosts(lambda: hosts, (), folder, said.append, 1), said
+    return OtherHosts(lambda: hosts, (), folder, said.append, STAGES, 1), said
 
 
 def test_hosts_share_jobs_and_answers_keep_their_order(tmp_path: Path) -> None:
@@ -172,11 +153,21 @@ def test_hosts_share_jobs_and_answers_keep_their_order(tmp_path: Path) -> None:
     assert said[-1] == (f"host elsewhere helps to prepare: {2 * cores} more process(es) on 2 more host(s)")
 
 
-def test_what_is_only_for_this_host_stays_here(tmp_path: Path) -> None:
+def test_a_stage_that_others_do_not_do_stays_here(tmp_path: Path) -> None:
     host = Elsewhere()
     with Processes(1, others=joined(tmp_path, host)[0]) as processes:
-        assert [*processes.map(double, [1, 2], TELL_NOBODY, only_here=True)] == [2, 4]
+        assert len([*processes.map(modules, [1, 2], TELL_NOBODY)]) == 2
     assert not host.done
+
+
+def test_what_others_send_is_fetched_here(tmp_path: Path) -> None:
+    host, jobs = Elsewhere(), [tmp_path / str(i) for i in range(20)]
+    with Processes(1, others=joined(tmp_path, host)[0]) as processes:
+        found = [*processes.map(fetch, jobs, TELL_NOBODY)]
+    assert [name for name, _ in found] == [job.name for job in jobs]
+    sent = [str(number) for number in host.done if number >= 0]
+    assert len(sent) > 1
+    assert [name for name, by in found if by == str(os.getpid())] == sorted(sent, key=int)
 
 
 def test_what_fails_on_another_host_is_done_here(tmp_path: Path) -> None:

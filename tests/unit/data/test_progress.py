@@ -22,7 +22,7 @@ class Clock:
 def test_the_estimate_is_right_where_parts_differ(slow: float) -> None:
     """Parts of all sizes, a second a unit: the time left is right at any moment."""
     clock, lines = Clock(), list[str]()
-    progress = Progress(PHASES, lines.append, clock)
+    progress = Progress(PHASES, lines.append, now=clock)
     sizes = [1, 5, 2, 12]
     for phase, pace in (("reading", slow), ("writing", slow * 2 / 3)):
         progress.start(phase, sizes)
@@ -33,6 +33,26 @@ def test_the_estimate_is_right_where_parts_differ(slow: float) -> None:
                 total = slow * 20 * (1 + 2 / 3)
                 assert progress.seconds_left == pytest.approx(total - clock.seconds, abs=1e-6)
     assert all(line.startswith(("reading: ", "writing: ")) for line in lines)
+
+
+def test_later_phases_take_longer_where_fewer_processes_are_at_them() -> None:
+    """Others help to read, from its middle on, and do not help to write."""
+    clock, others = Clock(), 0
+    shares = {"reading": 0.6, "counting": 0.1, "writing": 0.3}
+    progress = Progress(
+        shares, lambda line: None, lambda phase: 2 + (0 if phase == "writing" else others), clock
+    )
+    progress.start("reading", [1, 1])
+    others = 2
+    clock.seconds = 30.0
+    progress.told(0, 0, 1.0)
+    assert progress.seconds_left == pytest.approx(30 + 60 * 0.1 / 0.6 + 2 * 60 * 0.3 / 0.6)
+    progress.start("counting", [1])
+    progress.start("writing", [1])
+    progress.told(0, 0, 0.0)
+    clock.seconds += 15.0
+    progress.told(0, 0, 0.25)
+    assert progress.seconds_left == pytest.approx(45)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +73,7 @@ def test_the_estimate_is_right_from_a_tenth_of_the_way_on(
     layout = Layout.of(DataSection(format="criteo", vocabulary=vocabulary))
     shares = phases(layout.sparse)
     assert sum(shares.values()) == pytest.approx(1)
-    progress = Progress(shares, lambda line: None, clock)
+    progress = Progress(shares, lambda line: None, now=clock)
     whole = start + slow * sum(seconds for _, seconds in recorded.values())
     for phase, (steps, seconds) in recorded.items():
         progress.start(phase, [1] * steps)
@@ -72,7 +92,7 @@ def test_the_estimate_is_right_from_a_tenth_of_the_way_on(
 
 def test_a_line_says_phase_share_speed_and_time() -> None:
     clock, lines = Clock(), list[str]()
-    progress = Progress(PHASES, lines.append, clock)
+    progress = Progress(PHASES, lines.append, now=clock)
     progress.start("reading", [3, 1])
     clock.seconds = 120
     progress.told(0, 60_000, 0.5)

@@ -14,7 +14,7 @@ from hybrid.data.pool import Event
 from hybrid.data.ranking import RankJob
 from hybrid.data.split import Split
 from hybrid.data.stages import ParseJob, Piece, Reading, learn_piece, parse_part
-from hybrid.storage.places import place
+from hybrid.storage.places import RemotePath, place
 from hybrid.trust import pickler
 from hybrid.trust.allowed import Allowed, Unpickler
 from hybrid.wire import payloads
@@ -55,7 +55,9 @@ def test_what_stages_take_and_give_travels(job: ParseJob) -> None:
     assert len(log.blocks[0].bad) == 1
     assert learnt.numbers[0][1].size
     rank = RankJob({0: job.reading.layout.sparse[0]}, [piece.folder], job.folder / "words", 1)
-    far = job._replace(part=dataclasses.replace(job.part, path=place("s3://bucket/a.csv")))
+    store = place("s3://bucket/a.csv")
+    assert isinstance(store, RemotePath)
+    far = job._replace(part=dataclasses.replace(job.part, path=store), sent=store)
     for value in (job, far, log, (piece, job.reading), learnt, rank, Event("done", 3, log)):
         assert text(travelled(value)) == text(value)
 
@@ -98,4 +100,4 @@ def test_a_failure_is_a_text_and_ends_all(job: ParseJob, preparer: Preparer) -> 
 
 
 def test_no_stage_writes_arrays_that_hosts_would_share() -> None:
-    assert [*STAGES] == ["look", "parse_part", "learn_piece", "rank_words"]
+    assert [*STAGES] == ["look", "parse_part", "send_part", "learn_piece", "rank_words"]
