@@ -1,8 +1,8 @@
 """A preparation that the hosts of all trainers share has the bytes of one on a single host."""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -10,8 +10,10 @@ import pytest
 from support.commands import Command, eventually, output_of, settings
 from support.failure_runs import JOB
 from support.host_roles import MASTER, placed, started_on
-from support.hosts import Host
+from support.host_stores import send_folder, serving, stored
+from support.hosts import Host, Switch
 from support.namespaces import needs_hosts
+from support.stores import BUCKET
 
 pytestmark = [needs_hosts, pytest.mark.long]
 
@@ -51,13 +53,17 @@ def content(cache: Path) -> dict[str, bytes]:
 
 @contextmanager
 def preparing(
-    hosts: Sequence[Host], clicks: Path, cache: Path, trainers: int
+    hosts: Sequence[Host],
+    clicks: Path | str,
+    cache: Path | str,
+    trainers: int,
+    store: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Command]]:
     """A run that prepares, in which the processes of the master's host do nothing until they are woken."""
     data = {**COLUMNS, "path": [str(clicks)], "cache_folder": cache}
-    run = {"folder": cache.with_suffix(".run")}
+    run = {"folder": f"{cache}.run"}
     job = [*JOB, *settings(data=data, run=run, train={"max_steps": 1}), "--resume", "auto"]
-    with started_on(placed(hosts, trainers=trainers), job) as roles:
+    with started_on(placed(hosts, trainers=trainers), job, environment=store) as roles:
         assert eventually(lambda: len(preparers(hosts[0])) == CORES, SECONDS)
         for each in preparers(hosts[0]):
             each.suspend()
@@ -139,3 +145,46 @@ def test_a_host_that_sees_other_files_does_not_help(
     finally:
         hosts[1].run("umount", clicks)
     assert content(cache) == alone
+
+
+def test_hosts_without_a_common_disk_make_what_one_makes_and_go_on_after_a_kill(
+    clicks: Path, tmp_path: Path
+) -> None:
+    """The input, what hosts send each other, and the prepared data are in a store."""
+    data, cache = f"s3://{BUCKET}/clicks", f"s3://{BUCKET}/prepared"
+    with Switch(tmp_path) as switch, ExitStack() as stack:
+        server, *hosts = switch.host(clicks), switch.host(), switch.host()
+        store = stack.enter_context(serving(server))
+        send_folder(server, store, clicks, data)
+
+        def sent() -> dict[str, tuple[str, str]]:
+            found = stored(server, store, cache)
+            return {name: each for name, each in found.items() if name.endswith("/part.json")}
+
+        with preparing(hosts, data, cache, 2, store) as roles:
+            assert eventually(lambda: len(sent()) >= NUM_FILES // 2, SECONDS)
+            for each in roles["trainer 1"].processes():
+                each.kill()
+            assert roles[MASTER].process.wait(SECONDS) == 75
+        before = sent()
+        with preparing(hosts, data, cache, 2, store) as roles:
+            assert eventually(lambda: len(sent()) == NUM_FILES - CORES, SECONDS)
+            assert before.items() <= sent().items()
+            wake(hosts[0])
+            said = check_ended_well(roles)
+        assert f"host {hosts[1].name} helps to prepare" in said, said
+        with preparing(hosts[:1], data, f"{cache}-alone", 1, store) as roles:
+            wake(hosts[0])
+            said = check_ended_well(roles)
+        assert "helps" not in said, said
+        together, alone = (_contents(server, store, each) for each in (cache, f"{cache}-alone"))
+    assert len(alone) > 8
+    assert together == alone
+
+
+def _contents(host: Host, store: Mapping[str, str], cache: str) -> dict[str, str]:
+    """What is in the one data set of a cache, but for the name of its attempt, and where that is said."""
+    found = stored(host, store, f"{cache}/").items()
+    return {
+        name[len(cache) :].split("/", 3)[-1]: content for name, (content, _) in found if "attempt" not in name
+    }

@@ -1,65 +1,26 @@
 """Hosts without a common disk, but with a store: a run there is killed, goes on, and is evaluated."""
 
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from support.commands import Command, eventually, output_of, settings
+from support.commands import output_of, settings
 from support.failure_runs import JOB
-from support.host_roles import command_of, placed, started_at
+from support.host_roles import placed, started_at, started_on
+from support.host_stores import serving
 from support.hosts import Host, Switch
 from support.namespaces import needs_hosts
-from support.stores import BUCKET, CREDENTIALS
+from support.stores import BUCKET
 
 pytestmark = needs_hosts
 
-PORT = 5000  # of a host that has nothing else
 EVERY, CUT = 50, 100  # steps
-START_SECONDS = 60.0
 RUN, DATA = f"s3://{BUCKET}/run", f"s3://{BUCKET}/prepared"
-SERVE = "import sys; from moto.server import main; main(sys.argv[1:])"
-ASK = """
-import sys
-from http.client import HTTPConnection
-connection = HTTPConnection(sys.argv[1], timeout=20)
-connection.request(sys.argv[2], sys.argv[3])
-sys.exit(connection.getresponse().status != 200)
-"""
 TRAINED = [*JOB, *settings(train={"epochs": 20, "update": "pipelined"}, checkpoint={"every_steps": EVERY})]
-
-
-@contextmanager
-def serving(host: Host) -> Iterator[dict[str, str]]:
-    """An S3 server on a host; what clients of it have in their environment."""
-    command = [*host.entering, sys.executable, "-c", SERVE, "-H", host.address, "-p", str(PORT)]
-    with subprocess.Popen(command, env=host.environment({}), stderr=subprocess.DEVNULL) as server:
-        try:
-            assert eventually(lambda: answers(host, host, "PUT", f"/{BUCKET}"), START_SECONDS)
-            yield {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{host.address}:{PORT}"}
-        finally:
-            server.kill()
-
-
-def answers(host: Host, server: Host, method: str, path: str) -> bool:
-    """Whether a server does what it is asked from a host."""
-    command = [*host.entering, sys.executable, "-c", ASK, f"{server.address}:{PORT}", method, path]
-    return subprocess.run(command, env=host.environment({}), stderr=subprocess.DEVNULL).returncode == 0
-
-
-@contextmanager
-def started(hosts: Sequence[Host], store: Mapping[str, str]) -> Iterator[dict[str, Command]]:
-    """The same commands on every host, whatever they find."""
-    places = placed(hosts)
-    job = [*TRAINED, *settings(run={"folder": RUN}, data={"cache_folder": DATA}), "--resume", "auto"]
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(started_at(host, command_of(name, places, job), store, before=["env"]))
-            for name, host in places.items()
-        }
+# The same on every host, whatever it finds.
+JOB_THERE = [*TRAINED, *settings(run={"folder": RUN}, data={"cache_folder": DATA}), "--resume", "auto"]
 
 
 def said_by(host: Host, arguments: Sequence[object], store: Mapping[str, str]) -> str:
@@ -76,7 +37,7 @@ def test_without_a_common_disk_a_run_goes_on_where_a_host_was_killed(tmp_path: P
     with Switch(tmp_path) as switch, ExitStack() as stack:
         server, first, second = (switch.host() for _ in range(3))
         store = stack.enter_context(serving(server))
-        with started([first, second], store) as roles:
+        with started_on(placed([first, second]), JOB_THERE, environment=store) as roles:
             roles["master"].await_step(CUT + EVERY + 1)  # the checkpoint before the last is there then
             second.kill()
             ended = roles["master"].wait()
@@ -85,7 +46,7 @@ def test_without_a_common_disk_a_run_goes_on_where_a_host_was_killed(tmp_path: P
         second = switch.host(number=2)
         goes_on = rf"going on from step ({CUT}|{CUT + EVERY}): {RUN}"
         for said in (goes_on, rf"{RUN} has come to its end"):
-            with started([first, second], store) as roles:
+            with started_on(placed([first, second]), JOB_THERE, environment=store) as roles:
                 endings = {name: command.wait() for name, command in roles.items()}
             assert {name: ended.code for name, ended in endings.items()} == dict.fromkeys(roles, 0), endings
             assert re.search(said, endings["master"].stdout), endings["master"].stdout

@@ -30,18 +30,26 @@ def started_on(
     places: Mapping[str, Host],
     arguments: Sequence[object],
     own: Mapping[str, Sequence[object]] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[dict[str, Command]]:
     """A cluster whose roles are started by hand, each where it is to be.
 
     Args:
         arguments: of the run.
         own: of a role, besides.
+        environment: as for :func:`started_at`; with it, each has a new interpreter.
     """
     own = own or {}
+    before = None if environment is None else ["env"]
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(
-                started_at(host, [*command_of(name, places, arguments), *own.get(name, ())])
+                started_at(
+                    host,
+                    [*command_of(name, places, arguments), *own.get(name, ())],
+                    environment,
+                    before=before,
+                )
             )
             for name, host in places.items()
         }

@@ -1,0 +1,72 @@
+"""An S3 server on a host, for others to reach."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.commands import eventually
+from support.hosts import Host
+from support.stores import BUCKET, CREDENTIALS
+
+_PORT = 5000  # of a host that has nothing else
+_START_SECONDS = 60.0
+_SERVE = "import sys; from moto.server import main; main(sys.argv[1:])"
+_ASK = """
+import sys
+from http.client import HTTPConnection
+connection = HTTPConnection(sys.argv[1], timeout=20)
+connection.request(sys.argv[2], sys.argv[3])
+sys.exit(connection.getresponse().status != 200)
+"""
+_BEGIN = """
+import sys
+from pathlib import Path
+from hybrid.storage.files import copy, entries, tag
+from hybrid.storage.places import place
+folder = place(sys.argv[1])
+"""
+_SEND = f"""{_BEGIN}
+for path in Path(sys.argv[2]).iterdir():
+    copy(path, folder / path.name)
+"""
+_LIST = f"""{_BEGIN}
+for each in entries(folder, is_deep=True):
+    print(each.place, tag(each.place), each.mtime_ns)
+"""
+
+
+@contextmanager
+def serving(host: Host) -> Iterator[dict[str, str]]:
+    """A store with one bucket on a host; what its clients have in their environment."""
+    command = [*host.entering, sys.executable, "-c", _SERVE, "-H", host.address, "-p", str(_PORT)]
+    with subprocess.Popen(command, env=host.environment({}), stderr=subprocess.DEVNULL) as server:
+        try:
+            assert eventually(lambda: _has_bucket(host), _START_SECONDS)
+            yield {**CREDENTIALS, "AWS_ENDPOINT_URL": f"http://{host.address}:{_PORT}"}
+        finally:
+            server.kill()
+
+
+def _has_bucket(host: Host) -> bool:
+    """Whether the server makes it, or has it."""
+    asked = f"{host.address}:{_PORT}", "PUT", f"/{BUCKET}"
+    command = [*host.entering, sys.executable, "-c", _ASK, *asked]
+    return subprocess.run(command, env=host.environment({}), stderr=subprocess.DEVNULL).returncode == 0
+
+
+def send_folder(host: Host, store: Mapping[str, str], folder: Path, url: str) -> None:
+    """Send the files of a folder that a host sees."""
+    _run(host, store, _SEND, url, folder)
+
+
+def stored(host: Host, store: Mapping[str, str], url: str) -> dict[str, tuple[str, str]]:
+    """The content and the time of each file in a store, by its URL, as a host sees them."""
+    lines = (line.split() for line in _run(host, store, _LIST, url).splitlines())
+    return {name: (content, time) for name, content, time in lines}
+
+
+def _run(host: Host, store: Mapping[str, str], code: str, *arguments: object) -> str:
+    given = (f"{name}={value}" for name, value in store.items())
+    return host.run("env", *given, sys.executable, "-c", code, *arguments)
