@@ -157,7 +157,7 @@ def _is_narrow(dense_BF: npt.NDArray[np.float64]) -> bool:
 
 
 def _coded(column: Sequence[Any]) -> tuple[list[Any], Any]:
-    """A column of some blocks as codes, int32 or lists of these, and the words that these are of.
+    """A column of some blocks as codes, integers or lists of these, and the words that these are of.
 
     One of numbers stays as it is and has no words.
     """
@@ -168,12 +168,15 @@ def _coded(column: Sequence[Any]) -> tuple[list[Any], Any]:
     together = pa.concat_arrays(dictionaries).dictionary_encode()
     place_D = np.asarray(together.indices.fill_null(0))
     starts = np.cumsum([0, *map(len, dictionaries)])
+    # As narrow as can be, with room for one that stands for none: most columns take a byte or two of a row.
+    dtype = next(d for d in (np.int8, np.int16, np.int32) if len(together.dictionary) <= np.iinfo(d).max)
+    place_D = place_D.astype(dtype)
     coded = []
     for each, start, given in zip(column, starts, flat, strict=False):
         mask_L = np.asarray(given.indices.is_null())
         at_L = np.asarray(given.indices.fill_null(0)) + start
-        codes_L = place_D[at_L] if len(place_D) else np.zeros(len(at_L), np.int32)
-        codes = pa.array(codes_L, pa.int32(), mask=mask_L)
+        codes_L = place_D[at_L] if len(place_D) else np.zeros(len(at_L), dtype)
+        codes = pa.array(codes_L, mask=mask_L)
         coded.append(pa.ListArray.from_arrays(each.offsets, codes) if is_list(each) else codes)
     return coded, together.dictionary
 
