@@ -10,7 +10,7 @@ from support.stores import BUCKET, Store
 
 from hybrid import wire
 from hybrid.data.manifest import FILE_NAME
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, DataError, OutageError, StorageError
 from hybrid.storage import files
 from hybrid.storage.places import place
 from hybrid.topology import MASTER, Role, RoleKind
@@ -69,6 +69,20 @@ def test_a_place_in_a_store_is_looked_at_too(loopback: None, monkeypatch: pytest
             FolderLook(folder / "probe", "token", True, "b")
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("kind", [OutageError, StorageError])
+def test_a_store_that_refuses_is_no_folder_that_is_not_shared(
+    kind: type[StorageError], loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(place: object) -> str:
+        raise kind("s3://bucket/x: cannot be read: why; what to do")
+
+    monkeypatch.setattr(files, "read_text", refuse)
+    with pytest.raises(wire.RemoteError) as raised:
+        ELSEWHERE.check_checkpoints(tmp_path)
+    assert str(raised.value) == f"host {HERE}: s3://bucket/x: cannot be read: why; what to do"
+    assert raised.value.failure.kind == kind.__name__
 
 
 def test_a_role_that_sees_another_folder_is_told_and_the_probe_is_gone(

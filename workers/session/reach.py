@@ -25,7 +25,7 @@ from hybrid import wire
 from hybrid.checkpoint.files import writing
 from hybrid.data.located import source_of
 from hybrid.data.manifest import FILE_NAME
-from hybrid.errors import CheckpointError, DataError
+from hybrid.errors import CheckpointError, DataError, StorageError
 from hybrid.private_files import make_folder
 from hybrid.storage import files
 from hybrid.storage.places import Place, RemotePath, is_url
@@ -73,6 +73,7 @@ class FolderLook:
 
     Raises:
         CheckpointError: it is not there, or the folder cannot be written to.
+        StorageError: a store does not do what it is asked from here.
     """
 
     def __init__(self, probe: Place, token: str, writes: bool, master: str) -> None:
@@ -83,7 +84,9 @@ class FolderLook:
                 own = folder / f"{probe.name}-{secrets.token_hex(_TOKEN_BYTES)}"
                 files.write_bytes(own, b"")
                 files.remove(own)
-        except OSError as error:  # of a store, too
+        except StorageError as error:  # whose text has the remedy
+            raise type(error)(f"host {socket.gethostname()}: {error}") from error
+        except OSError as error:
             raise CheckpointError(_not_shared("run.folder", folder, master, error.strerror)) from error
         if not is_same:
             raise CheckpointError(_not_shared("run.folder", folder, master, "it holds other files"))
