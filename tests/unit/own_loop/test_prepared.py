@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.stores import BUCKET, Store
 from torch import Tensor, nn
 
 import hybrid
 from hybrid.errors import ConfigError, DataError
 from hybrid.own_loop.batches import size_of
+from hybrid.storage.files import copy
+from hybrid.storage.places import place
 
 ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
 TABLE = "label,price,user,tags\n" + "".join(ROWS)
@@ -52,6 +55,26 @@ def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
     passes = [torch.cat([each.values["dense"] for each in train.shares(0, 1, None, [])]) for _ in range(2)]
     assert not torch.equal(*passes)
     assert torch.equal(*(each.sort(dim=0).values for each in passes))
+
+
+def test_what_lies_in_a_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
+    """The input and the prepared data."""
+    file, there = config_of(tmp_path), f"s3://{BUCKET}/{tmp_path.name}"
+    copy(tmp_path / "clicks.csv", place(f"{there}/clicks.csv"))
+    away = tmp_path / "away.toml"
+    away.write_text(file.read_text().replace(f'"{tmp_path}/c', f'"{there}/c'))
+    assert away.read_text().count("s3://") == 2
+    both = [
+        [each.values for split in hybrid.connect(config).prepare() for each in split.shares(1, 2, 8, [])]
+        for config in (file, away)
+    ]
+    assert len(both[0]) > 4
+    for here, far in zip(*both, strict=True):
+        assert here.keys() == far.keys()
+        for name in ("label", "dense", "user"):
+            assert torch.equal(here[name], far[name])
+        assert torch.equal(here["tags"].values, far["tags"].values)
+        assert torch.equal(here["tags"].lengths, far["tags"].lengths)
 
 
 def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -> None:
