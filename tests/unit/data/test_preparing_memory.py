@@ -1,8 +1,13 @@
 """What preparing may take, and how many processes share it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
+from support.commands import ROOT
 
 from hybrid.config import ColumnSection, DataSection
 from hybrid.data import preparing_memory
@@ -73,3 +78,61 @@ def test_too_little_is_refused_with_what_is_enough() -> None:
         "0.69 are enough"
     )
     assert limit(int(0.69 * 2**30), part("text", 64 * MIB)).processes(9) == 1
+
+
+WIDTH = 40
+# Arguments: a file of digits, a folder, the limit in bytes. It waits for a line before it prepares.
+PREPARING = """
+import sys
+from pathlib import Path
+from hybrid.config.file import load_config
+from hybrid.data.from_files import FilesPreparation
+from hybrid.data.stages import Reading
+path, folder, limit = sys.argv[1:]
+names = [f"c{i}" for i in range(WIDTH)]
+columns = [f"data.label={names[0]}", f"data.sparse={names[-1]}", f"data.dense={names[1:-1]}"]
+config = load_config(None, ["data.format=csv", f"data.path={path}", *columns])
+reading = Reading(config.data, {}, {})
+nothing = lambda *said: None
+parts = Path(folder, "parts")
+preparation = FilesPreparation(config, reading, Path(folder), parts, nothing, nothing, int(limit))
+print(flush=True)
+input()
+preparation.write([Path(path)], [])
+"""
+
+
+def anonymous_bytes(pid: int) -> int:
+    """The memory that a process alone has, and no file stands for; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon")), 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("mib", "count"), [(707, 0), (1352, 2)])
+def test_a_preparation_and_its_processes_keep_the_limit(mib: int, count: int, tmp_path: Path) -> None:
+    """Of the input that takes most for each byte: numbers of one digit, in two parts."""
+    digits = np.random.default_rng(0).integers(48, 50, ((100 * MIB) // (2 * WIDTH), WIDTH), dtype=np.uint8)
+    text = np.full((len(digits), 2 * WIDTH), ord(","), np.uint8)
+    text[:, ::2], text[:, -1] = digits, ord("\n")
+    header = ",".join(f"c{i}" for i in range(WIDTH)) + "\n"
+    (tmp_path / "a.csv").write_bytes(header.encode() + text.tobytes())
+    code = PREPARING.replace("WIDTH", str(WIDTH))
+    command = [sys.executable, "-c", code, tmp_path / "a.csv", tmp_path / "new", str(mib * MIB)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        before, most, processes = anonymous_bytes(process.pid), 0, set[int]()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        while process.poll() is None:
+            children = [each.pid for each in psutil.Process(process.pid).children()]
+            processes.update(children)
+            most = max(most, sum(map(anonymous_bytes, (process.pid, *children))) - before)
+        assert process.returncode == 0
+    assert len(processes) == count
+    assert mib * MIB / 2 < most <= mib * MIB
