@@ -14,27 +14,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hybrid.config import DataSection, RunConfig
-from hybrid.config.columns import columns_of
+from hybrid.config import RunConfig
 from hybrid.config.sections import NAMED_KEYS, SECTION_KEYS
 from hybrid.data import manifest, synthetic
-from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.building import building, parts_of_building
-from hybrid.data.encode import FeatureEncoder
 from hybrid.data.from_files import FilesPreparation
 from hybrid.data.grouped import write_group_order
-from hybrid.data.inputs import InputFile, check_unchanged, input_files, list_files
-from hybrid.data.manifest import NO_BAD_ROWS, DataManifest, DatasetReport
+from hybrid.data.inputs import InputFile, check_unchanged, input_files
+from hybrid.data.manifest import DataManifest, DatasetReport
 from hybrid.data.meter import Meter, tell_nobody
 from hybrid.data.other_hosts import Helpers, Host
-from hybrid.data.sources import RawBlock, Source
+from hybrid.data.preparing_memory import memory_at_hand
 from hybrid.data.split_writer import SplitWriter
 from hybrid.data.stages import TEST, TRAIN, Reading
-from hybrid.data.storage import PreparedDataset
 from hybrid.data.targets import TargetSpec
-from hybrid.data.unknown import UnknownCounter
-from hybrid.errors import ConfigError, DataError, StorageError
-from hybrid.input_spec import InputSpec
+from hybrid.errors import DataError, StorageError
 from hybrid.metrics import BinaryMetrics, binary_metrics
 from hybrid.storage.places import Place, RemotePath, place
 
@@ -84,7 +78,7 @@ def prepare(
         tell(f"prepared data found in {target}")
         return target
     started = time.monotonic()
-    with _memory_at_hand(), _building(target) as folder:
+    with memory_at_hand(), _building(target) as folder:
         if config.data.format == "synthetic":
             tell("making the synthetic click log")
             reports = _write_synthetic(config, folder, tell)
@@ -99,77 +93,11 @@ def prepare(
     return target
 
 
-def encode_files(
-    config: RunConfig,
-    paths: Sequence[str],
-    encoder: FeatureEncoder,
-    folder: Path,
-    *,
-    with_labels: bool = True,
-    tell: Callable[[str], None] = tell_nobody,
-) -> PreparedDataset:
-    """Encode files with a fitted encoder, to evaluate or to predict.
-
-    Args:
-        config: says how the files are written; the columns are those of ``encoder``.
-        paths: files or folders, or URLs of such, as in data.path.
-        encoder: from ``prepare`` or from a checkpoint.
-        folder: where the samples are written; must not hold any yet.
-        with_labels: whether every row must have a label; without, the label column may be absent.
-        tell: told what is going on, a line at a time.
-
-    Returns:
-        The samples in the order of the rows; ``source_rows`` tells which of the rows were usable.
-
-    Raises:
-        ConfigError, DataError: as in ``prepare``.
-    """
-    files = list_files(paths, "the paths given")
-    data = section_for(config, files, encoder.input_spec)
-    source = Source(files, data, with_labels, tell=tell, tasks=config.tasks, columns=config.columns)
-    with _memory_at_hand():
-        report = _write_split(source, encoder, folder / TEST)
-    if not report.num_rows:
-        raise DataError(f"{', '.join(map(str, source.files))}: no rows; check the paths given")
-    encoder.save(folder)
-    DataManifest.write(folder, encoder.input_spec, {TEST: report})
-    return PreparedDataset.open(folder, TEST)
-
-
-def section_for(config: RunConfig, files: Sequence[Place], spec: InputSpec) -> DataSection:
-    """How new files are read for a model: as those that it was trained on, with its columns.
-
-    Raises:
-        ConfigError: nothing says how several values stand in a field.
-    """
-    data = dataclasses.replace(
-        config.data,
-        format=_format_of(config.data, files),
-        dense=spec.dense_features,
-        sparse=tuple(f.name for f in spec.sparse_features),
-        split="random",
-        split_column="",
-    )
-    if data.format == "csv":
-        for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):
-            if feature.multi_hot and column.kind == "value" and not column.separator:
-                rule = f"must be set where the model is trained, since {feature.name} holds several ids"
-                raise ConfigError("data.multi_hot_separator", rule)
-    return data
-
-
 def _verify(folder: Path) -> None:
     try:
         DataManifest.read(folder / manifest.FILE_NAME).verify(folder)
     except DataError as error:
         raise DataError(f"{error}; delete {folder} to prepare it anew") from error
-
-
-def _format_of(data: DataSection, files: Sequence[Place]) -> str:
-    """How new files are written: as those of the training, or by their names where it had none."""
-    if data.format != "synthetic":
-        return data.format
-    return "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"
 
 
 def _fingerprint(config: RunConfig, *files: tuple[InputFile, ...]) -> str:
@@ -207,18 +135,6 @@ def _is_whole(target: Path) -> bool:
         return target.is_dir() and manifest.FILE_NAME in os.listdir(target)
     except OSError as error:
         raise DataError(f"{target}: cannot be read ({error.strerror}); set data.cache_folder") from error
-
-
-@contextmanager
-def _memory_at_hand() -> Iterator[None]:
-    """Turn a MemoryError in here into one line for the user."""
-    try:
-        yield
-    except MemoryError as error:
-        rule = (
-            "give it more, set data.prepare_memory_gb lower, or data.vocabulary = hash, which holds no values"
-        )
-        raise DataError(f"out of memory while preparing the data: {rule}") from error
 
 
 @contextmanager
@@ -313,32 +229,3 @@ def _check_labels(report: DatasetReport, config: RunConfig, files: tuple[InputFi
 
 def _names(files: tuple[InputFile, ...]) -> str:
     return ", ".join(file.path for file in files)
-
-
-def _write_split(source: Source, encoder: FeatureEncoder, folder: Path) -> DatasetReport:
-    log = source.new_log()
-    targets = source.targets if source.with_labels else None
-    with closing(_EncodingWriter(folder, encoder, targets)) as writer:
-        for block in source.blocks(log):
-            writer.append(block)
-    return writer.report(log.finish())
-
-
-class _EncodingWriter:
-    """Encodes the rows of a split and writes them; to be closed."""
-
-    def __init__(self, folder: Path, encoder: FeatureEncoder, targets: TargetSpec | None) -> None:
-        self._encoder = encoder
-        self._unknown = UnknownCounter(encoder)
-        self._writer = SplitWriter(folder, encoder.input_spec, targets)
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def append(self, block: RawBlock) -> None:
-        encoded = self._encoder.encode(block)
-        self._unknown.add(block, encoded)
-        self._writer.append(encoded, block.targets, block.source_rows_B)
-
-    def report(self, bad_rows: BadRowReport = NO_BAD_ROWS) -> DatasetReport:
-        return self._writer.report(bad_rows, self._unknown.report())

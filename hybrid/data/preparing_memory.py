@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hybrid.data.layout import Layout
 from hybrid.data.parts import PART_BLOCKS, Part
-from hybrid.errors import ConfigError
+from hybrid.errors import ConfigError, DataError
 from hybrid.memory import available_memory_bytes
 
 _PARENT_BYTES = 64 << 20  # what the parent holds of all parts
@@ -69,6 +70,18 @@ class MemoryLimit:
             f"preparing with {count} process{plural}, not {wanted}: {_gib(self.limit_bytes)} GiB of memory "
             "(data.prepare_memory_gb) has room for no more"
         )
+
+
+@contextmanager
+def memory_at_hand() -> Iterator[None]:
+    """Turn a MemoryError in here into one line for the user."""
+    try:
+        yield
+    except MemoryError as error:
+        rule = (
+            "give it more, set data.prepare_memory_gb lower, or data.vocabulary = hash, which holds no values"
+        )
+        raise DataError(f"out of memory while preparing the data: {rule}") from error
 
 
 def free_bytes() -> int:

@@ -17,7 +17,7 @@ from torch.fx.experimental import _config
 
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.columns import Column, columns_of
-from hybrid.data.prepared import section_for
+from hybrid.data.new_files import section_for
 from hybrid.errors import HybridError
 from hybrid.own_code.traces import words_of
 from hybrid.serving.module import SAMPLES, STARTS, TrainedModule

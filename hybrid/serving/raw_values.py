@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid.data.columns import without_maps
 from hybrid.data.encode import EncodedBlock
 from hybrid.data.layout import Layout
-from hybrid.data.prepared import section_for
+from hybrid.data.new_files import section_for
 from hybrid.data.sources import parse
 from hybrid.data.text import TableBlock
 from hybrid.errors import DataError

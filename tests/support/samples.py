@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from hybrid.batch import Batch
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.inputs import list_files
@@ -33,6 +34,17 @@ def write(path: Path, text: str | bytes) -> Path:
     """A file of this content."""
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
+
+
+def write_cities(path: Path, num_rows: int) -> Path:
+    """A CSV whose row i holds x = i, city = c(i % 5), and i % 3 tags."""
+    rows = [f"{i % 2},{i},c{i % 5},{'|'.join(f't{j}' for j in range(i % 3))}" for i in range(num_rows)]
+    return write(path, "label,x,city,tags\n" + "\n".join(rows))
+
+
+def whole(dataset: PreparedDataset) -> Batch:
+    """All samples of a split."""
+    return dataset.gather(np.arange(dataset.num_samples), 1)
 
 
 def read(

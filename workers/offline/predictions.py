@@ -17,7 +17,8 @@ from hybrid.data.inputs import list_files
 from hybrid.data.loader import BatchLoader
 from hybrid.data.located import open_split, ready
 from hybrid.data.manifest import DataManifest, DatasetReport
-from hybrid.data.prepared import cache_folder, encode_files, section_for
+from hybrid.data.new_files import encode_files, section_for
+from hybrid.data.prepared import cache_folder
 from hybrid.data.storage import PreparedDataset
 from hybrid.embedding.placement import place
 from hybrid.embedding.trainer.embeddings import Embeddings

@@ -11,7 +11,7 @@ from hybrid.batch import Batch
 from hybrid.data.batching import unlabelled_batch
 from hybrid.data.lines import BLOCK_BYTES
 from hybrid.data.manifest import DatasetReport
-from hybrid.data.prepared import section_for
+from hybrid.data.new_files import section_for
 from hybrid.data.sources import Source
 from hybrid.data.stream import STDIN, chunks
 from hybrid.data.unknown import UnknownCounter

@@ -18,7 +18,8 @@ from hybrid.config import RunConfig
 from hybrid.data import from_files, prepared
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.inputs import input_files, list_files
-from hybrid.data.prepared import encode_files, fingerprint, prepare
+from hybrid.data.new_files import encode_files
+from hybrid.data.prepared import fingerprint, prepare
 from hybrid.data.stages import Reading
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files

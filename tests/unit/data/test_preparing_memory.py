@@ -121,7 +121,8 @@ def test_a_preparation_and_its_processes_keep_the_limit(mib: int, count: int, tm
     header = ",".join(f"c{i}" for i in range(WIDTH)) + "\n"
     (tmp_path / "a.csv").write_bytes(header.encode() + text.tobytes())
     code = PREPARING.replace("WIDTH", str(WIDTH))
-    command = [sys.executable, "-c", code, tmp_path / "a.csv", tmp_path / "new", str(mib * MIB)]
+    given = tmp_path / "a.csv", tmp_path / "new", mib * MIB
+    command = [sys.executable, "-c", code, *map(str, given)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -8,7 +8,8 @@ from support.samples import csv_config
 from hybrid.data.bad_rows import BadRowReport
 from hybrid.data.encode import FeatureEncoder
 from hybrid.data.manifest import DatasetReport, LabelReport
-from hybrid.data.prepared import encode_files, prepare
+from hybrid.data.new_files import encode_files
+from hybrid.data.prepared import prepare
 from hybrid.data.unknown import UnknownValues
 from workers.screen.data_notes import data_notes, unknown_shares
 

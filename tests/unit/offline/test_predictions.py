@@ -18,7 +18,7 @@ from support.trained import (
     write_trained,
 )
 
-from hybrid.data.prepared import encode_files
+from hybrid.data.new_files import encode_files
 from hybrid.errors import ConfigError, DataError
 from hybrid.serving.trained import Trained
 from workers.offline import predictions
