@@ -12,7 +12,7 @@ samples however many trainers share them. Text is parsed once, not once an epoch
 ``from_files`` has processes do it part by part, of this host (``pool``) and of others that see the same files,
 or that share a store (``other_hosts``), and ``stages`` is what is done with a part.
 
-Where the cache is in a store, ``source`` sends what was prepared there, in chunks of rows, and trainers have
+Where the cache is in a store, ``located`` sends what was prepared there, in chunks of rows, and trainers have
 the chunks of their steps fetched ahead (``far``, ``fetched``); ``order`` says which rows these are.
 
 ``targets`` reads what is to be predicted, and ``split`` says which rows are held out for testing.
