@@ -132,10 +132,11 @@ import os, sys, time
 from unittest import mock
 if os.fork() == 0:
     from workers import cli
+    from workers.commands import roles
     def wait():
         print(os.getpid(), flush=True)
         time.sleep(60)
-    with mock.patch.object(cli, "_imports", wait):
+    with mock.patch.object(roles, "imports", wait):
         cli.main(["worker", "--index", "0", "--master", "127.0.0.1", *sys.argv[1:]])
 os.wait()
 """
