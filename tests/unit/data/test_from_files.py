@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from support.elsewhere import Elsewhere
 from support.samples import csv_config, write
-from support.stores import BUCKET, Store
+from support.stores import BUCKET, Proxy, Store
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data import building, from_files, parts as parts_module, prepared, ranking, stages
@@ -236,13 +236,20 @@ def test_hosts_that_help_are_let_go_before_arrays_are_written(
     assert there == [[]]
 
 
+@pytest.fixture
+def sent(store: Store, tmp_path: Path) -> RemotePath:
+    """Where in a store another host sends parts."""
+    found = place(f"s3://{BUCKET}/{tmp_path.name}")
+    assert isinstance(found, RemotePath)
+    return found
+
+
 def test_parts_that_another_host_sends_give_the_same_bits(
-    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sent: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees the input, and no folder of this host."""
     path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
-    config, sent = config_of(path, "bags"), place(f"s3://{BUCKET}/{tmp_path.name}")
-    assert isinstance(sent, RemotePath)
+    config = config_of(path, "bags")
     in_parts(monkeypatch, 1)
     alone = outcome(config, tmp_path / "alone", (path,), 20_000)
     parsed, parse = list[Path](), stages._parse
@@ -258,7 +265,25 @@ def test_parts_that_another_host_sends_give_the_same_bits(
     assert outcome(config, tmp_path / "new", (path,), 20_000, LITTLE, helpers, said.append) == alone
     assert len(parsed) > 1, said
     assert {each.parent.name for each in parsed} == {"new.parts"}
-    assert not any("helps" in line and "does not" in line for line in said), said
+    assert host.is_closed
+
+
+def test_a_host_that_may_not_send_does_not_help(
+    tmp_path: Path, store: Store, sent: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
+    config = config_of(path, "plain")
+    in_parts(monkeypatch, 1)
+    alone = outcome(config, tmp_path / "alone", (path,), 20_000)
+    host, said = Elsewhere(), list[str]()
+    with Proxy(store) as proxy:
+        proxy.plan = lambda method, url: "403" if method == "PUT" and "/train-" in url else None
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
+        helpers = Helpers(lambda: [host], (), sent)
+        assert outcome(config, tmp_path / "new", (path,), 20_000, LITTLE, helpers, said.append) == alone
+    (line,) = (each for each in said if "does not help" in each)
+    assert line.startswith(f"host elsewhere does not help to prepare: {sent}/train-"), line
+    assert "cannot be written" in line
     assert host.is_closed
 
 
