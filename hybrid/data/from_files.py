@@ -127,7 +127,7 @@ class FilesPreparation:
         if count < here:
             self._tell(limit.line(count, here))
         if self._helpers is not None and wanted > count:
-            self._helping = self._other_hosts(self._helpers, limit.share_bytes(count))
+            self._helping = self._other_hosts(self._helpers, limit)
         self._spill.mkdir(parents=True, exist_ok=True)
         for left in self._spill.glob(f"{MAKING}*"):
             shutil.rmtree(left)
@@ -138,10 +138,13 @@ class FilesPreparation:
             reports = self._encode(processes, pieces, encoder, starts, bad_rows)
         return encoder, reports
 
-    def _other_hosts(self, helpers: Helpers, process_bytes: int) -> OtherHosts:
-        """Those that see what they must; told how much memory a process takes."""
-        folder, stages = (self._spill, _SHARED) if helpers.sent is None else (helpers.sent, _SENT)
-        return OtherHosts(helpers.found, helpers.files, folder, self._tell, stages, process_bytes)
+    def _other_hosts(self, helpers: Helpers, limit: MemoryLimit) -> OtherHosts:
+        """Those that see what they must."""
+        if helpers.sent is not None:
+            folder, stages, process_bytes = helpers.sent, _SENT, limit.process_bytes
+            return OtherHosts(helpers.found, helpers.files, folder, self._tell, stages, process_bytes)
+        share = limit.share_bytes(self._count)  # to order values takes as much as there is
+        return OtherHosts(helpers.found, helpers.files, self._spill, self._tell, _SHARED, share)
 
     def _parse(
         self, processes: Processes, parts: Mapping[str, Sequence[Part]]

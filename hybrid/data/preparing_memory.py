@@ -51,9 +51,14 @@ class MemoryLimit:
             raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))
         return cls(limit_bytes, parse_bytes)
 
+    @property
+    def process_bytes(self) -> int:
+        """What a process takes that reads."""
+        return _PROCESS_BYTES + self.parse_bytes
+
     def processes(self, wanted: int) -> int:
         """How many processes it has room for, at most so many as are wanted."""
-        return min(wanted, (self.limit_bytes - _PARENT_BYTES) // (_PROCESS_BYTES + self.parse_bytes))
+        return min(wanted, (self.limit_bytes - _PARENT_BYTES) // self.process_bytes)
 
     def job_bytes(self, count: int) -> int:
         """What a job of one of so many processes may take."""

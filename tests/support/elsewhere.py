@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hybrid.data.other_hosts import Stage
+from hybrid.data.other_hosts import LookJob, Stage
 from hybrid.data.pool import Event
 from hybrid.errors import ClusterError, HybridError
 
@@ -11,6 +11,7 @@ class Elsewhere:
     """It does a job when it is heard; see :class:`hybrid.data.other_hosts.Host`.
 
     Attributes:
+        looks: what it was asked to see.
         done: the numbers of its jobs, in their order.
         answers: whether it does, once it has done one.
     """
@@ -19,12 +20,15 @@ class Elsewhere:
 
     def __init__(self) -> None:
         self.given: list[tuple[int, Stage, Any]] = []
+        self.looks: list[LookJob] = []
         self.done: list[int] = []
         self.answers = True
         self.is_closed = False
 
     def give(self, number: int, work: Stage, job: Any) -> None:
         self.given.append((number, work, job))
+        if isinstance(job, LookJob):
+            self.looks.append(job)
 
     def hear(self) -> list[Event]:
         if self.done and not self.answers:

@@ -266,6 +266,8 @@ def test_parts_that_another_host_sends_give_the_same_bits(
     assert len(parsed) > 1, said
     assert {each.parent.name for each in parsed} == {"new.parts"}
     assert host.is_closed
+    (look,) = host.looks
+    assert look.process_bytes < LITTLE / 2, "a process there reads, and has no values to order"
 
 
 def test_a_host_that_may_not_send_does_not_help(
