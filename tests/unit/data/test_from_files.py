@@ -28,6 +28,7 @@ from hybrid.data.parts import Part, parts_of
 from hybrid.data.pool import Told
 from hybrid.data.prepared import prepare
 from hybrid.data.preparing_memory import MemoryLimit
+from hybrid.data.progress import Progress
 from hybrid.data.ranking import RankJob
 from hybrid.data.sources import Source
 from hybrid.data.stages import ParseJob, Reading, parse_part
@@ -218,8 +219,22 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         preparation.write([path], [])
 
 
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
+    """How many each phase is told to have, for the time that is left."""
+    found: dict[str, set[int]] = {}
+
+    class Noting(Progress):
+        def told(self, job: int, rows: int, share: float) -> None:
+            found.setdefault(self._phase, set()).add(self._processes(self._phase))
+            super().told(job, rows, share)
+
+    monkeypatch.setattr(from_files, "Progress", Noting)
+    return found
+
+
 def test_hosts_that_help_are_let_go_before_arrays_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, processes: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_parts(monkeypatch, 1)
     path, folder = write(tmp_path / "a.csv", text(6000, 2).replace(b'"', b"")), tmp_path / "new"
@@ -234,6 +249,12 @@ def test_hosts_that_help_are_let_go_before_arrays_are_written(
     outcome(config_of(path, "plain"), folder, (path,), 20_000, LITTLE, helping)
     assert len(host.done) > 1
     assert there == [[]]
+    assert {phase: max(counts) for phase, counts in processes.items()} == {
+        "reading": 2,
+        "counting": 2,
+        "ordering values": 2,
+        "writing": 1,
+    }
 
 
 @pytest.fixture
@@ -245,13 +266,14 @@ def sent(store: Store, tmp_path: Path) -> RemotePath:
 
 
 def test_parts_that_another_host_sends_give_the_same_bits(
-    tmp_path: Path, sent: RemotePath, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sent: RemotePath, processes: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees the input, and no folder of this host."""
     path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
     config = config_of(path, "bags")
     in_parts(monkeypatch, 1)
     alone = outcome(config, tmp_path / "alone", (path,), 20_000)
+    processes.clear()
     parsed, parse = list[Path](), stages._parse
 
     def noted(job: ParseJob, folder: Place, told: Told) -> None:
@@ -266,6 +288,12 @@ def test_parts_that_another_host_sends_give_the_same_bits(
     assert len(parsed) > 1, said
     assert {each.parent.name for each in parsed} == {"new.parts"}
     assert host.is_closed
+    assert {phase: max(counts) for phase, counts in processes.items()} == {
+        "reading": 2,
+        "counting": 1,
+        "ordering values": 1,
+        "writing": 1,
+    }
     (look,) = host.looks
     assert look.process_bytes < LITTLE / 2, "a process there reads, and has no values to order"
 

@@ -4,18 +4,24 @@ import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from support.elsewhere import Elsewhere
 from support.samples import csv_config, write
 from support.stores import BUCKET, Store
 
 from hybrid.config import RunConfig, TaskSection
 from hybrid.config.file import validate
+from hybrid.data import from_files, prepared
 from hybrid.data.loader import BatchLoader
 from hybrid.data.located import StoreFolder, open_split, read_encoder, ready, source_of
-from hybrid.data.prepared import cache_folder, prepare
+from hybrid.data.other_hosts import Stage
+from hybrid.data.prepared import cache_folder, fingerprint, prepare
+from hybrid.data.stages import ParseJob, Reading
 from hybrid.data.storage import PreparedDataset
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage.files import entries, remove, write_bytes
@@ -77,6 +83,29 @@ def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) 
     assert said == [f"prepared data found in {source_of(first)}"]
     assert second != first
     assert source_of(second) == source_of(first)
+
+
+def test_what_another_host_has_parsed_comes_by_the_store_and_leaves_it(
+    tmp_path: Path, cache: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
+    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=2000))
+    given: list[ParseJob] = []
+
+    class Noting(Elsewhere):
+        def give(self, number: int, work: Stage, job: Any) -> None:
+            super().give(number, work, job)
+            given.extend([job] if isinstance(job, ParseJob) else [])
+
+    config, host, said = config_of(tmp_path, str(cache)), Noting(), list[str]()
+    folder = ready(config, cache, said.append, hosts=lambda: [host])
+    parts = place(source_of(folder)).with_name(f".parts-{fingerprint(config)}")
+    assert {job.sent.parent for job in given if job.sent is not None} == {parts}
+    assert len(host.done) > 1, said
+    assert not entries(parts, is_deep=True)
+    here = PreparedDataset.open(prepare(config, tmp_path / "cache"), "train")
+    assert rows_of(open_split(folder, "train", config.data)) == rows_of(here)
 
 
 def test_an_attempt_that_fails_leaves_nothing_that_counts(

@@ -166,7 +166,7 @@ def test_what_others_send_is_fetched_here(tmp_path: Path) -> None:
         found = [*processes.map(fetch, jobs, TELL_NOBODY)]
     assert [name for name, _ in found] == [job.name for job in jobs]
     sent = [str(number) for number in host.done if number >= 0]
-    assert len(sent) > 1
+    assert len(sent) > len(os.sched_getaffinity(0)), "it is given more once it has sent some"
     assert [name for name, by in found if by == str(os.getpid())] == sorted(sent, key=int)
 
 
