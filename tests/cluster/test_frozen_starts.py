@@ -1,6 +1,5 @@
 """A role that is frozen while torch connects them: the others say so in time, though torch hears nothing."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -11,8 +10,9 @@ from socket import socket
 from unittest import mock
 
 import psutil
-from support.cluster import PRELOAD, small_config
+from support.cluster import small_config
 from support.commands import eventually
+from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
@@ -61,8 +61,7 @@ def take_part(
 
 def endings(frozen: Role) -> dict[Role, str]:
     """What the others of a cluster of one trainer and one worker say once this role is frozen."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     secret, processes, said = Secret.fresh(), {}, {}
     with listen("127.0.0.1", 0) as listener:
         config = small_config(

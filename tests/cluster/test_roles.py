@@ -1,6 +1,5 @@
 """What the processes of a cluster are: where calls run, who is in the trainers' group, and how all end."""
 
-import multiprocessing
 import os
 import threading
 from multiprocessing.queues import SimpleQueue
@@ -9,7 +8,8 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch.distributed as dist
-from support.cluster import PRELOAD, STOP_SECONDS, Clusters, small_config
+from support.cluster import STOP_SECONDS, Clusters, small_config
+from support.fork_context import fork_context
 from torch.distributed import rpc
 
 from hybrid import wire
@@ -107,8 +107,7 @@ def live(
     "dist_autograd/set_shutdown_signal",
 )
 def test_trainers_form_a_group_until_the_master_says_stop() -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     told: SimpleQueue[tuple[str, Any]] = context.SimpleQueue()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:

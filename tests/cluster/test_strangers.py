@@ -1,6 +1,5 @@
 """Processes without the secret, beside a cluster and against one process: nothing of theirs runs."""
 
-import multiprocessing
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.cluster import PRELOAD, STOP_SECONDS
+from support.cluster import STOP_SECONDS
+from support.fork_context import fork_context
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
@@ -88,8 +88,7 @@ def _outcome(attempt: Callable[[], Any]) -> str:
 @contextmanager
 def process_of_a_stranger(target: Callable[..., None], *args: Any) -> Iterator[Connection]:
     """Another process that runs ``target(*args, connection)``; the other end of the connection."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(*args, theirs))
     process.start()

@@ -7,7 +7,6 @@ A case is a function that runs in the master's process, with the cluster as its 
 
 import dataclasses
 import faulthandler
-import multiprocessing
 import signal
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,6 +15,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
 from hybrid.topology import MASTER, Role
@@ -30,15 +31,6 @@ T = TypeVar("T")
 
 STOP_SECONDS = 20.0
 CASE_SECONDS = 60.0
-PRELOAD = [
-    "torch._dynamo",
-    "workers.roles.master",
-    "workers.roles.run",
-    "support.cluster",
-    "support.reporting",
-    "support.forked_commands",
-]
-
 SMALL = RunConfig()
 SMALL = SMALL.replace(
     data=dataclasses.replace(SMALL.data, synthetic_rows=3000, synthetic_test_rows=500),
@@ -99,8 +91,7 @@ def _run(cluster: Cluster, case: Callable[..., Any], args: Any, kwargs: Any) -> 
 @contextmanager
 def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
     """A cluster for the length of a ``with`` block; at its end every role must stop in peace."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     ours, theirs = context.Pipe()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:

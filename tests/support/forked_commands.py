@@ -4,7 +4,6 @@ Of ``python -m workers`` only the start of the interpreter is left out, twice: t
 ``launch`` that of the server which forks the roles.
 """
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from support.cluster import PRELOAD
+from support.fork_context import fork_context
 
 from workers.cli import main
 from workers.launching import launch
@@ -50,8 +49,7 @@ class ForkedCommand:
     ) -> None:
         for file in _files(output):
             file.touch()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_context()
         self._process = context.Process(
             target=_main, args=(list(arguments), folder, dict(environment), output, enter), name="hybrid"
         )

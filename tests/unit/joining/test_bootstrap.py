@@ -1,15 +1,14 @@
 """What a role finds out once it is welcome, and tells its master before torch starts."""
 
 import dataclasses
-import multiprocessing
 import re
 import resource
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import pytest
-from support.cluster import PRELOAD
 from support.commands import eventually
+from support.fork_context import fork_context
 from support.rendezvous import ADDRESS, SECONDS, WELCOME, WORKER, meeting
 
 from hybrid.config import RunConfig
@@ -54,8 +53,7 @@ def _join(address: Address, secret: Secret, settings: Sequence[str], files: int,
 def test_what_its_host_lacks_is_told_on_both_sides(
     settings: list[str], network: str, files: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     told, theirs = context.Pipe(duplex=False)
     with meeting(welcome=dataclasses.replace(WELCOME_HERE, network=network)) as opened:
         address = Address(ADDRESS, opened.port)

@@ -1,13 +1,12 @@
 """What the process of a role does under the launcher before it ends."""
 
-import multiprocessing
 import resource
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from support.cluster import PRELOAD
+from support.fork_context import fork_context
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.topology import MASTER
@@ -33,8 +32,7 @@ def _be_a_role(told: Connection, folder: Path, most_bytes: int) -> None:
 
 def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[Outcome]]:
     """Exit code of a role whose files take so many bytes, and what it tells the launcher."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=_be_a_role, args=(writer, folder, most_bytes))
     process.start()

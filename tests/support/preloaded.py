@@ -1,0 +1,15 @@
+"""All that takes its time to import, for processes to be forked from one that has imported it."""
+
+# ruff: noqa: F401
+
+from workers.launching.imports import lasting_imports
+
+with lasting_imports():
+    import pytest  # by modules of cases
+    import support.cluster
+    import support.forked_commands
+    import support.reporting
+    import torch._dynamo
+
+    import workers.roles.master
+    import workers.roles.run
