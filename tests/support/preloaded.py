@@ -2,6 +2,8 @@
 
 # ruff: noqa: F401
 
+from cryptography.hazmat.backends import default_backend
+
 from workers.launching.imports import lasting_imports
 
 with lasting_imports():
@@ -13,3 +15,5 @@ with lasting_imports():
 
     import workers.roles.master
     import workers.roles.run
+
+    default_backend()  # which each role would import with its first key
