@@ -5,10 +5,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from support import cluster
+from support import cluster, other_stores
 from support.cluster import Clusters
 from support.stores import CREDENTIALS, Store, named_by_environment
 
+from hybrid.storage.places import RemotePath
 from workers.launching.imports import lasting_imports
 
 # As commands set it before they import torch; processes that are forked here have imported it.
@@ -58,3 +59,19 @@ def store() -> Iterator[Store]:
     with named_by_environment(server.environment):
         yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def google() -> Iterator[RemotePath]:
+    """A bucket of a server that speaks as Google's store does."""
+    with other_stores.google() as bucket:
+        yield bucket
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RemotePath]:
+    """A container of Azurite's, whose key this process and those that it starts find in the environment."""
+    if other_stores.AZURITE is None:
+        pytest.skip("needs azurite-blob, which npm install --global azurite puts on the path")
+    with other_stores.azure(tmp_path_factory.mktemp("azurite")) as container:
+        yield container

@@ -18,14 +18,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 
 from hybrid.storage.places import Place, RemotePath
-from hybrid.storage.stores import asking
+from hybrid.storage.stores import asking, content_of, listed
 
 # What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
 _BLOCK_BYTES = 16 << 20
 _REQUESTS = 6
+_UNSENT_BYTES = 64 << 20
 _WAITING = 16  # small requests, most of which is waiting
 
 Item = TypeVar("Item")
@@ -114,15 +116,15 @@ def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
 
 
 def _remote_entries(folder: RemotePath, is_deep: bool) -> list[Entry]:
-    from pyarrow import fs
-
-    with asking(folder, "listed") as (filesystem, path), suppress(FileNotFoundError):
-        selector = fs.FileSelector(path, recursive=is_deep)
-        infos = filesystem.get_file_info(selector)
-        start = len(path.rstrip("/")) + 1
-        found = [_entry(folder / info.path[start:], info) for info in infos]
-        return [each for each in found if each is not None]
-    return []
+    with asking(folder, "listed") as (filesystem, path):
+        infos = listed(filesystem, path, is_deep)
+    start = len(path.rstrip("/")) + 1
+    named = {info.path[start:].rstrip("/"): info for info in infos}
+    found = [_entry(folder / name, info) for name, info in named.items() if is_deep or "/" not in name]
+    if not is_deep:  # folders by what is in them, where a store lists no others
+        inside = {name.partition("/")[0] for name in named if "/" in name} - named.keys()
+        found += [Entry(folder / name, 0, 0, True) for name in inside]
+    return [each for each in found if each is not None]
 
 
 def _entry(place: RemotePath, info: Any) -> Entry | None:
@@ -134,8 +136,7 @@ def _entry(place: RemotePath, info: Any) -> Entry | None:
 def tag(place: RemotePath) -> str:
     """What a store calls the content that a file has now, of S3 its ETag; empty where it calls it nothing."""
     with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
-        content: bytes = (file.metadata() or {}).get("ETag", b"")
-        return content.decode()
+        return content_of(file.metadata() or {}, filesystem.type_name)
 
 
 def of_each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
@@ -313,9 +314,14 @@ class _Stream:
 
     def __init__(self, place: RemotePath) -> None:
         self._place = place
+        self._unsent = 0
         with asking(place, "written") as (filesystem, path):
+            # Azure shows a file from its first byte on: it is written in a folder of its own, and copied.
+            folder, _, name = path.rpartition("/")
+            self._apart = f"{folder}/.{name}.{token_hex(4)}" if filesystem.type_name == "abfs" else None
+            written = path if self._apart is None else f"{self._apart}/part"
             # As it is, whatever its name ends in.
-            self._stream = filesystem.open_output_stream(path, compression=None)
+            self._stream = filesystem.open_output_stream(written, compression=None)
 
     @property
     def closed(self) -> bool:
@@ -323,19 +329,30 @@ class _Stream:
         return is_closed
 
     def write(self, content: bytes | memoryview, /) -> int:
+        num_bytes = memoryview(content).nbytes
         with asking(self._place, "written"):
             self._stream.write(content)
-        return memoryview(content).nbytes
+            self._unsent += num_bytes
+            if self._apart is not None and self._unsent >= _UNSENT_BYTES:
+                self._stream.flush()  # else Azure's keeps all that the network has not taken yet
+                self._unsent = 0
+        return num_bytes
 
     def close(self) -> None:
-        with asking(self._place, "written"):
+        with asking(self._place, "written") as (filesystem, path):
             self._stream.close()
+            if self._apart is not None:
+                filesystem.copy_file(f"{self._apart}/part", path)
+                filesystem.delete_dir(self._apart)
 
     def abandon(self) -> None:
         """Leave nothing of it. A stream can only be closed, which makes a file of what it has."""
-        with suppress(OSError):
-            self.close()
-            remove(self._place)
+        with suppress(OSError), asking(self._place, "removed") as (filesystem, path):
+            self._stream.close()
+            if self._apart is not None:
+                filesystem.delete_dir(self._apart)
+            else:
+                filesystem.delete_file(path)
 
 
 @contextmanager

@@ -20,8 +20,14 @@ SCHEMES = {
     "viewfs": "viewfs",
 }
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# What a URL of S3 may say in its query; none of it is secret.
-_S3_OPTIONS = ("anonymous", "endpoint_override", "force_virtual_addressing", "region", "scheme")
+# What URLs may say in their query; none of it is secret.
+_AZURE_OPTIONS = ("enable_tls",)
+_OPTIONS = {
+    "s3": ("anonymous", "endpoint_override", "force_virtual_addressing", "region", "scheme"),
+    "gs": ("anonymous", "endpoint_override", "scheme"),
+    "abfs": _AZURE_OPTIONS,
+    "abfss": _AZURE_OPTIONS,
+}
 _SECRET = re.compile(r"key|secret|token|password|credential|sas", re.IGNORECASE)
 
 
@@ -128,8 +134,9 @@ def _refuse_credentials(scheme: str, authority: str, query: str) -> None:
     for name, _ in parse_qsl(query, keep_blank_values=True):
         if _SECRET.search(name):
             raise StorageError(f"{bare}: {name} in the URL, and URLs are printed; {_INSTEAD}")
-        if scheme == "s3" and name not in _S3_OPTIONS:
-            raise StorageError(f"{bare}: there is no option {name}; there are {', '.join(_S3_OPTIONS)}")
+        known = _OPTIONS.get(SCHEMES[scheme])
+        if known is not None and name not in known:
+            raise StorageError(f"{bare}: there is no option {name}; there are {', '.join(known)}")
 
 
 def options(query: str) -> dict[str, str]:

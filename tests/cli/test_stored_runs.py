@@ -15,7 +15,7 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.checkpoint import folders
 from hybrid.checkpoint.reader import Checkpoint
-from hybrid.storage import files, stores
+from hybrid.storage import clients, files
 from hybrid.storage.places import Place, place
 from workers.cli import main
 
@@ -52,7 +52,7 @@ def test_whether_another_start_may_help_where_a_store_gives_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(stores, "ATTEMPTS", 1)
+    monkeypatch.setattr(clients, "ATTEMPTS", 1)
     with ExitStack() as stack:
         proxy = stack.enter_context(Proxy(store))
         proxy.plan = lambda method, path: fate

@@ -63,6 +63,8 @@ def test_it_is_taken_apart_as_a_path_is() -> None:
         ("s3://bucket/a?secret_key=secret", "secret_key in the URL"),
         ("abfs://box@account/a?sas_token=secret", "sas_token in the URL"),
         ("s3://bucket/a?regoin=x", "no option regoin"),
+        ("gs://bucket/a?region=x", "there are anonymous, endpoint_override, scheme"),
+        ("abfs://box@account/a?enable_tsl=false", "there are enable_tls"),
         ("ftp://host/a", "no URL that can be read"),
         ("s3:///a", "names no bucket"),
     ],

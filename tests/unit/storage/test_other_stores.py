@@ -1,0 +1,131 @@
+"""Google's store and Azure's: what they do otherwise than S3's, and what is said where they do not."""
+
+from collections.abc import Callable
+
+import pytest
+
+from hybrid.errors import OutageError, StorageError
+from hybrid.storage import clients, files
+from hybrid.storage.places import RemotePath, place
+from hybrid.storage.stores import _error
+
+
+def elsewhere(bucket: RemotePath) -> RemotePath:
+    """A bucket of the same store that is not there."""
+    if bucket.root.startswith("gs"):
+        return RemotePath("gs://no-such-bucket", "", bucket.query)
+    return bucket.with_name("no-such-bucket")
+
+
+def test_a_bucket_that_is_not_there_is_said(other_store: RemotePath) -> None:
+    file = elsewhere(other_store) / "a"
+    asked: list[Callable[[], object]] = [
+        lambda: files.write_bytes(file, b"1"),
+        lambda: files.entries(file),
+        lambda: files.exists(file),
+    ]
+    for ask in asked:
+        with pytest.raises(StorageError, match="there is no such bucket; make it, or correct the URL"):
+            ask()
+    with pytest.raises(FileNotFoundError):
+        files.read_bytes(file)
+
+
+def test_a_file_is_the_old_one_until_the_new_one_is_whole(other_store: RemotePath) -> None:
+    folder = other_store / "whole"
+    files.write_bytes(folder / "a", b"old")
+    with files.writing(folder / "a") as file:
+        file.write(bytes(65 << 20))
+        assert files.read_bytes(folder / "a") == b"old"
+    assert files.size(folder / "a") == 65 << 20
+    assert [each.place for each in files.entries(folder, is_deep=True)] == [folder / "a"]
+
+
+def test_of_google_a_tag_is_of_the_content(google: RemotePath) -> None:
+    folder = google / "tags"
+    for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
+        files.write_bytes(folder / name, content)
+    a, b, c = (files.tag(folder / name) for name in "abc")
+    assert a == c != b
+
+
+def test_azure_says_nothing_of_the_content(azure: RemotePath) -> None:
+    files.write_bytes(azure / "tag", b"1")
+    assert files.tag(azure / "tag") == ""
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
+    monkeypatch.setattr(clients, "RETRY_SECONDS", 1.0)
+    store = place(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused}")
+    with pytest.raises(OutageError, match="endpoint_override in the URL, is right and can be reached"):
+        files.read_bytes(store)
+
+
+@pytest.mark.long
+def test_nobody_listens_for_azure(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
+    with pytest.raises(OutageError, match="see that the account in the URL is right and can be reached"):
+        files.read_bytes(place(f"abfs://me@{unused}/box/a?enable_tls=false"))
+
+
+def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("AAAA", "!"):
+        monkeypatch.setenv("AZURE_STORAGE_KEY", key)
+        clients._client.cache_clear()
+        with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
+            files.read_bytes(azure / "a")
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    clients._client.cache_clear()
+    with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
+        files.read_bytes(azure / "a")
+    clients._client.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("authority", "account", "prefix"),
+    [
+        ("box@me.dfs.core.windows.net", "me", "box/"),
+        ("me.blob.core.windows.net", "me", ""),
+        ("me@127.0.0.1:10000", "me", ""),
+        ("me@box", "me", "box/"),
+    ],
+)
+def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
+    assert clients._azure_names(authority)[:2] == (account, prefix)
+
+
+def test_a_url_of_azure_without_an_account_is_refused() -> None:
+    with pytest.raises(StorageError, match="names no account; write abfs://CONTAINER@ACCOUNT"):
+        files.read_bytes(place("abfs://box/a"))
+
+
+STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s error_info={reason=, domain=})"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said", "remedy", "kind"),
+    [
+        ("gs", STATUS % ("PERMISSION_DENIED", "Received HTTP status code: 403"), "GOOGLE_", StorageError),
+        (
+            "gs",
+            STATUS % ("UNAVAILABLE", "Could not create a OAuth2 access token"),
+            "GOOGLE_",
+            StorageError,
+        ),
+        ("gs", STATUS % ("UNAVAILABLE", "Received HTTP status code: 503"), "try again later", OutageError),
+        (
+            "gs",
+            STATUS % ("UNKNOWN", "PerformWork() - CURL error [60]=SSL"),
+            "SSL_CERT_FILE",
+            StorageError,
+        ),
+        ("abfs", "Azure Error: [AuthorizationFailure] 403 Server failed", "AZURE_STORAGE_KEY", StorageError),
+        ("abfs", "Azure Error: [ServerBusy] 503 The server is busy", "try again later", OutageError),
+        ("abfss", "Fail to get a new connection. SSL peer certificate", "SSL_CERT_FILE", StorageError),
+    ],
+)
+def test_what_helps_is_said(scheme: str, said: str, remedy: str, kind: type[StorageError]) -> None:
+    error = _error(RemotePath(f"{scheme}://b", "a"), "read", said)
+    assert remedy in str(error)
+    assert type(error) is kind
+    assert "error_info" not in str(error)
