@@ -26,15 +26,26 @@ there+='{ cat <&3 >/dev/null; kill -TERM $role; } 2>/dev/null & wait $role'
 at() {
     local host=$1
     shift
-    $SSH "$host" "bash -c $(printf '%q ' "$there" role "$@")" < <(exec cat "$folder/secret" "$folder/open" 3>&-) 3>&- &
+    $SSH "$host" "bash -c $(printf '%q ' "$there" role "$@")" \
+        < <(exec 3>&- && echo "$secret" && exec cat "$folder/open") 3>&- &
     roles+=($!)
 }
 
+# Who cannot be entered at the start is not waited for: a name or a key may be wrong.
+for host in $(printf '%s\n' "$master" "${trainers[@]}" "${workers[@]}" | sort -u); do
+    if ! $SSH "$host" true </dev/null; then
+        echo "hosts.sh: $host cannot be entered (see above); see that '$SSH $host true' succeeds, and start again" >&2
+        exit 1
+    fi
+done
+stopped=0 code=143
+trap 'stopped=1; exec 3>&-' INT TERM HUP
 for ((restart = 0; restart <= most_restarts; restart++)); do
-    rm -f "$folder/secret"
     $HYBRID secret "$folder/secret" >"$folder/said" || exit 1
+    secret=$(<"$folder/secret")
+    rm -f "$folder/secret" # kill -9 would leave it
     exec 3<>"$folder/open" # open for as long as this script is there
-    trap 'exec 3>&-' INT TERM HUP
+    ((stopped)) && break
     roles=() code=0
     at "$master" $HYBRID master --resume auto --set cluster.master_address="$master" \
         --set cluster.trainers=${#trainers[@]} --set cluster.workers=${#workers[@]} "$@"
@@ -56,8 +67,15 @@ for ((restart = 0; restart <= most_restarts; restart++)); do
     exec 3>&-
     # 75: another start may help; 137: a role was killed; 255: so was a connection. docs/failures.md has the codes.
     case $code in
-        75 | 137 | 255) echo "hosts.sh: ended with $code; starting again" >&2 ;;
+        75 | 137 | 255) ((stopped || restart == most_restarts)) && break ;;
         *) break ;;
     esac
+    # A machine needs a while to come back: 5 s, and twice as long each time, up to 80.
+    if ((code == 255)); then pause=$((5 << (restart < 4 ? restart : 4))); else pause=0; fi
+    echo "hosts.sh: ended with $code; starting again$( ((pause)) && echo " in $pause s")" >&2
+    sleep $pause &
+    wait $!
+    kill $! 2>/dev/null
+    ((stopped)) && break
 done
 exit "$code"

@@ -1,0 +1,118 @@
+"""configs/cluster/hosts.sh by OpenSSH, on two hosts made of namespaces, each with a server of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from support.commands import HYBRID, ROOT, Command, eventually, settings
+from support.hosts import Host
+from support.namespaces import needs_hosts
+from support.started_again import Progress
+
+SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+pytestmark = [
+    needs_hosts,
+    pytest.mark.skipif(SSHD is None or not shutil.which("ssh"), reason="needs OpenSSH, its server too"),
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+]
+SECONDS = 200.0
+SERVER = """HostKey {folder}/server
+AuthorizedKeysFile {folder}/user.pub
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PidFile none
+SetEnv XDG_STATE_HOME=/tmp/home/state PYTHONPATH={root}
+"""
+CLIENT = """IdentityFile {folder}/user
+IdentitiesOnly yes
+UserKnownHostsFile {folder}/known
+GlobalKnownHostsFile /dev/null
+BatchMode yes
+LogLevel ERROR
+"""
+LISTEN = "mount -t tmpfs tmpfs /run && mkdir /run/sshd && exec {sshd} -f {folder}/server.conf"
+
+
+@pytest.fixture
+def listening(hosts: list[Host], shared: Path) -> Iterator[tuple[list[Host], Path]]:
+    """Two hosts that can be entered by ssh, and the folder with all that it takes."""
+    pair, folder = hosts[:2], Path(tempfile.mkdtemp(dir=shared))
+    for name in ("server", "user"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    (folder / "server.conf").write_text(SERVER.format(folder=folder, root=ROOT))
+    (folder / "client.conf").write_text(CLIENT.format(folder=folder))
+    (folder / "known").write_text(
+        f"{','.join(host.name for host in pair)} {(folder / 'server.pub').read_text()}"
+    )
+    for host in pair:
+        host.run("sh", "-c", LISTEN.format(sshd=SSHD, folder=folder))
+    yield pair, folder
+    for host in pair:
+        for process in sessions(host):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        host.run("umount", "/run")
+
+
+def sessions(host: Host) -> list[psutil.Process]:
+    """The server of ssh on a host, and its connections."""
+    return [each for each in host.processes() if each.name() == "sshd"]
+
+
+def hosts_sh(pair: list[Host], folder: Path, arguments: list[str], output: Path) -> Command:
+    """The script, on the first host; the master and a trainer there, a trainer and a worker on the second."""
+    first, second = (host.name for host in pair)
+    script = ["bash", str(ROOT / "configs/cluster/hosts.sh"), first, f"{first} {second}", second, *arguments]
+    variables = {"SSH": f"ssh -F {folder}/client.conf", "HYBRID": " ".join(HYBRID)}
+    with output.with_suffix(".out").open("wb") as out, output.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(
+            [*pair[0].entering, *script], env=pair[0].environment(variables), stdout=out, stderr=err,
+            start_new_session=True,
+        )  # fmt: skip
+    return Command(process, output)
+
+
+def test_a_connection_breaks_and_the_script_is_stopped(
+    listening: tuple[list[Host], Path], tiny: list[str], shared: Path, tmp_path: Path
+) -> None:
+    pair, folder = listening
+    run = shared / "sshd-run"
+    more = settings(run={"folder": run}, train={"epochs": 1_000_000}, checkpoint={"every_steps": 5})
+    script = hosts_sh(pair, folder, [*tiny, *more], tmp_path / "output")
+    try:
+        progress = Progress(run, [script])
+        progress.await_checkpoint()
+        servers = {host.name: min(sessions(host), key=psutil.Process.create_time) for host in pair}
+        for each in sessions(pair[1]):
+            if each != servers[pair[1].name]:
+                each.kill()
+        assert eventually(lambda: "going on from step" in script.stdout, SECONDS)
+        progress.await_checkpoint()
+        (bash,) = psutil.Process(script.process.pid).children()
+        bash.send_signal(signal.SIGINT)
+        ended = script.wait(SECONDS)
+    finally:
+        script.kill()
+    assert ended.code == 143, ended.stderr
+    assert ended.stderr.count("hosts.sh: ended with 255; starting again in 5 s") == 1, ended.stderr
+    assert eventually(lambda: all(len(host.processes()) == 1 for host in pair), SECONDS), "servers alone"
+
+
+@pytest.mark.parametrize("missing", ["known", "user.pub"])
+def test_who_cannot_be_entered_is_not_waited_for(
+    listening: tuple[list[Host], Path], missing: str, tmp_path: Path
+) -> None:
+    pair, folder = listening
+    (folder / missing).write_text("")
+    ended = hosts_sh(pair, folder, [], tmp_path / "output").wait(SECONDS)
+    assert ended.code == 1
+    assert ended.stderr.splitlines()[-1].startswith(f"hosts.sh: {pair[0].name} cannot be entered (see above)")
