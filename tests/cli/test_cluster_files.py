@@ -186,6 +186,7 @@ def hosts(commands: Callable[[str, str], None], tmp_path: Path) -> Iterator[subp
     (tmp_path / "roles").mkdir()
     commands("hybrid", ROLE)
     commands("ssh", 'HOST=$1; export HOST; shift; exec bash -c "$*"')
+    commands("sleep", 'echo "$1" >>pauses')
     command = [str(FOLDER / "hosts.sh"), "n0", "n0 n0", "n1", "--config", "a b.toml"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.DEVNULL
@@ -234,3 +235,5 @@ def test_hosts_sh_starts_all_again_where_that_may_help(
     (tmp_path / "next").write_text("1")
     (tmp_path / "next").rename(tmp_path / "end")
     assert hosts.wait(SECONDS) == 1
+    pauses = [int(line) for line in (tmp_path / "pauses").read_text().split()]
+    assert pauses == ([5, 10, 20, 40, 80, 80, 80, 80, 80, 80] if code == 255 else [0] * 10)[: len(pauses)]
