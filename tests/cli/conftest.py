@@ -24,8 +24,8 @@ def endless(tiny: list[str]) -> list[str]:
 def trained(tiny: list[str], tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
     """A run of one epoch on two trainers and two workers; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
-    arguments = [*tiny, *settings(run={"folder": folder / "run"}, checkpoint={"every_steps": 5})]
-    return TrainedRun(folder / "run", output_of(["launch", *arguments], folder, afresh=True), tiny)
+    arguments = [*tiny, *settings(run={"folder": folder / "a run"}, checkpoint={"every_steps": 5})]
+    return TrainedRun(folder / "a run", output_of(["launch", *arguments], folder, afresh=True), tiny)
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,7 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     assert f"test AUC            {outcome['auc']:.4f} at step 16 (best reachable" in said
     assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
-        assert f" {command} {trained.folder}" in said
+        assert f" {command} '{trained.folder}'" in said, "with its blank, for a shell"
 
 
 def products_of(folder: Path) -> str:
@@ -70,7 +70,7 @@ def test_a_run_records_whose_products_it_takes_and_goes_on_with_them(
 
 def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:
     folders = [trained.folder, *(path for path in trained.folder.rglob("*") if path.is_dir())]
-    assert {path.name for path in folders} >= {"run", "checkpoints", "logs", "tables"}
+    assert {path.name for path in folders} >= {trained.folder.name, "checkpoints", "logs", "tables"}
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
 
 

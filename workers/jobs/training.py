@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -297,6 +298,7 @@ class Training:
         }
         self._folder.finish(result, leading_score(self._tasks))
         run_folder, train = self._folder.store, self._config.train
+        named = shlex.quote(str(run_folder))  # as a URL with options, which a shell would take apart
         limit = session.limit if self._step == session.total_steps else _PATIENCE
         more = {
             "train.epochs": train.epochs + 1,
@@ -314,9 +316,9 @@ class Training:
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"{own_command()} launch --resume {run_folder} --set {limit}={more}",
-                evaluate=f"{own_command()} evaluate {run_folder}{rows}",
-                predict=f"{own_command()} predict {run_folder}{rows} --output FILE",
+                resume=f"{own_command()} launch --resume {named} --set {limit}={more}",
+                evaluate=f"{own_command()} evaluate {named}{rows}",
+                predict=f"{own_command()} predict {named}{rows} --output FILE",
                 profile=self._profile,
                 unknown=session.reports[1].unknown,
             )
