@@ -80,7 +80,8 @@ def test_a_role_and_a_host_that_are_killed(
         progress.await_checkpoint()
         (tmp_path / hosts[1].name).unlink()
         hosts[1].kill()
-        let_enter(switch.host(shared, number=1), tmp_path)
+        hosts[1] = switch.host(shared, number=1)
+        let_enter(hosts[1], tmp_path)
         progress.await_checkpoint()
         ended = script.wait(SECONDS)
     assert ended.code == 0, ended.stderr
