@@ -141,10 +141,9 @@ class FilesPreparation:
     def _other_hosts(self, helpers: Helpers, limit: MemoryLimit) -> OtherHosts:
         """Those that see what they must."""
         if helpers.sent is not None:
-            folder, stages, process_bytes = helpers.sent, _SENT, limit.process_bytes
-            return OtherHosts(helpers.found, helpers.files, folder, self._tell, stages, process_bytes)
+            return OtherHosts(helpers, helpers.sent, self._tell, _SENT, limit.process_bytes)
         share = limit.share_bytes(self._count)  # to order values takes as much as there is
-        return OtherHosts(helpers.found, helpers.files, self._spill, self._tell, _SHARED, share)
+        return OtherHosts(helpers, self._spill, self._tell, _SHARED, share)
 
     def _parse(
         self, processes: Processes, parts: Mapping[str, Sequence[Part]]

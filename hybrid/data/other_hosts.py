@@ -110,8 +110,7 @@ class OtherHosts:
     """Those that take part, from when they are there; to be closed.
 
     Args:
-        found: the hosts that may; more and more.
-        files: of the input.
+        helpers: the hosts that may, and what they must see.
         folder: that the jobs write to.
         tell: told who takes part, and who does not.
         stages: what they do in place of a stage; where that is another, this host is to do the job, too.
@@ -120,18 +119,17 @@ class OtherHosts:
 
     def __init__(
         self,
-        found: Callable[[], Sequence[Host]],
-        files: Sequence[InputFile],
+        helpers: Helpers,
         folder: Place,
         tell: Callable[[str], None],
         stages: Mapping[Stage, Stage],
         process_bytes: int,
     ) -> None:
-        self._found = found
+        self._found = helpers.found
         self._stages = stages
         self._is_whole = True  # what they do now
         probe, token = folder.absolute() / _PROBE, secrets.token_hex(_TOKEN_BYTES)
-        self._look = LookJob(tuple(files), probe, token, process_bytes)
+        self._look = LookJob(tuple(helpers.files), probe, token, process_bytes)
         self._tell = tell
         self._num_asked = 0
         self._sizes: dict[Host, int] = {}  # how many processes each has; 0 before it has said so

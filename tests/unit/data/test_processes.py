@@ -12,7 +12,7 @@ import psutil
 import pytest
 from support.elsewhere import Elsewhere
 
-from hybrid.data.other_hosts import OtherHosts, Stage
+from hybrid.data.other_hosts import Helpers, OtherHosts, Stage
 from hybrid.data.pool import Told
 from hybrid.data.processes import Processes
 from hybrid.errors import ClusterError, ConfigError, DataError
@@ -138,7 +138,7 @@ def test_all_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def joined(folder: Path, *hosts: Elsewhere) -> tuple[OtherHosts, list[str]]:
     said: list[str] = []
-    return OtherHosts(lambda: hosts, (), folder, said.append, STAGES, 1), said
+    return OtherHosts(Helpers(lambda: hosts, ()), folder, said.append, STAGES, 1), said
 
 
 def test_hosts_share_jobs_and_answers_keep_their_order(tmp_path: Path) -> None:
