@@ -11,16 +11,16 @@ __version__ = "0.1.0"
 
 # What a script of the user's imports; their modules import torch, which takes seconds.
 _PUBLIC = {
-    "Embedding": "hybrid.own_loop.modules",
-    "EmbeddingBag": "hybrid.own_loop.modules",
-    "Jagged": "hybrid.own_loop.jagged",
-    "connect": "hybrid.own_loop.cluster",
-    "listwise_loss": "hybrid.training.ranking_losses",
-    "load": "hybrid.serving.module",
-    "pairwise_loss": "hybrid.training.ranking_losses",
+    "Embedding": "hybrid.custom_loop.embedding_modules",
+    "EmbeddingBag": "hybrid.custom_loop.embedding_modules",
+    "Jagged": "hybrid.custom_loop.jagged",
+    "connect": "hybrid.custom_loop.cluster",
+    "listwise_loss": "hybrid.engine.ranking_losses",
+    "load": "hybrid.inference.trained_module",
+    "pairwise_loss": "hybrid.engine.ranking_losses",
     **dict.fromkeys(
         ("SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "Adam", "AdamW", "Ftrl"),
-        "hybrid.own_loop.optimizers",
+        "hybrid.custom_loop.table_optimizers",
     ),
 }
 

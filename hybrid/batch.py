@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import DataError
-from hybrid.grouping import group_ends, order_totals, split_group, whole_bounds
 from hybrid.input_spec import TaskSpec
-from hybrid.splitmix64 import splitmix64
+from hybrid.primitives.grouping import group_ends, order_totals, split_group, whole_bounds
+from hybrid.primitives.splitmix64 import splitmix64
 
 
 class SparseFeatures(NamedTuple):
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
             not read where there are no weights.
         groups: ``groups_B``, int64, the same for samples of one group; None where there are none.
         total_groups: ``totals_T``, float64, how much the groups of the whole step count by task (see
-            :func:`hybrid.grouping.order_weights`); None where no loss is of the order within groups. Where
+            :func:`order_weights`); None where no loss is of the order within groups. Where
             one is, the samples of a group stand together, in one share and in one part.
     """
 
@@ -190,7 +190,7 @@ class Batch(NamedTuple):
             raise DataError(f"group {split} is split: its samples do not stand together in the batch")
 
     def order_totals(self, num_tasks: int) -> Tensor:
-        """How much its groups count by task, (T,); see :func:`hybrid.grouping.order_weights`."""
+        """How much its groups count by task, (T,); see :func:`hybrid.primitives.grouping.order_weights`."""
         if not len(self.labels):
             return torch.zeros(num_tasks, dtype=torch.float64)
         assert self.groups is not None, "check_groups has seen them"

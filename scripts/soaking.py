@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.located import ready
-from hybrid.data.prepared import cache_folder
+from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.prepare.preparation import cache_folder
 from hybrid.topology import Role, Topology
-from workers.session.dataset import DatasetSession
+from workers.controller.dataset_session import DatasetSession
 
 INTERVALS = 100
 _WARM_UP = 0.2  # of the intervals: caches fill
@@ -24,7 +24,7 @@ def measure(topology: Topology, config: RunConfig) -> None:
     """Train, evaluate and save at the end of each interval, and ask every role how it is."""
     session = DatasetSession(topology, config, ready(config, cache_folder(config)))
     roles = [*topology.trainers, *topology.workers]
-    taken: dict[Role, list[wire.Vitals]] = {role: [] for role in roles}
+    taken: dict[Role, list[transport.Vitals]] = {role: [] for role in roles}
     shutil.rmtree(_FOLDER, ignore_errors=True)
     every = config.train.max_steps // INTERVALS
     start = time.monotonic()
@@ -32,7 +32,7 @@ def measure(topology: Topology, config: RunConfig) -> None:
         _train(session, step, every)
         session.evaluate(step + every)
         shutil.rmtree(session.save(_FOLDER / "checkpoint", step + every, 0))
-        calls = {role: wire.ping(role, _PING_SECONDS) for role in roles}
+        calls = {role: transport.ping(role, _PING_SECONDS) for role in roles}
         for role, call in calls.items():
             taken[role].append(call.wait())
     seconds = time.monotonic() - start
@@ -52,7 +52,7 @@ def _train(session: DatasetSession, step: int, num_steps: int) -> None:
         step += count
 
 
-def _line(role: Role, vitals: list[wire.Vitals], every: int) -> dict[str, float | str]:
+def _line(role: Role, vitals: list[transport.Vitals], every: int) -> dict[str, float | str]:
     """How much a role has grown, by a straight line through all but the first intervals."""
     settled = vitals[int(_WARM_UP * len(vitals)) :]
     thousand_steps = np.arange(len(settled)) * every / 1000

@@ -9,8 +9,8 @@ from support import cluster, other_stores
 from support.cluster import Clusters
 from support.stores import CREDENTIALS, Store, named_by_environment
 
-from hybrid.storage.places import RemotePath
-from workers.launching.imports import lasting_imports
+from hybrid.storage.remote_path import RemotePath
+from workers.launching.preloading import lasting_imports
 
 # As commands set it before they import torch; processes that are forked here have imported it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -8,9 +8,9 @@ from pathlib import Path
 from hybrid import __version__
 from hybrid.config.sections import DTYPES
 from hybrid.errors import StorageError
-from hybrid.storage.places import Place, place
+from hybrid.storage.remote_path import Place, place
 from hybrid.topology import RoleKind
-from workers.joining.address import DEFAULT_PORT
+from workers.rendezvous.address import DEFAULT_PORT
 
 _RUN, _COMPARE, _OF_SCRIPT = "run", "compare", "--"
 _RUN_USAGE = (

@@ -11,17 +11,17 @@ from contextlib import contextmanager
 from hybrid.errors import HybridError
 from hybrid.topology import RoleKind
 from workers.arguments import parse
-from workers.commands import offline, roles, runs
-from workers.endings import ExitCode, Interrupt, exit_code
-from workers.screen.lasting_output import lasting_output
-from workers.screen.visible import visible
-from workers.search_path import search_here_last
-from workers.stopping import ASK_SIGNAL, HEARD
-from workers.torch_cache import choose_torch_cache
+from workers.commands import offline_commands, role_commands, run_commands
+from workers.compile_cache import choose_torch_cache
+from workers.console.escaping import visible
+from workers.console.output_stream import lasting_output
+from workers.exit_codes import ExitCode, Interrupt, exit_code
+from workers.module_search_path import search_here_last
+from workers.signals import ASK_SIGNAL, HEARD
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; exits with a code of :class:`workers.endings.ExitCode`, and a line on stderr."""
+    """Run one command; exits with a code of :class:`workers.exit_codes.ExitCode`, and a line on stderr."""
     started_at = time.time()
     # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -90,18 +90,18 @@ def _interruptible() -> Iterator[None]:
 _WITHOUT_TORCH = ("config", "secret")
 _RUNS = ("launch", "compare", "run", "role", *(kind.value for kind in RoleKind))
 _COMMANDS = {
-    "launch": runs.launch_run,
-    "compare": runs.compare,
-    "run": runs.run,
-    RoleKind.MASTER: roles.master_role,
-    RoleKind.TRAINER: roles.other_role,
-    RoleKind.WORKER: roles.other_role,
-    "role": roles.role_by_rank,
-    "plan": offline.plan,
-    "evaluate": offline.evaluate,
-    "predict": offline.predict,
-    "export": offline.export,
-    "import": offline.import_,
-    "config": offline.config,
-    "secret": offline.secret,
+    "launch": run_commands.launch_run,
+    "compare": run_commands.compare,
+    "run": run_commands.run,
+    RoleKind.MASTER: role_commands.master_role,
+    RoleKind.TRAINER: role_commands.other_role,
+    RoleKind.WORKER: role_commands.other_role,
+    "role": role_commands.role_by_rank,
+    "plan": offline_commands.plan,
+    "evaluate": offline_commands.evaluate,
+    "predict": offline_commands.predict,
+    "export": offline_commands.export,
+    "import": offline_commands.import_,
+    "config": offline_commands.config,
+    "secret": offline_commands.secret,
 }

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 from hybrid.models.din import DIN
 
 DIM = 8

@@ -9,7 +9,7 @@ from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 from hybrid.models.esmm import ESMM, both_log_probabilities, entire_space_loss
 
 DIM = 8

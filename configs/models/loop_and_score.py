@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybrid.custom_loop.cluster import Cluster
 from hybrid.metrics import binary_metrics
-from hybrid.own_loop.cluster import Cluster
 
 
 def arguments(parser: ArgumentParser | None = None, samples: int = 200_000, epochs: int = 3) -> Namespace:

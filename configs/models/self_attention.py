@@ -5,7 +5,7 @@ from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 from hybrid.models.self_attention import SelfAttention, last_of, next_item_loss
 
 DIM = 32

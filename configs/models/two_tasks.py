@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 
 DIM = 8
 TASKS = ("first label", "second label"), ("income", "never married")

@@ -10,7 +10,7 @@ from loop_and_score import arguments, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 from hybrid.models.two_towers import TwoTowers, in_batch_softmax, log_popularity
 
 DIM, CUT = 16, 10

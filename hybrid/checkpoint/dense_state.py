@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
-from hybrid.storage.places import Place
+from hybrid.storage.remote_path import Place
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint.files import Files, cannot_write
+from hybrid.checkpoint.checkpoint_files import Files, cannot_write
 from hybrid.errors import CheckpointError, first_line
-from hybrid.private_files import make_folder
 from hybrid.storage import files as storage
-from hybrid.storage.places import Place
+from hybrid.storage.private_files import make_folder
+from hybrid.storage.remote_path import Place
 
 _DTYPES = {
     torch.float64: "F64",

@@ -6,7 +6,7 @@ look over as a whole, and ``page`` describes all keys. The command line reads co
 is given a ``RunConfig``, or one section of it.
 """
 
-from hybrid.config.data import ColumnSection as ColumnSection, DataSection as DataSection
+from hybrid.config.data_sections import ColumnSection as ColumnSection, DataSection as DataSection
 from hybrid.config.sections import (
     CheckpointSection as CheckpointSection,
     ClusterSection as ClusterSection,
@@ -18,5 +18,5 @@ from hybrid.config.sections import (
     ScheduleSection as ScheduleSection,
     TrainSection as TrainSection,
 )
-from hybrid.config.tables import EmbeddingSection as EmbeddingSection, TableSection as TableSection
-from hybrid.config.tasks import TaskSection as TaskSection
+from hybrid.config.table_sections import EmbeddingSection as EmbeddingSection, TableSection as TableSection
+from hybrid.config.task_sections import TaskSection as TaskSection

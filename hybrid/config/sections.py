@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from hybrid.config.data import ColumnSection, DataSection
+from hybrid.config.data_sections import ColumnSection, DataSection
 from hybrid.config.key import Key, by_host, fixed, keys_of, option
-from hybrid.config.tables import EmbeddingSection, TableSection
-from hybrid.config.tasks import LABEL, TaskSection, leading_score
+from hybrid.config.table_sections import EmbeddingSection, TableSection
+from hybrid.config.task_sections import LABEL, TaskSection, leading_score
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 

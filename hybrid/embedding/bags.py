@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.table_spec import Pooling
 
 _MODES = {Pooling.SUM: 0, Pooling.MEAN: 1, Pooling.MAX: 2}
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from hybrid.config.rules import check_workers
-from hybrid.embedding.pooled_by import BYTES_PER_ID, trainers_pool
-from hybrid.embedding.spec import OptimizerSpec, TableSpec
+from hybrid.config.validation import check_workers
+from hybrid.embedding.pooling_side import BYTES_PER_ID, trainers_pool
+from hybrid.embedding.table_spec import OptimizerSpec, TableSpec
 
 # Splitting a small table saves no memory worth having and costs one more message segment a step.
 MIN_SPLIT_BYTES = 16 << 20

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.embedding.placement import Placement, state_values_per_row
-from hybrid.embedding.pooled_by import BYTES_PER_ID, bag_ids, ids_apart
-from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.pooling_side import BYTES_PER_ID, bag_ids, ids_apart
+from hybrid.embedding.table_spec import TableSpec
 
 _EXACT_ROWS = 1 << 16  # the frequent ones
 _BLOCK_GROWTH = 1.01  # of the blocks in which the others are taken together

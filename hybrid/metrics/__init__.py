@@ -4,13 +4,13 @@ Begin with ``predictions``: what trainers make of a test set, wherever its sampl
 it. ``binary`` and ``ranking`` compute them, ``tasks`` says which ones a task has.
 """
 
-from hybrid.metrics.binary import (
+from hybrid.metrics.binary_metrics import (
     BinaryMetrics as BinaryMetrics,
     binary_metrics as binary_metrics,
     probabilities as probabilities,
 )
-from hybrid.metrics.predictions import Predictions as Predictions
-from hybrid.metrics.tasks import (
+from hybrid.metrics.gathered_predictions import Predictions as Predictions
+from hybrid.metrics.task_metrics import (
     Metrics as Metrics,
     check_own_metrics as check_own_metrics,
     predicted as predicted,

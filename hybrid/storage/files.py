@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 
-from hybrid.storage.places import Place, RemotePath
+from hybrid.storage.object_stores import asking, content_of, listed
 from hybrid.storage.remote_files import RemoteFile, writing_remote
-from hybrid.storage.stores import asking, content_of, listed
+from hybrid.storage.remote_path import Place, RemotePath
 
 # What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
 _BLOCK_BYTES = 16 << 20

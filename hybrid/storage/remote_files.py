@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 from secrets import token_hex
 from typing import Any
 
-from hybrid.storage.places import RemotePath
-from hybrid.storage.stores import asking
+from hybrid.storage.object_stores import asking
+from hybrid.storage.remote_path import RemotePath
 
 _UNSENT_BYTES = 64 << 20
 

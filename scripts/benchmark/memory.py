@@ -18,7 +18,7 @@ from benchmark.rounds import Task, measured
 from benchmark.systems import OURS_SYNC, OWN_PYTHON
 from benchmark.tables import TextTable, mib
 from benchmark.workloads import NUM_BATCHES, Workload
-from hybrid.config.tables import TABLE_OPTIMIZERS
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.placement import bytes_per_row
 from hybrid.errors import ConfigError
 

@@ -10,7 +10,7 @@ from benchmark.workloads import Workload
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.topology import Topology
-from workers.session.session import Session
+from workers.controller.session import Session
 
 
 def measure(topology: Topology, config: RunConfig) -> None:

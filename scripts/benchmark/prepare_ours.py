@@ -6,11 +6,11 @@ That is what a master does before it trains, without what it imports to train.
 import sys
 from pathlib import Path
 
-from hybrid.config.file import load_config
-from hybrid.data.from_files import FilesPreparation
-from hybrid.data.manifest import DataManifest
-from hybrid.data.meter import tell_nobody
-from hybrid.data.stages import Reading
+from hybrid.config.loading import load_config
+from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare.stages import Reading
+from hybrid.primitives.meter import tell_nobody
 
 
 def main(path: str, vocabulary: str, result: str) -> None:

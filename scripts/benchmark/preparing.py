@@ -30,7 +30,7 @@ from benchmark.running import MeasurementError
 from benchmark.systems import OWN_PYTHON
 from benchmark.tables import TextTable, mib, times
 from hybrid.errors import ConfigError
-from workers.run_folder.paths import scratch_logs
+from workers.run_folder.run_paths import scratch_logs
 
 PYARROW = "pyarrow"
 _POLARS = "polars"

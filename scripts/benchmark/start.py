@@ -8,7 +8,7 @@ from torch import Tensor
 from benchmark.job import Job
 from benchmark.workloads import Workload
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.worker.initial import initialise_rows
+from hybrid.embedding.worker.initial_rows import initialise_rows
 
 
 def sgd_job() -> Job:

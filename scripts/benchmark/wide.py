@@ -26,9 +26,9 @@ from benchmark.processes import ERRORS, started
 from benchmark.running import MeasurementError
 from benchmark.systems import OWN_PYTHON
 from benchmark.tables import TextTable, mib
+from hybrid.security.secret import VARIABLE
 from hybrid.topology import MASTER, Topology
-from hybrid.trust.secret import VARIABLE
-from workers.run_folder.paths import scratch_logs
+from workers.run_folder.run_paths import scratch_logs
 
 _STEPS = 10
 _TIMEOUT_SECONDS = 600.0

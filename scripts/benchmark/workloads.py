@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from benchmark.durations import PRODUCTS
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, EmbeddingSection, RunConfig, TrainSection
-from hybrid.dense.configured import build_dense_net
-from hybrid.embedding.spec import TableSpec
+from hybrid.dense.net_builder import build_dense_net
+from hybrid.embedding.table_spec import TableSpec
+from hybrid.engine.table_setup import table_specs
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
-from hybrid.training.tables import table_specs
 
 LEARNING_RATE = 0.1
 LEARNING_RATES = {"adam": 0.001}  # where another one is usual

@@ -12,7 +12,7 @@ from support.host_roles import MASTER, placed, started_on
 from support.hosts import Cable, Host, Switch
 
 from hybrid.errors import HybridError
-from workers.run_folder.paths import METRICS_FILE
+from workers.run_folder.run_paths import METRICS_FILE
 
 UPDATES = ("sync", "pipelined", "async")
 WIRE_DTYPES = ("rows", "bfloat16")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from chaos_run.sameness import differences
 
-from hybrid.checkpoint.folders import step_of, stored
+from hybrid.checkpoint.checkpoint_folders import step_of, stored
 from hybrid.errors import HybridError
 from slurm_run.daemons import NODES, Slurm, why_not
 

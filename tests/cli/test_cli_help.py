@@ -10,8 +10,8 @@ import pytest
 from support.commands import ROOT, output_of, settings
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config
-from hybrid.config.page import describe
+from hybrid.config.loading import load_config
+from hybrid.config.reference_page import describe
 from workers.cli import main
 
 COMMANDS = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.commands import TrainedRun, code_block, output_of, result_of, settings
 
-from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.checkpoint_folders import step_folder
 from workers.cli import main
 
 PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]

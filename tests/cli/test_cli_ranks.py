@@ -24,7 +24,7 @@ from support.commands import (
 )
 
 from workers.cli import main
-from workers.launching.identity import TORCHRUN
+from workers.launching.scheduler_rank import TORCHRUN
 
 SECONDS = 10.0
 STEPS = settings(train={"max_steps": 30, "epochs": 9, "eval_every_steps": 15}, checkpoint={"every_steps": 3})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.commands import settings
 
-from hybrid.trust.secret import VARIABLE
+from hybrid.security.secret import VARIABLE
 from workers.cli import main
 
 GOOD = [f"{i % 2},{i}.5,v{i % 3}" for i in range(40)]

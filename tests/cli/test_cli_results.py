@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 from support.commands import code_block, output_of, result_of, settings
 
-from hybrid.checkpoint.folders import step_folder
+from hybrid.checkpoint.checkpoint_folders import step_folder
 from workers.cli import main
 
 NUM_ROWS = 80

@@ -15,12 +15,13 @@ from support.commands import TrainedRun, by_hand, output_of, result_of, run, set
 from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
-from hybrid.checkpoint.files import MANIFEST_FILE, write_text
-from hybrid.checkpoint.folders import step_folder, step_of, stored
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.config.file import load_config
-from hybrid.data import encode, manifest
-from hybrid.data.encode import FeatureEncoder
+from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
+from hybrid.checkpoint.checkpoint_folders import step_folder, step_of, stored
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.config.loading import load_config
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.encode import feature_encoder
+from hybrid.data.encode.feature_encoder import FeatureEncoder
 from workers.cli import main
 
 
@@ -198,12 +199,12 @@ def make_earlier(run_folder: Path, texts_of: Callable[[Path], dict[str, str]]) -
 
 def with_values(folder: Path) -> dict[str, str]:
     """All values of columns, in features.json: format 3."""
-    return {encode.FILE_NAME: FeatureEncoder.load(folder).text}
+    return {feature_encoder.FILE_NAME: FeatureEncoder.load(folder).text}
 
 
 def prepared_otherwise(folder: Path) -> dict[str, str]:
-    data = json.loads((folder / manifest.COPY_NAME).read_text())
-    return {manifest.COPY_NAME: json.dumps({**data, "format": manifest.FORMAT_VERSION - 1})}
+    data = json.loads((folder / dataset_manifest.COPY_NAME).read_text())
+    return {dataset_manifest.COPY_NAME: json.dumps({**data, "format": dataset_manifest.FORMAT_VERSION - 1})}
 
 
 def check_earlier_versions(of: Path, path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from support.commands import (
     started,
 )
 
-from hybrid.trust.secret import VARIABLE
+from hybrid.security.secret import VARIABLE
 from workers.cli import main
 
 HEARTBEAT_SECONDS = 2.0

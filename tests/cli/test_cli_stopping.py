@@ -30,7 +30,7 @@ from support.commands import (
     started,
 )
 
-from hybrid.checkpoint.folders import step_of, stored
+from hybrid.checkpoint.checkpoint_folders import step_of, stored
 
 STOP_SECONDS = 10.0
 RUN = settings(run={"folder": "run"})

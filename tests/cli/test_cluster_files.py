@@ -14,9 +14,9 @@ import yaml
 from slurm_run.daemons import why_not
 from support.commands import ROOT, eventually
 
-from hybrid.config.file import load_config
+from hybrid.config.loading import load_config
 from workers.arguments import parse
-from workers.endings import ExitCode
+from workers.exit_codes import ExitCode
 
 FOLDER = ROOT / "configs/cluster"
 SECONDS = 10.0

@@ -12,7 +12,7 @@ import pytest
 from support.commands import ROOT
 
 import hybrid
-from hybrid.config.file import load_config
+from hybrid.config.loading import load_config
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OWN = ("hybrid", "workers")

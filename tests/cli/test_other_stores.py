@@ -8,7 +8,7 @@ from support.commands import output_of, settings
 from support.trained import write_clicks
 
 from hybrid.storage import files
-from hybrid.storage.places import Place, RemotePath
+from hybrid.storage.remote_path import Place, RemotePath
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 

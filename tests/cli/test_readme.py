@@ -10,7 +10,7 @@ import pytest
 from support.commands import ROOT, code_block, output_of, result_of
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config
+from hybrid.config.loading import load_config
 from hybrid.config.sections import NAMED_KEYS
 from workers.cli import main
 

@@ -25,8 +25,8 @@ from support.trained import (
 )
 from torch import nn
 
-from hybrid.checkpoint.folders import step_folder
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from workers.cli import main
 
 PAGE = "docs/serving.md"

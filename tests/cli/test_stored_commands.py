@@ -13,10 +13,10 @@ from support.stores import BUCKET, Proxy, Store, sent
 from support.trained import clicks_config, write_clicks, write_trained
 
 import hybrid
-from hybrid.checkpoint.folders import step_folder
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.storage import files
-from hybrid.storage.places import Place, RemotePath
+from hybrid.storage.remote_path import Place, RemotePath
 from workers.cli import main
 
 THERE = RemotePath(f"s3://{BUCKET}", "commands")

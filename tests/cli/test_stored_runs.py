@@ -13,10 +13,10 @@ import pytest
 from support.commands import Command, TrainedRun, output_of, run, settings, started
 from support.stores import BUCKET, Proxy, Store
 
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.reader import Checkpoint
-from hybrid.storage import clients, files
-from hybrid.storage.places import Place, place
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.storage import files, store_clients
+from hybrid.storage.remote_path import Place, place
 from workers.cli import main
 
 RUN = f"s3://{BUCKET}/runs/clicks"
@@ -52,7 +52,7 @@ def test_whether_another_start_may_help_where_a_store_gives_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(clients, "ATTEMPTS", 1)
+    monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
     with ExitStack() as stack:
         proxy = stack.enter_context(Proxy(store))
         proxy.plan = lambda method, path: fate
@@ -188,7 +188,7 @@ def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     assert f"hybrid evaluate {RUN}" in " ".join(said.split())
     whole = trained.folder / "checkpoints/step-00000016"
     assert rows_of(there / "checkpoints" / "step-00000016") == rows_of(whole)
-    steps = [folders.step_of(each) for each in folders.stored(there)]
+    steps = [checkpoint_folders.step_of(each) for each in checkpoint_folders.stored(there)]
     assert steps == [16, 15]
     lines = [json.loads(line) for line in files.read_text(there / "metrics.jsonl").splitlines()]
     expected = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]

@@ -8,10 +8,10 @@ from support.cluster import CaseError, Clusters, small_config
 from support.jobs import opened
 
 from hybrid.config import RunConfig
-from hybrid.wire import RemoteError, gather
-from workers.joining.bootstrap import Cluster
+from hybrid.transport import RemoteError, gather
+from workers.controller.remote_trainer import Trainer
+from workers.rendezvous.bootstrap import Cluster
 from workers.roles.diagnosis import diagnose
-from workers.session.trainer import Trainer
 
 
 def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:

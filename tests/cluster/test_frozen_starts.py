@@ -16,12 +16,12 @@ from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
+from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.trust.secret import Secret
-from hybrid.wire import membership
-from workers.joining.address import Address
-from workers.joining.bootstrap import join, lead
-from workers.joining.listener import listen
+from hybrid.transport.rpc import rpc_group
+from workers.rendezvous.address import Address
+from workers.rendezvous.bootstrap import join, lead
+from workers.rendezvous.listener import listen
 
 START_SECONDS = 20.0
 HEARTBEAT_SECONDS = 1.0
@@ -47,7 +47,7 @@ def take_part(
 
     with ExitStack() as stack:
         if is_freezing:
-            stack.enter_context(mock.patch.object(membership, "_connect", freeze))
+            stack.enter_context(mock.patch.object(rpc_group, "_connect", freeze))
         try:
             with (
                 join(role, listener, secret)

@@ -14,19 +14,19 @@ from support.jobs import opened
 from support.stopped_runs import calls_of, checksums, lines, stop, train
 from support.stores import BUCKET, Proxy, Store
 
-from hybrid import wire
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import DENSE_FILE, PROGRESS_FILE, Files
-from hybrid.checkpoint.folders import step_folder
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid import transport
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, PROGRESS_FILE, Files
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepared import cache_folder
+from hybrid.data.prepare.preparation import cache_folder
 from hybrid.storage.files import exists, write_bytes
-from hybrid.storage.places import place
-from workers.endings import ExitCode
-from workers.joining.bootstrap import Cluster
-from workers.session.trainer import Trainer
+from hybrid.storage.remote_path import place
+from workers.controller.remote_trainer import Trainer
+from workers.exit_codes import ExitCode
+from workers.rendezvous.bootstrap import Cluster
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -52,7 +52,7 @@ def whole(clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_run_writes_checkpoints_as_configured(whole: Path) -> None:
-    steps = sorted(folders.step_of(folder) for folder in folders.stored(whole))
+    steps = sorted(checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(whole))
     aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
     best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
     assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
@@ -74,7 +74,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     """Between two lines of progress, in the middle of an epoch, with dropout and running statistics."""
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     cluster.run(train, CONFIG, cache, run, last_step=15, saved_step=CUT)
-    assert folders.step_of(folders.stored(run)[0]) == CUT
+    assert checkpoint_folders.step_of(checkpoint_folders.stored(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
     said = [f"going on from step {CUT}: {step_folder(run, CUT)}"]
@@ -82,8 +82,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     assert not list(run.glob("checkpoints/*.partial"))
-    for folder in folders.stored(run):
-        here, there = (step_folder(each, folders.step_of(folder)) for each in (run, whole))
+    for folder in checkpoint_folders.stored(run):
+        here, there = (step_folder(each, checkpoint_folders.step_of(folder)) for each in (run, whole))
         assert Checkpoint.open(here).manifest.metrics == Checkpoint.open(there).manifest.metrics
         assert checksums(here) == checksums(there)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
@@ -121,7 +121,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert code is ExitCode.TERMINATED
     assert statuses[-1] == f"saving step {step}; again to stop at once"
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
-    assert folders.step_of(folders.stored(run)[0]) == step
+    assert checkpoint_folders.step_of(checkpoint_folders.stored(run)[0]) == step
     assert not (run / "result.json").exists()
     said = [f"going on from step {step}: {step_folder(run, step)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == said
@@ -129,8 +129,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     assert results[0]["auc"] == results[1]["auc"]
-    kept = {folders.step_of(folder) for folder in folders.stored(whole)}
-    assert {folders.step_of(folder) for folder in folders.stored(run)} == {*kept, step}
+    kept = {checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(whole)}
+    assert {checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(run)} == {*kept, step}
     if step < TOTAL:
         bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
         assert bests[0] == bests[1]
@@ -159,7 +159,7 @@ def test_an_altered_checkpoint_is_said_and_the_one_before_is_taken(
     shutil.copytree(whole, run)
     for step in range(CUT + 4, TOTAL + 1):
         if step_folder(run, step).exists() and step != 28:
-            folders.remove(step_folder(run, step))
+            checkpoint_folders.remove(step_folder(run, step))
     (run / "result.json").unlink()
     altered = step_folder(run, 28) / "dense.safetensors"
     flip_a_bit(altered)
@@ -202,8 +202,8 @@ def nets_loaded(cluster: Cluster, config: RunConfig, cache: Path, scratch: Path)
     """What trainers would write of their nets, as they took them from a checkpoint."""
     with opened(cluster, config, cache) as session:
         session.load(Checkpoint.open(scratch / "saved"))
-        wire.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
-        return wire.gather([trainer.call(Trainer.write, scratch) for trainer in session.trainers])
+        transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+        return transport.gather([trainer.call(Trainer.write, scratch) for trainer in session.trainers])
 
 
 @pytest.mark.parametrize("ddp", ["none", "inside"])
@@ -263,7 +263,7 @@ def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
 
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
-    assert [folders.step_of(folder) for folder in folders.stored(run)] == [6, 2]
+    assert [checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(run)] == [6, 2]
     result = json.loads((run / "result.json").read_text())
     assert (result["steps"], result["best"]["step"]) == (6, 2)
     with pytest.raises(
@@ -290,14 +290,14 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
         (run / ".store").write_text(str(there))
         proxy.plan = lambda method, path: "503" if len(proxy.seen) % 100 == 30 else None
         cluster.run(train, config, cache, run, last_step=15, saved_step=CUT)
-        left = folders.begin(step_folder(there, 16))
+        left = checkpoint_folders.begin(step_folder(there, 16))
         write_bytes(left / DENSE_FILE, b"left by a kill")
         said = [f"going on from step {CUT}: {step_folder(there, CUT)}"]
         assert cluster.run(train, config, cache, run, resume=True) == said
         assert not (run / "checkpoints").exists()
         assert lines(run) == lines(whole)
-        for found in folders.stored(there):
-            folder = step_folder(whole, folders.step_of(found))
+        for found in checkpoint_folders.stored(there):
+            folder = step_folder(whole, checkpoint_folders.step_of(found))
             assert tensors_of(Checkpoint.open(found)) == checksums(folder)
         assert not exists(left)
         assert len(proxy.seen) > 30  # of which some were refused

@@ -12,14 +12,14 @@ from support.cluster import STOP_SECONDS, Clusters, small_config
 from support.fork_context import fork_context
 from torch.distributed import rpc
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.config import RunConfig
+from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from hybrid.trust.secret import Secret
-from workers.joining.address import Address
-from workers.joining.bootstrap import Cluster, announce_stop, lead
-from workers.joining.listener import listen
-from workers.roles.run import serve
+from workers.rendezvous.address import Address
+from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.listener import listen
+from workers.roles.role_main import serve
 
 SECONDS = 10.0
 
@@ -46,16 +46,16 @@ class Place:
         self._told.set()
 
 
-def places(cluster: Cluster) -> dict[Role, wire.Remote[Place]]:
+def places(cluster: Cluster) -> dict[Role, transport.Remote[Place]]:
     """One on every role, the master too."""
-    creating = [wire.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
-    return dict(zip(cluster.topology.roles, wire.gather(creating), strict=True))
+    creating = [transport.create(role, Place, timeout_seconds=SECONDS) for role in cluster.topology.roles]
+    return dict(zip(cluster.topology.roles, transport.gather(creating), strict=True))
 
 
 def whereabouts(cluster: Cluster) -> tuple[dict[str, Any], dict[str, Any]]:
     """By RPC name, the process that answers a call, and the process that the role is."""
     pids = {MASTER: os.getpid()} | {role: member.pid for role, member in cluster.members.items()}
-    answered = wire.gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
+    answered = transport.gather([place.call(Place.name_and_pid) for place in places(cluster).values()])
     return dict(answered), {role.rpc_name: pid for role, pid in pids.items()}
 
 
@@ -68,7 +68,7 @@ def test_a_method_runs_on_the_process_that_owns_the_object(clusters: Clusters) -
 
 def word_and_answer(cluster: Cluster) -> bool:
     """One call waits on the owner for what a second one does."""
-    place: wire.Remote[Place] = wire.create(
+    place: transport.Remote[Place] = transport.create(
         cluster.topology.workers[0], Place, timeout_seconds=SECONDS
     ).wait()
     waiting = place.call(Place.await_word)
@@ -93,7 +93,7 @@ def live(
     if not isinstance(listener, Address):
         with lead(config, secret, listener) as cluster:
             members = [place.call(Place.membership) for place in places(cluster).values()]
-            told.put(("during", wire.gather(members)))
+            told.put(("during", transport.gather(members)))
             announce_stop(cluster)
     else:
         serve(role, listener, secret)

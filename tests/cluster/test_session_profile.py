@@ -8,12 +8,12 @@ from support.cluster import Clusters, small_config
 from support.jobs import opened
 from support.traces import arrows, slices
 
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
-from workers.joining.bootstrap import Cluster
-from workers.profile import Profile
-from workers.session.dataset import DatasetSession
+from workers.controller.dataset_session import DatasetSession
+from workers.rendezvous.bootstrap import Cluster
+from workers.step_profile import Profile
 
 FIRST, STEPS, TAKEN = 2, 3, 6
 PROFILE = {"first_step": FIRST, "steps": STEPS}

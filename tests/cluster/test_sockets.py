@@ -7,10 +7,10 @@ import psutil
 import pytest
 from support.cluster import Clusters, running_cluster, small_config
 
-from hybrid import wire
-from hybrid.wire import Vitals
-from workers.joining.bootstrap import Cluster
-from workers.joining.open_files import files_needed
+from hybrid import transport
+from hybrid.transport import Vitals
+from workers.rendezvous.bootstrap import Cluster
+from workers.rendezvous.file_limit import files_needed
 
 # Eight run calls of RPC; the others are torch's loops, signs of life, the rendezvous, readers of the carrier.
 MOST_THREADS = 22
@@ -68,7 +68,7 @@ def test_only_roles_that_talk_to_each_other_are_connected(clusters: Clusters) ->
 
 def vitals(cluster: Cluster) -> list[Vitals]:
     """What each role says of itself."""
-    return wire.gather([wire.ping(role, 10.0) for role in cluster.topology.roles])
+    return transport.gather([transport.ping(role, 10.0) for role in cluster.topology.roles])
 
 
 @pytest.mark.parametrize("transport", ["uv", "shm"])

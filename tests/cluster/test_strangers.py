@@ -17,14 +17,15 @@ from support.fork_context import fork_context
 from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
-from hybrid import wire
+from hybrid import transport
+from hybrid.security.failure_text import read_refused
+from hybrid.security.message_signature import Kind
+from hybrid.security.secret import Secret
+from hybrid.security.signed_pickler import SignedPickler, addressed_to
 from hybrid.topology import MASTER, Role, Topology
-from hybrid.trust.failure_text import read_refused
-from hybrid.trust.pickler import SignedPickler, addressed_to
-from hybrid.trust.secret import Secret
-from hybrid.trust.signature import Kind
-from hybrid.wire import calls, gather, membership, stubs
-from workers.joining.bootstrap import Cluster
+from hybrid.transport import gather
+from hybrid.transport.rpc import endpoints, rpc_group, stubs
+from workers.rendezvous.bootstrap import Cluster
 
 SECONDS = 10.0
 _CONNECT_SECONDS = 0.3
@@ -34,7 +35,7 @@ HUGE = struct.pack("<Q", 1 << 62)
 
 def vitals(cluster: Cluster) -> int:
     """How many roles answer."""
-    return len(gather([wire.ping(role, SECONDS) for role in cluster.topology.roles]))
+    return len(gather([transport.ping(role, SECONDS) for role in cluster.topology.roles]))
 
 
 def stranger_at(address: str) -> rpc.WorkerInfo:
@@ -107,7 +108,7 @@ def answer_of(stranger: Connection) -> Any:
 @contextmanager
 def started(store: dist.Store) -> Iterator[None]:
     """This process, in an RPC group of one."""
-    wire.start(
+    transport.start(
         MASTER,
         Topology(0, 0),
         store,
@@ -121,7 +122,7 @@ def started(store: dist.Store) -> Iterator[None]:
     try:
         yield
     finally:
-        wire.stop(SECONDS, graceful=False)
+        transport.stop(SECONDS, graceful=False)
 
 
 def address_in(store: dist.HashStore) -> str:
@@ -134,7 +135,7 @@ def recorded_call() -> bytes:
     pickler = internal._internal_rpc_pickler
     assert isinstance(pickler, SignedPickler)
     with addressed_to("master"):
-        payload, _ = pickler.serialize(internal.PythonUDF(calls.vitals, (), {}))
+        payload, _ = pickler.serialize(internal.PythonUDF(endpoints.vitals, (), {}))
     assert not isinstance(pickler.deserialize(payload, []), internal.RemoteException)
     return payload
 
@@ -143,7 +144,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a pickle that runs code, nor a call that was heard, nor one changed, nor nonsense."""
-    monkeypatch.setattr(membership, "closed_after", lambda *_: nullcontext())
+    monkeypatch.setattr(rpc_group, "closed_after", lambda *_: nullcontext())
     store = dist.HashStore()
     with started(store):
         pickler = internal._internal_rpc_pickler
@@ -158,7 +159,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
         assert len(outcomes) == 5 + len(payloads)
         assert not any(map(read_refused, outcomes))
         assert pickler._refusals.count == len(outcomes)
-        assert wire.ping(MASTER, SECONDS).wait().pid == os.getpid()
+        assert transport.ping(MASTER, SECONDS).wait().pid == os.getpid()
         assert psutil.Process().memory_info().rss - memory < 64 << 20
     assert not (tmp_path / "mark").exists()
     assert not any(
@@ -166,7 +167,9 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     )
 
 
-@pytest.mark.parametrize("asked", [(calls.norm, 0, 0), (calls.vitals,)], ids=["answers later", "at once"])
+@pytest.mark.parametrize(
+    "asked", [(endpoints.norm, 0, 0), (endpoints.vitals,)], ids=["answers later", "at once"]
+)
 def test_who_is_refused_learns_that(asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     for_another: tuple[Kind, bytes, Any] = (Kind.CALL, b"worker0", ("nothing", (), {}))
     with started(dist.HashStore()):
@@ -178,11 +181,11 @@ def test_who_is_refused_learns_that(asked: tuple[Any, ...], monkeypatch: pytest.
 
 def test_what_a_call_that_is_answered_later_raises_at_once_comes_back() -> None:
     with started(dist.HashStore()), pytest.raises(RuntimeError, match=r"KeyError\(99\)"):
-        stubs._send(MASTER, calls.norm, 99, 0).wait()
+        stubs._send(MASTER, endpoints.norm, 99, 0).wait()
 
 
 def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, connect = dist.HashStore(), membership._connect
+    store, connect = dist.HashStore(), rpc_group._connect
     with ExitStack() as stack:
         strangers: list[Connection] = []
 
@@ -191,8 +194,8 @@ def test_who_has_connected_during_the_start_is_gone_after_it(monkeypatch: pytest
             assert answer_of(strangers[0]).startswith("answered"), "the window is no window"
             connect(partners, timeout_seconds)
 
-        monkeypatch.setattr(membership, "_connect", connect_with_a_stranger)
+        monkeypatch.setattr(rpc_group, "_connect", connect_with_a_stranger)
         with started(store):
             strangers[0].send("again")
             assert answer_of(strangers[0]).startswith("RuntimeError")
-            assert wire.ping(MASTER, SECONDS).wait().pid == os.getpid()
+            assert transport.ping(MASTER, SECONDS).wait().pid == os.getpid()

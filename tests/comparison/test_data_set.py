@@ -13,8 +13,8 @@ from support.jobs import compare, evaluate, opened
 from support.stores import Proxy, Store
 
 from hybrid.config import ColumnSection, DenseGroupSection, RunConfig, TableSection, TaskSection
-from hybrid.data.prepared import cache_folder
-from workers.joining.bootstrap import Cluster
+from hybrid.data.prepare.preparation import cache_folder
+from workers.rendezvous.bootstrap import Cluster
 
 STEPS = 30  # more than an epoch of 24, whose last batch has 56 samples
 

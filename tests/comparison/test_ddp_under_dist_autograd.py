@@ -33,7 +33,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from workers.joining.bootstrap import Cluster, announce_stop, await_stop
+from workers.rendezvous.bootstrap import Cluster, announce_stop, await_stop
 
 TRAINERS, ROUNDS = 4, 3
 REMOTE_WEIGHT = get_linear(NUM_DENSE + DIM, HIDDEN).weight.detach()

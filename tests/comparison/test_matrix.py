@@ -11,7 +11,7 @@ from support.cluster import Clusters
 from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.config.sections import SCHEDULES
-from hybrid.config.tables import TABLE_OPTIMIZERS
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 
 LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")

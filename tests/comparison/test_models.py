@@ -21,10 +21,10 @@ from hybrid.models.ple import PLE
 from hybrid.models.self_attention import SelfAttention
 from hybrid.models.two_towers import TwoTowers
 from hybrid.models.wide_deep import WideAndDeep
-from workers.jobs.script import ScriptJob
-from workers.joining.bootstrap import Cluster
-from workers.screen.terminal import TerminalView
-from workers.session.reach import Reach
+from workers.console.terminal import TerminalView
+from workers.controller.shared_folders import Reach
+from workers.jobs.script_job import ScriptJob
+from workers.rendezvous.bootstrap import Cluster
 
 
 def run_script(cluster: Cluster, output: Path, update: str) -> None:

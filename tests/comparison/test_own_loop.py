@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 
 from hybrid.config import RunConfig
-from hybrid.embedding.worker.initial import initialise_rows
-from workers.jobs.script import ScriptJob
-from workers.joining.bootstrap import Cluster
-from workers.screen.terminal import TerminalView
-from workers.session.reach import Reach
+from hybrid.embedding.worker.initial_rows import initialise_rows
+from workers.console.terminal import TerminalView
+from workers.controller.shared_folders import Reach
+from workers.jobs.script_job import ScriptJob
+from workers.rendezvous.bootstrap import Cluster
 
 SCRIPT = own_script.__file__
 SEED = RunConfig().run.seed

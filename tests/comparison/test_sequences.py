@@ -11,7 +11,7 @@ from support.matrix import Case, check_against_one_process, train_case
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig
-from workers.joining.bootstrap import Cluster
+from workers.rendezvous.bootstrap import Cluster
 
 LONGER = 4  # than the sequences of these cases may be
 

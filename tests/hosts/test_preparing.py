@@ -79,7 +79,9 @@ def wake(host: Host) -> None:
 
 def preparers(host: Host) -> list[psutil.Process]:
     """The processes of a host that do jobs."""
-    return [each for each in host.processes() if "hybrid.data.pool" in " ".join(each.cmdline())]
+    return [
+        each for each in host.processes() if "hybrid.data.prepare.process_pool" in " ".join(each.cmdline())
+    ]
 
 
 def parts(cache: Path) -> dict[str, int]:

@@ -12,8 +12,8 @@ from support.host_roles import MASTER, placed, started_at, started_on
 from support.hosts import HOME, INTERFACE, Host, Switch
 from support.namespaces import needs_hosts
 
-from hybrid.trust.secret import VARIABLE
-from workers.endings import ExitCode
+from hybrid.security.secret import VARIABLE
+from workers.exit_codes import ExitCode
 
 pytestmark = [needs_hosts, pytest.mark.long]
 

@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 from support.stock_rpc import stock_rpc
 
-from hybrid import wire
+from hybrid import transport
+from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Topology
-from hybrid.trust.secret import Secret
-from workers.session.deployment import CREATED, DATA
+from workers.controller.deployment import CREATED, DATA
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def loopback() -> Iterator[None]:
     """An RPC group of one, and a process group of one for DDP."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
-    wire.start(
+    transport.start(
         MASTER,
         Topology(0, 0),
         store,
@@ -38,5 +38,5 @@ def loopback() -> Iterator[None]:
         created=CREATED,
     )
     yield
-    wire.stop(10.0)
+    transport.stop(10.0)
     dist.destroy_process_group()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 
-from hybrid.training.backward import recorded_graph
+from hybrid.engine.backward import recorded_graph
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

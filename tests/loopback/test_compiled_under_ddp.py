@@ -15,14 +15,14 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
-from hybrid.clock import StepClock
-from hybrid.dense.compiled import compiled
+from hybrid.dense.compilation import compiled
+from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.dlrm import DotInteraction
+from hybrid.primitives.step_timings import StepClock
 from hybrid.topology import MASTER
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.model import HybridModel, MicroBatch
 
 pytestmark = [
     pytest.mark.usefixtures("loopback"),

@@ -13,12 +13,12 @@ from torch.distributed import autograd as dist_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
-from hybrid.clock import StepClock
+from hybrid.engine import ddp
+from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import Concatenation, DenseNet
-from hybrid.training import ddp
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.model import HybridModel, MicroBatch
+from hybrid.primitives.step_timings import StepClock
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -9,16 +9,16 @@ from support.seeded import random, seeded
 from support.vectors import micro_batch
 from torch import Tensor, nn
 
-from hybrid.clock import StepClock
 from hybrid.config import RunConfig
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.execution_backends import arrange
+from hybrid.engine.hybrid_model import HybridModel
+from hybrid.engine.model_builder import Blueprint
+from hybrid.engine.table_setup import table_specs
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.build import Blueprint
-from hybrid.training.forms import arrange
-from hybrid.training.model import HybridModel
-from hybrid.training.tables import table_specs
+from hybrid.primitives.step_timings import StepClock
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -9,13 +9,13 @@ import pytest
 from support.commands import eventually
 from support.samples import csv_config, write
 
-from hybrid.data.other_hosts import LookJob, look
-from hybrid.data.parts import parts_of
-from hybrid.data.pool import Event, Told
-from hybrid.data.split import Split
-from hybrid.data.stages import ParseJob, Piece, Reading, learn_piece, parse_part
+from hybrid.data.parse.segments import parts_of
+from hybrid.data.prepare.holdout import Split
+from hybrid.data.prepare.other_hosts import LookJob, look
+from hybrid.data.prepare.process_pool import Event, Told
+from hybrid.data.prepare.stages import ParseJob, Piece, Reading, learn_piece, parse_part
 from hybrid.topology import MASTER
-from workers.session.preparing import HelpingHost
+from workers.controller.preparing import HelpingHost
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET, Store
 
-from hybrid import wire
-from hybrid.data.manifest import FILE_NAME
+from hybrid import transport
+from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.errors import CheckpointError, DataError, OutageError, StorageError
 from hybrid.storage import files
-from hybrid.storage.places import place
+from hybrid.storage.remote_path import place
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.session import reach
-from workers.session.reach import DataLook, FolderLook, Reach
+from workers.controller import shared_folders
+from workers.controller.shared_folders import DataLook, FolderLook, Reach
 
 HERE = socket.gethostname()
 SHARED = "must be storage that all hosts share"
@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Role, Path]]:
         found.append((role, path))
         return Answered()
 
-    monkeypatch.setattr(wire, "create", create)
+    monkeypatch.setattr(transport, "create", create)
     return found
 
 
@@ -79,7 +79,7 @@ def test_a_store_that_refuses_is_no_folder_that_is_not_shared(
         raise kind("s3://bucket/x: cannot be read: why; what to do")
 
     monkeypatch.setattr(files, "read_text", refuse)
-    with pytest.raises(wire.RemoteError) as raised:
+    with pytest.raises(transport.RemoteError) as raised:
         ELSEWHERE.check_checkpoints(tmp_path)
     assert str(raised.value) == f"host {HERE}: s3://bucket/x: cannot be read: why; what to do"
     assert raised.value.failure.kind == kind.__name__
@@ -90,7 +90,7 @@ def test_a_role_that_sees_another_folder_is_told_and_the_probe_is_gone(
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     monkeypatch.setattr(files, "read_text", lambda place: "what another host has")
-    with pytest.raises(wire.RemoteError) as raised:
+    with pytest.raises(transport.RemoteError) as raised:
         ELSEWHERE.check_checkpoints(folder)
     assert str(raised.value) == (
         f"{folder} on host {HERE} is not that of the master's host {HERE} (it holds other files); run.folder "
@@ -128,9 +128,9 @@ def test_one_who_only_reads_need_not_write(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_prepared_data_must_be_the_same(prepared: Path, loopback: None) -> None:
-    checksum = reach._checksum(prepared)
+    checksum = shared_folders._checksum(prepared)
     DataLook(prepared, checksum, "b")
-    wire.create(MASTER, DataLook, prepared, checksum, "b", timeout_seconds=5.0).wait()
+    transport.create(MASTER, DataLook, prepared, checksum, "b", timeout_seconds=5.0).wait()
     (prepared / FILE_NAME).write_text("{ }")
     rule = f"{prepared} on host {HERE} is not that of the master's host b ({{}}); data.cache_folder {SHARED}"
     with pytest.raises(DataError) as raised:

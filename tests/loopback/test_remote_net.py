@@ -6,11 +6,11 @@ from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
-from hybrid import wire
-from hybrid.dense.compiled import compiled
-from hybrid.dense.remote import HostedNet
-from hybrid.steps.rules import UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid import transport
+from hybrid.dense.compilation import compiled
+from hybrid.dense.hosted_net import HostedNet
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateRules
 from hybrid.topology import MASTER
 
 pytestmark = pytest.mark.usefixtures("loopback")
@@ -32,14 +32,14 @@ class TwoLayers(HostedNet):
         super().__init__(net, torch.optim.Adagrad(net.parameters(), lr=RATE, eps=1.0), rules)
 
 
-def train(net: wire.RemoteNet, trainer: int, step: int, hidden_BH: Tensor) -> Tensor:
+def train(net: transport.RemoteNet, trainer: int, step: int, hidden_BH: Tensor) -> Tensor:
     """One trainer's part of a step; the gradient of ``hidden_BH``."""
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [net(Ticket(trainer, step, step), hidden_BH).square().sum()])
         return dist_autograd.get_gradients(context)[hidden_BH]
 
 
-def predict(net: wire.RemoteNet, step: int) -> Tensor:
+def predict(net: transport.RemoteNet, step: int) -> Tensor:
     with torch.no_grad():
         return net(Ticket(0, step, step, purpose=Purpose.PREDICT), hidden(99))
 
@@ -52,7 +52,7 @@ def test_trainers_take_one_step_together_as_one_process(is_script: bool, toleran
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
     rules = UpdateRules(2, timeout_seconds=5.0)
-    remote = wire.RemoteNet(MASTER, wire.create_module(MASTER, TwoLayers, is_script, rules))
+    remote = transport.RemoteNet(MASTER, transport.create_module(MASTER, TwoLayers, is_script, rules))
     plain = two_layers()
     optimizer = torch.optim.Adagrad(plain.parameters(), lr=RATE, eps=1.0)
     for step in range(STEPS):

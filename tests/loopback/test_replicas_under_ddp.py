@@ -10,7 +10,7 @@ from torch.distributed.nn import RemoteModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from hybrid.dense.replicas.replica import DataParallel
+from hybrid.dense.data_parallel.replicas import DataParallel
 from hybrid.topology import MASTER
 
 pytestmark = pytest.mark.usefixtures("loopback", "unsigned")

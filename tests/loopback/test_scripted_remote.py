@@ -12,7 +12,7 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
-from hybrid.dense.compiled import compiled
+from hybrid.dense.compilation import compiled
 from hybrid.topology import MASTER
 
 pytestmark = pytest.mark.usefixtures("loopback", "unsigned")

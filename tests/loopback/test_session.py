@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.checkpoint.files import shard_file
-from hybrid.checkpoint.reader import Checkpoint
-from hybrid.config.file import CONFIG_FILE, load_config
-from hybrid.data.encode import FeatureEncoder
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config.loading import CONFIG_FILE, load_config
+from hybrid.custom_loop.jagged import Jagged
+from hybrid.custom_loop.prepared_batches import features_of
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine import matmul_trial
+from hybrid.inference.trained_module import TrainedModule, load
+from hybrid.inference.trained_run import Trained
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.own_loop.jagged import Jagged
-from hybrid.own_loop.prepared import features_of
-from hybrid.serving.module import TrainedModule, load
-from hybrid.serving.trained import Trained
-from hybrid.steps.ticket import Ticket
+from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
-from hybrid.training import trial
-from workers.offline.predictions import TrainedModel, predict
-from workers.session.session import Session
+from workers.controller.session import Session
+from workers.offline.batch_prediction import TrainedModel, predict
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -132,7 +132,7 @@ def test_one_trainer_measures_for_all_and_what_is_saved_says_what(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of five samples, a layer of 2048 is large enough."""
-    monkeypatch.setattr(trial, "measured_gain", lambda shapes, num_samples: gain)
+    monkeypatch.setattr(matmul_trial, "measured_gain", lambda shapes, num_samples: gain)
     computed = noted_products(monkeypatch)
     with opened("sync", dense={"top_mlp": (2048, 2048)}) as session:
         assert session.decisions == decisions
@@ -212,7 +212,7 @@ def test_weights_that_were_there_before_stay(tmp_path: Path) -> None:
 
 
 def test_what_is_told_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "layer_shapes", None)
+    monkeypatch.setattr(matmul_trial, "layer_shapes", None)
     for told in ("torch", "onednn"):
         with opened("sync", dense={"matmul": told}) as session:
             assert session.config.dense.matmul == told

@@ -20,23 +20,23 @@ from torch import Tensor
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.rpc import api, internal
 
-from hybrid import config, wire
-from hybrid.answer import Answer
+from hybrid import config, transport
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.own_code.names import name_of
+from hybrid.primitives.deferred_response import Answer
+from hybrid.security import message_signature, signed_pickler
+from hybrid.security.allow_list import Allowed
+from hybrid.security.failure_text import read_refused
+from hybrid.security.message_signature import Kind, Signatures
+from hybrid.security.rejected_messages import Refusals
+from hybrid.security.secret import Secret
+from hybrid.security.signed_pickler import SignedPickler, addressed_to, install, plain_collectives
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.trust import pickler, signature
-from hybrid.trust.allowed import Allowed
-from hybrid.trust.failure_text import read_refused
-from hybrid.trust.pickler import SignedPickler, addressed_to, install, plain_collectives
-from hybrid.trust.refusals import Refusals
-from hybrid.trust.secret import Secret
-from hybrid.trust.signature import Kind, Signatures
-from hybrid.wire import calls, payloads
+from hybrid.transport.rpc import endpoints, payload_classes
+from hybrid.user_code.function_names import name_of
 
 WORKER = Role(RoleKind.WORKER)
 SECRET, RUN = Secret.fresh(), b"a run"
-CALL = internal.PythonUDF(calls.norm, (7, 3), {})
+CALL = internal.PythonUDF(endpoints.norm, (7, 3), {})
 
 made: list[str] = []
 
@@ -47,7 +47,7 @@ class Process:
     def __init__(self, name: str, secret: Secret = SECRET, run: bytes = RUN) -> None:
         self.refusals = Refusals()
         self.pickler = SignedPickler(
-            Signatures(secret, run, name), calls.CALLS, Allowed(payloads.DATA, ()), self.refusals
+            Signatures(secret, run, name), endpoints.CALLS, Allowed(payload_classes.DATA, ()), self.refusals
         )
 
     def call(self, to: str, udf: internal.PythonUDF = CALL) -> tuple[bytes, list[Tensor]]:
@@ -88,7 +88,9 @@ def tensors(*sizes: int) -> list[Tensor]:
 
 
 def test_a_call_of_this_run_for_this_process_is_loaded(worker: Process, trainer: Process) -> None:
-    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, tuple(tensors(3, 9000, 0)), {}))
+    payload, sent = trainer.call(
+        "worker0", internal.PythonUDF(endpoints.greet, tuple(tensors(3, 9000, 0)), {})
+    )
     _, args, _ = worker.pickler.deserialize(payload, sent)
     assert [arg.tolist() for arg in args] == [each.tolist() for each in tensors(3, 9000, 0)]
     assert worker.refusals.count == 0
@@ -133,24 +135,24 @@ def test_a_call_that_has_come_before_is_refused(worker: Process, trainer: Proces
 def test_a_tensor_that_was_changed_on_the_way_is_refused(
     worker: Process, trainer: Process, shape: tuple[int, int], tamper: Any
 ) -> None:
-    udf = internal.PythonUDF(calls.greet, (torch.rand(shape),), {})
+    udf = internal.PythonUDF(endpoints.greet, (torch.rand(shape),), {})
     payload, (sent,) = trainer.call("worker0", udf)
     assert "not signed" in worker.refuses(payload, [tamper(sent)])
     assert not worker.refuses(*trainer.call("worker0", udf))
 
 
 def test_tensors_that_were_swapped_dropped_or_added_are_refused(worker: Process, trainer: Process) -> None:
-    udf = internal.PythonUDF(calls.greet, (torch.zeros(9000), torch.ones(9000)), {})
+    udf = internal.PythonUDF(endpoints.greet, (torch.zeros(9000), torch.ones(9000)), {})
     payload, (zeros, ones) = trainer.call("worker0", udf)
     for wrong in ([ones, zeros], [zeros], [zeros, ones, ones], [torch.zeros(18000)], []):
         assert "not signed" in worker.refuses(payload, wrong)
-    empty, (none,) = trainer.call("worker0", internal.PythonUDF(calls.greet, (torch.empty(0),), {}))
+    empty, (none,) = trainer.call("worker0", internal.PythonUDF(endpoints.greet, (torch.empty(0),), {}))
     for wrong in ([], [none, none]):
         assert "not signed" in worker.refuses(empty, wrong)
 
 
 def test_every_byte_is_signed(worker: Process, trainer: Process) -> None:
-    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, (torch.ones(2),), {}))
+    payload, sent = trainer.call("worker0", internal.PythonUDF(endpoints.greet, (torch.ones(2),), {}))
     for at in range(len(payload)):
         changed = bytearray(payload)
         changed[at] ^= 1
@@ -179,7 +181,7 @@ def test_what_may_not_travel_is_refused_though_it_is_signed(
     """Of it nothing is called, nor imported."""
     made.clear()
     assert "may not travel" in worker.refuses(
-        *trainer.call("worker0", internal.PythonUDF(calls.norm, (named,), {}))
+        *trainer.call("worker0", internal.PythonUDF(endpoints.norm, (named,), {}))
     )
     assert not made
 
@@ -187,7 +189,7 @@ def test_what_may_not_travel_is_refused_though_it_is_signed(
 @pytest.mark.parametrize("sizes", [(5, 9000), (3, 4, 5)], ids=len)
 def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Process, trainer: Process) -> None:
     """Cut out of a message, with the tensor that it is of, it would be the tag of an empty pickle."""
-    payload, sent = trainer.call("worker0", internal.PythonUDF(calls.greet, tuple(tensors(*sizes)), {}))
+    payload, sent = trainer.call("worker0", internal.PythonUDF(endpoints.greet, tuple(tensors(*sizes)), {}))
     header, tags = payload[:25], payload[25:]
     for count in range(1, len(sent)):
         tag = tags[16 * (count - 1) : 16 * count]
@@ -206,7 +208,7 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
         (pickle.dumps(7), "TypeError"),
         (pickle.dumps(("no_such:call", (), {})), "KeyError"),
         (pickle.dumps(([], (), {})), "TypeError"),
-        (pickle.dumps(("hybrid.wire.calls:norm", ())), "ValueError"),
+        (pickle.dumps(("hybrid.transport.rpc.endpoints:norm", ())), "ValueError"),
         (b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62), "MemoryError"),
         (b"cbuiltins\nrange\n(tR.", "TypeError"),
         (b"chybrid.topology\nRoleKind\n(Vking\ntR.", "ValueError"),
@@ -216,7 +218,7 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
 def test_whatever_a_signed_pickle_raises_is_a_refusal(
     pickled: bytes, raised: str, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pickler, "_dump", lambda content: (pickled, []))
+    monkeypatch.setattr(signed_pickler, "_dump", lambda content: (pickled, []))
     assert worker.refuses(*trainer.call("worker0")) == f"it holds no call or answer ({raised})"
 
 
@@ -234,13 +236,15 @@ def test_an_alarm_that_rings_meanwhile_is_no_refusal(
 
 def test_what_is_for_one_process_cannot_be_signed_for_all(worker: Process, trainer: Process) -> None:
     """Only what torch tells all roles at start and end is."""
-    payload, sent = trainer.pickler._seal(Kind.GATHER, b"", ("hybrid.wire.calls:norm", (7, 3), {}))
+    payload, sent = trainer.pickler._seal(
+        Kind.GATHER, b"", ("hybrid.transport.rpc.endpoints:norm", (7, 3), {})
+    )
     assert "called in another way" in worker.refuses(payload, sent)
 
 
 def test_every_section_of_a_configuration_may_travel() -> None:
     sections = {name_of(kind) for kind in vars(config).values() if dataclasses.is_dataclass(kind)}
-    assert sections <= Allowed(payloads.DATA, ()).data.keys()
+    assert sections <= Allowed(payload_classes.DATA, ()).data.keys()
 
 
 def test_only_functions_of_the_wire_are_called(trainer: Process) -> None:
@@ -255,7 +259,7 @@ def test_a_call_without_a_receiver_is_not_sent(trainer: Process) -> None:
 
 def answer_to(caller: Process, served: Process) -> tuple[bytes, list[Tensor]]:
     """What ``served`` answers to a call of ``caller``."""
-    greeting = internal.PythonUDF(calls.greet, (torch.ones(2),), {})
+    greeting = internal.PythonUDF(endpoints.greet, (torch.ones(2),), {})
     udf = served.pickler.deserialize(*caller.call("worker0", greeting))
     return served.pickler.serialize(internal._run_function(udf))
 
@@ -289,7 +293,7 @@ def test_an_error_is_told_to_its_caller_as_it_was_raised(
         answer.append(Answer())
         return answer[0]
 
-    monkeypatch.setitem(worker.pickler._calls, "hybrid.wire.calls:norm", fail)
+    monkeypatch.setitem(worker.pickler._calls, "hybrid.transport.rpc.endpoints:norm", fail)
     raised = internal._run_function(worker.pickler.deserialize(*trainer.call("worker0")))
     if later:
         answer[0].set_exception(ValueError(text))
@@ -340,7 +344,7 @@ def test_within_a_message_no_number_comes_twice(
     worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor within one of many parts."""
-    monkeypatch.setattr(signature, "_LARGEST_PART", 10_000)
+    monkeypatch.setattr(message_signature, "_LARGEST_PART", 10_000)
     nonces: list[bytes] = []
 
     class Noting:
@@ -352,8 +356,8 @@ def test_within_a_message_no_number_comes_twice(
             nonces.append(nonce)
             return self._aead.encrypt(nonce, *args)
 
-    monkeypatch.setattr(signature, "AESGCM", Noting)
-    udf = internal.PythonUDF(calls.greet, tuple(tensors(9000, 3, 0, 9000)), {})
+    monkeypatch.setattr(message_signature, "AESGCM", Noting)
+    udf = internal.PythonUDF(endpoints.greet, tuple(tensors(9000, 3, 0, 9000)), {})
     assert not worker.refuses(*trainer.call("worker0", udf))
     assert len(set(nonces)) == len(nonces) == 4 + 1 + 1 + 4
 
@@ -378,8 +382,8 @@ class TestWithinTorch:
     pytestmark = pytest.mark.usefixtures("loopback")
 
     @pytest.fixture
-    def counter(self) -> wire.Remote[Counter]:
-        made: wire.Remote[Counter] = wire.create(MASTER, Counter, timeout_seconds=5.0).wait()
+    def counter(self) -> transport.Remote[Counter]:
+        made: transport.Remote[Counter] = transport.create(MASTER, Counter, timeout_seconds=5.0).wait()
         return made
 
     @pytest.fixture
@@ -410,25 +414,31 @@ class TestWithinTorch:
 
     def test_a_call_that_is_refused_is_an_error_of_the_caller(self, tampered: list[bytes]) -> None:
         tampered.append(os.urandom(300))
-        with pytest.raises(wire.RefusedError, match=r"^a call to master failed: a message was refused: it"):
-            wire.ping(MASTER, 5.0).wait()
-        assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
+        with pytest.raises(
+            transport.RefusedError, match=r"^a call to master failed: a message was refused: it"
+        ):
+            transport.ping(MASTER, 5.0).wait()
+        assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
 
-    def test_what_may_not_travel_is_named_to_the_caller(self, counter: wire.Remote[Counter]) -> None:
-        with pytest.raises(wire.RefusedError, match=r"refused: \S+test_signed_calls:Plain may not travel"):
+    def test_what_may_not_travel_is_named_to_the_caller(self, counter: transport.Remote[Counter]) -> None:
+        with pytest.raises(
+            transport.RefusedError, match=r"refused: \S+test_signed_calls:Plain may not travel"
+        ):
             counter.call(Counter.add, cast(Any, Plain())).wait()
 
-    @pytest.mark.parametrize("cls", [Path, SignedPickler, torch.nn.Linear, wire.Pending])
+    @pytest.mark.parametrize("cls", [Path, SignedPickler, torch.nn.Linear, transport.Pending])
     def test_a_class_of_others_is_not_constructed(self, cls: type) -> None:
-        with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
-            wire.create(MASTER, cls, timeout_seconds=5.0).wait()
-        with pytest.raises(wire.RemoteError, match="is not in a module of your own"):
-            wire.create_module(MASTER, cls)
+        with pytest.raises(transport.RemoteError, match="is not in a module of your own"):
+            transport.create(MASTER, cls, timeout_seconds=5.0).wait()
+        with pytest.raises(transport.RemoteError, match="is not in a module of your own"):
+            transport.create_module(MASTER, cls)
 
     @pytest.mark.parametrize("method", ["_reset", "__init__", "__setattr__"])
-    def test_what_is_not_public_is_not_called(self, method: str, counter: wire.Remote[Counter]) -> None:
+    def test_what_is_not_public_is_not_called(self, method: str, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.add, 2).wait() == 2
-        with pytest.raises(wire.RemoteError, match=f"{method} cannot be called by RPC: it is not public"):
+        with pytest.raises(
+            transport.RemoteError, match=f"{method} cannot be called by RPC: it is not public"
+        ):
             counter.call(cast(Any, SimpleNamespace(__name__=method))).wait()
         assert counter.call(Counter.add, 2).wait() == 4
 
@@ -437,13 +447,13 @@ class TestWithinTorch:
     ) -> None:
         huge = b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62)
         with monkeypatch.context() as patched:
-            patched.setattr(pickler, "_dump", lambda content: (huge, []))
-            answer = wire.ping(MASTER, 5.0)
-        with pytest.raises(wire.RefusedError, match=r"it holds no call or answer \(MemoryError\)"):
+            patched.setattr(signed_pickler, "_dump", lambda content: (huge, []))
+            answer = transport.ping(MASTER, 5.0)
+        with pytest.raises(transport.RefusedError, match=r"it holds no call or answer \(MemoryError\)"):
             answer.wait()
-        assert wire.ping(MASTER, 5.0).wait().pid == os.getpid()
+        assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
 
-    def test_functions_travel_by_name(self, counter: wire.Remote[Counter]) -> None:
+    def test_functions_travel_by_name(self, counter: transport.Remote[Counter]) -> None:
         assert counter.call(Counter.apply, partial(times, 3), 4).wait() == 12
         with pytest.raises(ConfigError, match="under a name"):
             counter.call(Counter.apply, lambda value: value, 4)

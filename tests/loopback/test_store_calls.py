@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from support.rendezvous import SECONDS, Meeting, meeting
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.topology import MASTER, Topology
-from workers.joining.store import Store
+from workers.rendezvous.rendezvous_store import Store
 
 
 class Noted(Store):
@@ -33,7 +33,7 @@ def test_groups_and_rpc_ask_five_questions() -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore("trainers", store), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
         dist.new_group([0])
-        wire.start(
+        transport.start(
             MASTER,
             Topology(0, 0),
             dist.PrefixStore("rpc", store),
@@ -44,7 +44,7 @@ def test_groups_and_rpc_ask_five_questions() -> None:
             carrier="rpc",
             timeout_seconds=SECONDS,
         )
-        wire.stop(SECONDS)
+        transport.stop(SECONDS)
         dist.destroy_process_group()
         store.close()
     assert store.asked <= {"set", "get", "wait", "add", "compare_set"}

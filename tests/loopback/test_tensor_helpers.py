@@ -17,10 +17,8 @@ from torch.distributed.tensor.parallel._data_parallel_utils import _unflatten_te
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.dense.tensor import tensor
-from hybrid.dense.tensor.plan import TensorStyle, automatic_plan
-from hybrid.dense.tensor.shared_stage import SharedStage
-from hybrid.dense.tensor.tensor import (
+from hybrid.dense.tensor_parallel import sharded_module
+from hybrid.dense.tensor_parallel.sharded_module import (
     TensorParallel,
     flatten_tensor,
     own_shard,
@@ -29,6 +27,8 @@ from hybrid.dense.tensor.tensor import (
     unflatten_tensor,
     whole,
 )
+from hybrid.dense.tensor_parallel.sharding_plan import TensorStyle, automatic_plan
+from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -131,7 +131,7 @@ def test_a_gradient_passes_one_hook_of_each_use_and_none_stays(
         synced.append(gradient)
         return sync_gradient(gradient)
 
-    monkeypatch.setattr(tensor, "sync_gradient", noted)
+    monkeypatch.setattr(sharded_module, "sync_gradient", noted)
     for _ in range(3):
         again = unflatten_tensor(shard, layout)
         assert (again.shape, again.placements) == ((4, 3), (Shard(0),))

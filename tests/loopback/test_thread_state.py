@@ -10,8 +10,8 @@ from torch.distributed import autograd as dist_autograd
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 
-from hybrid.dense.tensor.plan import automatic_plan
-from hybrid.dense.tensor.tensor import TensorParallel, trainer_mesh
+from hybrid.dense.tensor_parallel.sharded_module import TensorParallel, trainer_mesh
+from hybrid.dense.tensor_parallel.sharding_plan import automatic_plan
 
 pytestmark = pytest.mark.usefixtures("loopback")
 

@@ -17,33 +17,33 @@ from support.seeded import seeded
 from support.shards import PATIENCE_SECONDS
 from torch import Tensor, nn
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.clock import PHASES, StepClock
 from hybrid.config import DenseSection, RunConfig, TrainSection
-from hybrid.dense.optimizer import DenseOptimizer
-from hybrid.dense.remote import HostedNet
+from hybrid.dense.dense_optimizer import DenseOptimizer
+from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.hybrid_model import HybridModel
+from hybrid.engine.losses import Objective
+from hybrid.engine.step_feed import Feed
+from hybrid.engine.train_step import StepResult, predict_step, train_step
+from hybrid.engine.update_guard import Guard
 from hybrid.errors import NonFiniteError
-from hybrid.hosting.hosted import Hosted
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import Concatenation, DenseNet
-from hybrid.own_code.traces import words_of
-from hybrid.reference.training import Reference
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.schedule import Schedule
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.primitives.step_timings import PHASES, StepClock
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.reference.reference_training import Reference
+from hybrid.server.hosted_module import Hosted
 from hybrid.topology import MASTER
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.feed import Feed
-from hybrid.training.guard import Guard
-from hybrid.training.losses import Objective
-from hybrid.training.model import HybridModel
-from hybrid.training.step import StepResult, predict_step, train_step
+from hybrid.user_code.tracebacks import words_of
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -81,15 +81,15 @@ class Job:
 
     def __init__(self, rules: UpdateRules, multi_hot: bool, remote: bool) -> None:
         self._placement = place(TABLES, 1)
-        shards = wire.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
-        self.tables = wire.RemoteTables(MASTER, shards)
+        shards = transport.create_module(MASTER, TableShards, self._placement, 0, rules, DTYPE)
+        self.tables = transport.RemoteTables(MASTER, shards)
         self.tables.call(TableShards.initialise, 5).wait()
         self.spec = InputSpec((), tuple(FeatureSpec(t.name, t.num_rows, multi_hot) for t in TABLES))
         self.embeddings = Embeddings(TABLES, self.spec, self._placement, {0: self.tables})
-        self.hosts: list[wire.RemoteHosted[Any]] = [self.tables]
-        self.remote_net: wire.RemoteNet | None = None
+        self.hosts: list[transport.RemoteHosted[Any]] = [self.tables]
+        self.remote_net: transport.RemoteNet | None = None
         if remote:
-            self.remote_net = wire.RemoteNet(MASTER, wire.create_module(MASTER, RemoteLayer, rules))
+            self.remote_net = transport.RemoteNet(MASTER, transport.create_module(MASTER, RemoteLayer, rules))
             self.hosts.append(self.remote_net)
         self.net, self.clock = dense_net(), StepClock()
         group = dist.group.WORLD

@@ -16,20 +16,20 @@ from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd, rpc
 from torch.futures import Future
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import SparseFeatures
-from hybrid.dense.remote import HostedNet
+from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
-from hybrid.wire import calls
+from hybrid.transport.rpc import endpoints
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -54,35 +54,35 @@ class Service:
 
 
 @pytest.fixture
-def service() -> wire.Remote[Service]:
-    made: wire.Remote[Service] = wire.create(MASTER, Service, timeout_seconds=5.0).wait()
+def service() -> transport.Remote[Service]:
+    made: transport.Remote[Service] = transport.create(MASTER, Service, timeout_seconds=5.0).wait()
     return made
 
 
 @pytest.mark.upstream("dist_autograd/_call_method", "dist_autograd/_remote_method")
-def test_a_call_returns_its_value(service: wire.Remote[Service]) -> None:
+def test_a_call_returns_its_value(service: transport.Remote[Service]) -> None:
     assert service.call(Service.double, 21).wait() == 42
 
 
-def test_an_error_of_the_users_keeps_its_words(service: wire.Remote[Service]) -> None:
-    with pytest.raises(wire.RemoteError, match=r"^dense\.net = 'mlp': is not to my taste$") as caught:
+def test_an_error_of_the_users_keeps_its_words(service: transport.Remote[Service]) -> None:
+    with pytest.raises(transport.RemoteError, match=r"^dense\.net = 'mlp': is not to my taste$") as caught:
         service.call(Service.refuse).wait()
     assert caught.value.role == MASTER
 
 
 def test_any_other_error_names_role_place_and_type(
-    service: wire.Remote[Service], capfd: pytest.CaptureFixture[str]
+    service: transport.Remote[Service], capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
-    with pytest.raises(wire.RemoteError, match=said) as caught:
+    with pytest.raises(transport.RemoteError, match=said) as caught:
         service.call(Service.break_down).wait()
     assert caught.value.failure.is_logged
     assert "break_down" in capfd.readouterr().err
 
 
 def test_a_constructor_may_fail() -> None:
-    with pytest.raises(wire.RemoteError, match="TypeError"):
-        wire.create(MASTER, cast(Any, Service), "unwanted", timeout_seconds=5.0).wait()
+    with pytest.raises(transport.RemoteError, match="TypeError"):
+        transport.create(MASTER, cast(Any, Service), "unwanted", timeout_seconds=5.0).wait()
 
 
 class Choosy(nn.Module):
@@ -98,7 +98,7 @@ class Choosy(nn.Module):
 
 def test_a_module_is_there_once_it_is_created() -> None:
     release.clear()
-    wire.create_module(MASTER, Choosy, "dlrm")
+    transport.create_module(MASTER, Choosy, "dlrm")
     assert built.is_set()
 
 
@@ -110,26 +110,26 @@ def test_a_module_is_there_once_it_is_created() -> None:
     ],
 )
 def test_the_constructor_of_a_module_may_fail(name: str, message: str) -> None:
-    with pytest.raises(wire.RemoteError, match=message):
-        wire.create_module(MASTER, Choosy, name)
+    with pytest.raises(transport.RemoteError, match=message):
+        transport.create_module(MASTER, Choosy, name)
 
 
-def test_a_role_that_does_not_answer_is_lost(service: wire.Remote[Service]) -> None:
+def test_a_role_that_does_not_answer_is_lost(service: transport.Remote[Service]) -> None:
     release.clear()
     try:
-        with pytest.raises(wire.LostError, match=r"^master does not answer"):
+        with pytest.raises(transport.LostError, match=r"^master does not answer"):
             service.call(Service.hang, timeout_seconds=0.2).wait()
     finally:
         release.set()
 
 
 def test_vitals() -> None:
-    vitals = wire.ping(MASTER, 5.0).wait()
+    vitals = transport.ping(MASTER, 5.0).wait()
     assert vitals.pid == psutil.Process().pid
     assert vitals.available_bytes > 2**20
 
 
-def test_answers_are_let_go(service: wire.Remote[Service]) -> None:
+def test_answers_are_let_go(service: transport.Remote[Service]) -> None:
     """A call that held itself through its future's callback would keep every answer for ever."""
     call = service.call(Service.double, 1)
     call.wait()
@@ -176,7 +176,7 @@ def scaled(rref: rpc.RRef[Scale], value: Tensor) -> Future[Tensor]:
 class Caller:
     """A trainer's place: calls from here to a worker, whose errors the master is told."""
 
-    def __init__(self, tables: wire.RemoteTables, net: wire.RemoteNet) -> None:
+    def __init__(self, tables: transport.RemoteTables, net: transport.RemoteNet) -> None:
         self._tables = tables
         self._net = net
 
@@ -205,10 +205,12 @@ ONE_ROW = (0, Bags(torch.tensor([1])))
 
 
 @contextmanager
-def hosted_table(rules: UpdateRules, rate: float = 1.0) -> Iterator[wire.RemoteTables]:
+def hosted_table(rules: UpdateRules, rate: float = 1.0) -> Iterator[transport.RemoteTables]:
     """Six rows of two values."""
     table = TableSpec("t", 6, 2, Pooling.SUM, ("t",), OptimizerSpec("sgd", rate), 1.0)
-    tables = wire.RemoteTables(MASTER, wire.create_module(MASTER, TableShards, place([table], 1), 0, rules))
+    tables = transport.RemoteTables(
+        MASTER, transport.create_module(MASTER, TableShards, place([table], 1), 0, rules)
+    )
     tables.call(TableShards.initialise, 1).wait()
     try:
         yield tables
@@ -223,13 +225,13 @@ class SmallNet(HostedNet):
 
 
 @pytest.fixture
-def caller() -> Iterator[wire.Remote[Caller]]:
+def caller() -> Iterator[transport.Remote[Caller]]:
     rules = UpdateRules(1, clip_norm=1.0, timeout_seconds=5.0)
-    net = wire.RemoteNet(MASTER, wire.create_module(MASTER, SmallNet, rules))
+    net = transport.RemoteNet(MASTER, transport.create_module(MASTER, SmallNet, rules))
     with hosted_table(rules) as tables:
         for step in range(2):
             tables.lookup(Ticket(0, step, 0, purpose=Purpose.PREFETCH), [ONE_ROW]).wait()
-        yield wire.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
+        yield transport.create(MASTER, Caller, tables, net, timeout_seconds=5.0).wait()
     net.call(SmallNet.close).wait()
 
 
@@ -246,27 +248,29 @@ def caller() -> Iterator[wire.Remote[Caller]]:
     ],
 )
 def test_a_gradient_that_is_not_finite_is_told_in_one_line_to_all_who_call_after_it(
-    caller: wire.Remote[Caller], cause: Method, waiting: list[Method], later: list[Method], what: str
+    caller: transport.Remote[Caller], cause: Method, waiting: list[Method], later: list[Method], what: str
 ) -> None:
     """Whether they were waiting for the next step already, or ask when this one has failed."""
     calls = [caller.call(method, 1) for method in waiting]
     caller.call(cause, 0).wait()
     # The later calls only after those that waited have seen the failure.
     for call in itertools.chain(calls, (caller.call(method, 1) for method in later)):
-        with pytest.raises(wire.RemoteError) as caught:
+        with pytest.raises(transport.RemoteError) as caught:
             call.wait()
         assert str(caught.value) == f"step 0: the gradient of {what} is not finite"
 
 
 @pytest.mark.parametrize("method", [Caller.lookup, Caller.norm, Caller.train_net])
 def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
-    caller: wire.Remote[Caller], method: Method
+    caller: transport.Remote[Caller], method: Method
 ) -> None:
     """Those between two roles that others may reach; here they wait for gradients that do not come."""
     seconds = rpc.get_rpc_timeout()
     rpc._set_rpc_timeout(0.2)
     try:
-        with pytest.raises(wire.RemoteError, match=r"^master on \S+: master does not answer \(RPCErr.*\)$"):
+        with pytest.raises(
+            transport.RemoteError, match=r"^master on \S+: master does not answer \(RPCErr.*\)$"
+        ):
             caller.call(method, 1, timeout_seconds=seconds).wait()
     finally:
         rpc._set_rpc_timeout(seconds)
@@ -275,7 +279,7 @@ def test_who_gets_no_answer_says_who_it_is_and_whose_is_missing(
 class AheadTrainer:
     """A trainer's place: it looks up two steps ahead, and sends each step's gradients with such a lookup."""
 
-    def __init__(self, tables: wire.RemoteTables) -> None:
+    def __init__(self, tables: transport.RemoteTables) -> None:
         table = tables.local_value().groups[0].group.shards[0].table
         spec = InputSpec((), (FeatureSpec("t", table.num_rows),))
         self._embeddings = Embeddings([table], spec, place([table], 1), {0: tables})
@@ -300,12 +304,12 @@ class AheadTrainer:
 
 
 @pytest.fixture
-def ahead() -> Iterator[wire.Remote[AheadTrainer]]:
+def ahead() -> Iterator[transport.Remote[AheadTrainer]]:
     with hosted_table(UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=5.0), rate=0.25) as tables:
-        yield wire.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
+        yield transport.create(MASTER, AheadTrainer, tables, timeout_seconds=5.0).wait()
 
 
-def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remote[AheadTrainer]) -> None:
+def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: transport.Remote[AheadTrainer]) -> None:
     values = ahead.call(AheadTrainer.train, 6).wait()
     assert [values[0] - value for value in values] == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75, 1.0])
 
@@ -319,9 +323,9 @@ def test_gradients_and_the_lookup_two_steps_on_travel_together(ahead: wire.Remot
     ids=["sent twice", "not finite"],
 )
 def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_them(
-    ahead: wire.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
+    ahead: transport.Remote[AheadTrainer], settings: tuple[Any, ...], message: str
 ) -> None:
-    with pytest.raises(wire.RemoteError) as caught:
+    with pytest.raises(transport.RemoteError) as caught:
         ahead.call(AheadTrainer.train, *settings).wait()
     assert str(caught.value) == message
     assert caught.value.failure.is_users
@@ -329,31 +333,31 @@ def test_what_goes_wrong_with_gradients_is_told_to_the_lookup_that_came_with_the
 
 def test_a_module_that_nobody_keeps_is_let_go() -> None:
     """The number that calls name it by does not keep it."""
-    module = wire.create_module(MASTER, Choosy, "dlrm")
+    module = transport.create_module(MASTER, Choosy, "dlrm")
     gone = weakref.ref(module.rref.local_value())
     number = module.number
-    assert calls._created[number] is gone()
+    assert endpoints._created[number] is gone()
     del module
     gc.collect()
     # The reference dies at the owner when it hears of it; a call there and back comes after that.
     deadline = time.monotonic() + 5.0
     while gone() is not None and time.monotonic() < deadline:
-        wire.ping(MASTER, 5.0).wait()
+        transport.ping(MASTER, 5.0).wait()
     assert gone() is None
-    assert number not in calls._created
+    assert number not in endpoints._created
 
 
 def test_each_module_has_a_number_of_its_own() -> None:
-    modules = [wire.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
+    modules = [transport.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
     assert len({module.number for module in modules}) == 3
     for module in modules:
-        assert calls._created[module.number] is module.rref.local_value()
+        assert endpoints._created[module.number] is module.rref.local_value()
 
 
 class AsyncCaller:
     """Two trainers of asynchronous steps, one of which sends a gradient that is not finite."""
 
-    def __init__(self, tables: wire.RemoteTables) -> None:
+    def __init__(self, tables: transport.RemoteTables) -> None:
         self._tables = tables
         for trainer in range(2):
             tables.lookup(self.ticket(trainer, 0), [ONE_ROW]).wait()
@@ -374,7 +378,9 @@ class AsyncCaller:
 def test_gradients_that_come_after_a_failure_are_told_of_it_in_its_own_words() -> None:
     message = r"^step 0: the gradient of table t, row 1, is not finite$"
     with hosted_table(UpdateRules(2, UpdateMode.ASYNC, timeout_seconds=5.0)) as tables:
-        caller: wire.Remote[AsyncCaller] = wire.create(MASTER, AsyncCaller, tables, timeout_seconds=5).wait()
+        caller: transport.Remote[AsyncCaller] = transport.create(
+            MASTER, AsyncCaller, tables, timeout_seconds=5
+        ).wait()
         for method in (AsyncCaller.send_nan_and_drain, AsyncCaller.exchange):
-            with pytest.raises(wire.RemoteError, match=message):
+            with pytest.raises(transport.RemoteError, match=message):
                 caller.call(method).wait()

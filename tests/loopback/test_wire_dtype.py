@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 from torch.distributed import autograd as dist_autograd
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.clock import StepClock
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine.step_feed import Feed
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.topology import MASTER
-from hybrid.training.feed import Feed
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -44,8 +44,8 @@ class Job:
     ) -> None:
         tables = [dataclasses.replace(table, pooled_by=pooled_by) for table in TABLES]
         rules, placement = UpdateRules(1, mode, timeout_seconds=5.0), place(tables, 1)
-        module = wire.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
-        self.tables = wire.RemoteTables(MASTER, module)
+        module = transport.create_module(MASTER, TableShards, placement, 0, rules, dtype, wire_dtype)
+        self.tables = transport.RemoteTables(MASTER, module)
         self.tables.call(TableShards.initialise, 5).wait()
         self.embeddings = Embeddings(TABLES, SPEC, placement, {0: self.tables})
         self._feed = Feed[Batch](self.embeddings, [self.tables], 0, mode, 1, StepClock())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.table_spec import Pooling
 
 ROWS, DIM = 13, 3
 

@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from torch.futures import Future
 
-from hybrid.hosting.barrier import Update, UpdateBarrier
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.server.barrier import Update, UpdateBarrier
 
 PATIENCE_SECONDS = 10.0
 NORM = 7.0

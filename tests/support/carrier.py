@@ -2,11 +2,11 @@
 
 import socket
 
+from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.trust.secret import Secret
-from hybrid.wire.carrier.frames import Frames, Kind
-from hybrid.wire.carrier.host_memory import BorrowedMemory, HostMemory, LentMemory
-from hybrid.wire.carrier.introduction import Connection, Place
+from hybrid.transport.socket.frames import Frames, Kind
+from hybrid.transport.socket.handshake import Connection, Place
+from hybrid.transport.socket.lent_blocks import BorrowedMemory, HostMemory, LentMemory
 
 SECRET = Secret.fresh()
 ONE_OF_EACH = Topology(1, 1)

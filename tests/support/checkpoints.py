@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from hybrid import wire
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import DENSE_FILE, Files, shard_file
-from hybrid.checkpoint.manifest import Manifest
+from hybrid import transport
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files, shard_file
+from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.storage.places import PlaceT
+from hybrid.storage.remote_path import PlaceT
 
 SHAPES = {"C1": (5, 3, 2)}
 SHARDS = [shard_file("C1", index, 2) for index in range(2)]
@@ -18,18 +18,18 @@ SHARDS = [shard_file("C1", index, 2) for index in range(2)]
 
 def write_checkpoint(folder: PlaceT, step: int = 1) -> PlaceT:
     """A whole checkpoint of one table and a net; its folder."""
-    partial = folders.begin(folder)
+    partial = checkpoint_folders.begin(folder)
     files: Files = {}
     for index, name in enumerate(SHARDS):
         files |= write_tensors(partial, name, {"weight": torch.full((3 - index, 3), float(step))})
     files |= write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    return folders.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
+    return checkpoint_folders.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
 
 
 def write_run(run: PlaceT, *steps: int) -> PlaceT:
     """A run folder with checkpoints after these steps."""
     for step in steps:
-        write_checkpoint(folders.step_folder(run, step), step)
+        write_checkpoint(checkpoint_folders.step_folder(run, step), step)
     return run
 
 
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-class Call(wire.Pending[Files]):
+class Call(transport.Pending[Files]):
     """A role's call that writes its files; it answers when the future does."""
 
     def __init__(self, written: Future[Files]) -> None:

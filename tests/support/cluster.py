@@ -19,12 +19,12 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from support.fork_context import fork_context
 
 from hybrid.config import RunConfig
+from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from hybrid.trust.secret import Secret
-from workers.joining.address import Address
-from workers.joining.bootstrap import Cluster, announce_stop, lead
-from workers.joining.listener import listen
-from workers.roles.run import serve
+from workers.rendezvous.address import Address
+from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.listener import listen
+from workers.roles.role_main import serve
 
 P = ParamSpec("P")
 T = TypeVar("T")

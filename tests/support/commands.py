@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 from support.forked_commands import ForkedCommand
 
-from hybrid.trust.secret import Secret
+from hybrid.security.secret import Secret
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = (sys.executable, "-m", "workers")

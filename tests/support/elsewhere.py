@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from hybrid.data.other_hosts import LookJob, Stage
-from hybrid.data.pool import Event
+from hybrid.data.prepare.other_hosts import LookJob, Stage
+from hybrid.data.prepare.process_pool import Event
 from hybrid.errors import ClusterError, HybridError
 
 
 class Elsewhere:
-    """It does a job when it is heard; see :class:`hybrid.data.other_hosts.Host`.
+    """It does a job when it is heard; see :class:`hybrid.data.prepare.other_hosts.Host`.
 
     Attributes:
         looks: what it was asked to see.

@@ -21,7 +21,7 @@ from support.failure_plans import CHECKPOINT_STEPS, HEARTBEAT_SECONDS, HOWS, PLA
 from support.faults import FAULTS_FILE, STEPPED_FILE, STRUCK_FILE, read_times
 
 from workers.cli import main
-from workers.launching import launch
+from workers.launching import launcher
 from workers.launching.fork_server import ForkServer
 
 TEST_SAMPLES = 500
@@ -48,7 +48,7 @@ def shared_server() -> Iterator[None]:
                 servers.append(stack.enter_context(ForkServer(preload)))
             return nullcontext(servers[0])
 
-        patch.setattr(launch, "ForkServer", get)
+        patch.setattr(launcher, "ForkServer", get)
         yield
 
 

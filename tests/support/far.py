@@ -9,9 +9,9 @@ from pathlib import Path
 from support.stores import Store
 
 from hybrid.config import RunConfig
-from hybrid.data.located import ready
+from hybrid.data.prepare.dataset_location import ready
 from hybrid.errors import HybridError
-from hybrid.storage.places import place
+from hybrid.storage.remote_path import place
 
 _BUCKET = "open"
 
@@ -40,7 +40,7 @@ def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -
 
 
 class FakeFolder:
-    """See :class:`hybrid.data.far.FarFolder`.
+    """See :class:`hybrid.data.dataset.remote_dataset.FarFolder`.
 
     Attributes:
         files: by name.

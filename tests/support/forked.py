@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import Ended, Started
+from workers.launching.forked_roles import Ended, Started
 
 SECONDS = 10.0
 

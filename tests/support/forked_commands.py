@@ -18,9 +18,9 @@ from unittest import mock
 from support.fork_context import fork_context
 
 from workers.cli import main
-from workers.launching import launch
+from workers.launching import launcher
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import serve
+from workers.launching.forked_roles import serve
 
 _POLL_SECONDS = 0.005
 _FIRST_FILE = 3  # after those of input and output
@@ -93,7 +93,7 @@ def _main(
         os.close(opened)
     enter()
     os.chdir(folder)
-    with mock.patch.object(launch, "ForkServer", _ForkedServer):
+    with mock.patch.object(launcher, "ForkServer", _ForkedServer):
         main(arguments)
 
 

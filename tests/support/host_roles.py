@@ -12,7 +12,7 @@ from support.first_process import enter
 from support.forked_commands import ForkedCommand
 from support.hosts import HOME, Host
 
-from hybrid.trust.secret import VARIABLE
+from hybrid.security.secret import VARIABLE
 
 MASTER = "master"
 _SECRET = "7c0f1e5a3b9d48260f6b2e81d4a7935c"

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data.bad_rows import BadRowReport
-from hybrid.data.sources import Source
+from hybrid.data.parse.sources import Source
+from hybrid.data.values.invalid_rows import BadRowReport
 from hybrid.errors import HybridError
 
 _HEADED = DataSection(

@@ -10,19 +10,19 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.dense_state import unpack_dense
-from hybrid.checkpoint.files import DENSE_FILE
 from hybrid.config import RunConfig
-from hybrid.data.located import ready
+from hybrid.data.prepare.dataset_location import ready
 from hybrid.metrics import Metrics
-from hybrid.storage.places import Place
-from workers.jobs.compare import Comparison
+from hybrid.storage.remote_path import Place
+from workers.console.terminal import TerminalView
+from workers.controller.dataset_session import DatasetSession
+from workers.controller.remote_trainer import Trainer
+from workers.controller.shared_folders import Reach
+from workers.jobs.comparison import Comparison
 from workers.jobs.snapshot import Snapshot, snapshot
-from workers.joining.bootstrap import Cluster
-from workers.screen.terminal import TerminalView
-from workers.session.dataset import DatasetSession
-from workers.session.reach import Reach
-from workers.session.trainer import Trainer
+from workers.rendezvous.bootstrap import Cluster
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,17 @@ from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.config.tables import OPTIMIZERS_OF_ALL_ROWS
-from hybrid.dense.configured import build_dense_net, build_remote_net
-from hybrid.embedding.spec import tables_of
+from hybrid.config.table_sections import OPTIMIZERS_OF_ALL_ROWS
+from hybrid.dense.net_builder import build_dense_net, build_remote_net
+from hybrid.embedding.table_spec import tables_of
+from hybrid.engine.table_setup import place_tables
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.reference.training import Reference
-from hybrid.steps.rules import Staleness
-from hybrid.training.tables import place_tables
+from hybrid.protocol.update_rules import Staleness
+from hybrid.reference.reference_training import Reference
+from workers.controller.session import Session
 from workers.jobs.snapshot import VALUE, Snapshot, reference_snapshot, snapshot
-from workers.joining.bootstrap import Cluster
-from workers.session.session import Session
+from workers.rendezvous.bootstrap import Cluster
 
 MakeBatches: TypeAlias = Callable[[int], Iterable[Batch]]
 

@@ -12,7 +12,7 @@ from pyarrow import fs
 from support import gcs_server
 from support.stores import BUCKET, named_by_environment
 
-from hybrid.storage.places import RemotePath
+from hybrid.storage.remote_path import RemotePath
 
 AZURITE = shutil.which("azurite-blob")
 # What every Azurite has, and anybody may know.

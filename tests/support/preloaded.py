@@ -4,7 +4,7 @@
 
 from cryptography.hazmat.backends import default_backend
 
-from workers.launching.imports import lasting_imports
+from workers.launching.preloading import lasting_imports
 
 with lasting_imports():
     import pytest  # by modules of cases
@@ -14,6 +14,6 @@ with lasting_imports():
     import torch._dynamo
 
     import workers.roles.master
-    import workers.roles.run
+    import workers.roles.role_main
 
     default_backend()  # which each role would import with its first key

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hybrid.errors import ClusterError, HybridError
+from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.trust.secret import Secret
-from workers.joining.admission import Admission, Claim, Welcome
-from workers.joining.channel import GREETING, KEY_BYTES, Channel
-from workers.joining.heartbeat import Pulse, claim_place
-from workers.joining.listener import listen
-from workers.joining.rendezvous import Rendezvous
-from workers.joining.rhythm import Rhythm
-from workers.joining.store import Store
+from workers.rendezvous.channel import GREETING, KEY_BYTES, Channel
+from workers.rendezvous.heartbeat import Pulse, claim_place
+from workers.rendezvous.heartbeat_interval import Rhythm
+from workers.rendezvous.listener import listen
+from workers.rendezvous.registration import Admission, Claim, Welcome
+from workers.rendezvous.rendezvous_server import Rendezvous
+from workers.rendezvous.rendezvous_store import Store
 
 SECONDS = 5.0
 ADDRESS = "127.0.0.1"

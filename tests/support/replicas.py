@@ -9,7 +9,7 @@ import torch
 from support.seeded import seeded
 from torch import Tensor, nn
 
-from hybrid.dense.replicas.replica import DataParallel, data_parallel
+from hybrid.dense.data_parallel.replicas import DataParallel, data_parallel
 
 CPUS = ["cpu", "cpu"]
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

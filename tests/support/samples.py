@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from hybrid.batch import Batch
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.data.bad_rows import BadRowReport
-from hybrid.data.inputs import list_files
-from hybrid.data.prepared import prepare
-from hybrid.data.sources import RawBlock, Source
-from hybrid.data.storage import PreparedDataset
-from hybrid.data.targets import Targets
-from hybrid.storage.places import Place
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.parse.input_files import list_files
+from hybrid.data.parse.sources import RawBlock, Source
+from hybrid.data.prepare.preparation import prepare
+from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.targets import Targets
+from hybrid.storage.remote_path import Place
 
 
 def csv_config(*paths: Place, **keys: Any) -> RunConfig:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import Files
-from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import Files
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.custom_loop.single_process import LocalTables as LocalTables
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.own_loop.alone import LocalTables as LocalTables
-from hybrid.steps.rules import UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateRules
 
 NUM_ROWS = {"a": 11, "b": 4, "c": 23}
 PATIENCE_SECONDS = 10.0
@@ -120,13 +120,13 @@ class Cluster:
         return tensors
 
     def save(self, folder: Path, step: int) -> Path:
-        partial = folders.begin(folder)
+        partial = checkpoint_folders.begin(folder)
         files: Files = {}
         for host in self.hosts.values():
             host.begin_save(is_copied=True)
             files |= host.write(partial)
         shapes = {t.name: (t.num_rows, t.dim, len(self.placement.of_table(t.name))) for t in self.tables}
-        return folders.commit(partial, Manifest(step, 0, shapes, files))
+        return checkpoint_folders.commit(partial, Manifest(step, 0, shapes, files))
 
     def load(self, folder: Path, step: int) -> None:
         for host in self.hosts.values():

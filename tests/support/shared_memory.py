@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from hybrid.wire.shared_memory import SharedMemory
+from hybrid.transport.shared_memory.shared_block import SharedMemory
 
 SECONDS = 10.0
 Result = TypeVar("Result")

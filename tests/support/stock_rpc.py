@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import internal
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.errors import ClusterError
+from hybrid.security import signed_pickler
 from hybrid.topology import Topology
-from hybrid.trust import pickler
 
 _MARK = b"unsigned: "
 _SECONDS = 10.0
@@ -20,7 +20,7 @@ _SECONDS = 10.0
 class _Both(internal._InternalRPCPickler):
     """Signs what the project sends, and lets pass what it does not."""
 
-    def __init__(self, signed: pickler.SignedPickler) -> None:
+    def __init__(self, signed: signed_pickler.SignedPickler) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._signed = signed
         self._stock = remote_module._internal_rpc_pickler
@@ -43,19 +43,21 @@ class StockRpc:
 
     def __init__(self) -> None:
         before = internal._internal_rpc_pickler
-        assert isinstance(before, pickler.SignedPickler)
+        assert isinstance(before, signed_pickler.SignedPickler)
         self._signed = before
-        pickler.install(_Both(self._signed))
+        signed_pickler.install(_Both(self._signed))
 
     def close(self) -> None:
-        pickler.install(self._signed)
+        signed_pickler.install(self._signed)
 
 
 @contextmanager
 def stock_rpc(topology: Topology) -> Iterator[None]:
     """While it is entered, every role of a cluster takes part in torch's own RPC, too."""
-    made = wire.gather([wire.create(role, StockRpc, timeout_seconds=_SECONDS) for role in topology.roles])
+    made = transport.gather(
+        [transport.create(role, StockRpc, timeout_seconds=_SECONDS) for role in topology.roles]
+    )
     try:
         yield
     finally:
-        wire.gather([each.call(StockRpc.close) for each in made])
+        transport.gather([each.call(StockRpc.close) for each in made])

@@ -15,25 +15,25 @@ from support.cluster import CASE_SECONDS
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint.folders import step_folder, stored
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_folders import step_folder, stored
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.located import ready
+from hybrid.data.prepare.dataset_location import ready
 from hybrid.metrics import Predictions
-from hybrid.steps.rules import Staleness
-from hybrid.storage.places import Place
-from workers.endings import ExitCode
-from workers.jobs.training import Training
-from workers.joining.bootstrap import Cluster
-from workers.run_folder.stored_run import store_of
-from workers.screen.progress import Progress
-from workers.screen.terminal import TerminalView
-from workers.session.dataset import DatasetSession
-from workers.session.job import Report
-from workers.session.reach import Reach
-from workers.session.saving import Saving
-from workers.stopping import ASK_SIGNAL
-from workers.task import TrainTask
+from hybrid.protocol.update_rules import Staleness
+from hybrid.storage.remote_path import Place
+from workers.cluster_task import TrainTask
+from workers.console.progress_lines import Progress
+from workers.console.terminal import TerminalView
+from workers.controller.dataset_session import DatasetSession
+from workers.controller.distributed_checkpoint import Saving
+from workers.controller.job_messages import Report
+from workers.controller.shared_folders import Reach
+from workers.exit_codes import ExitCode
+from workers.jobs.training_job import Training
+from workers.rendezvous.bootstrap import Cluster
+from workers.run_folder.remote_run import store_of
+from workers.signals import ASK_SIGNAL
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")
 
@@ -120,7 +120,7 @@ def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
         made[-1].moment, made[-1].calls = moment, []
         return made[-1]
 
-    with patch("workers.jobs.training.DatasetSession", make):
+    with patch("workers.jobs.training_job.DatasetSession", make):
         try:
             yield made
         except InterruptedRunError:
@@ -151,7 +151,7 @@ def stop(
     view = View(run)
     signal.signal(ASK_SIGNAL, signal.default_int_handler)
     # However slow the machine is, a call goes as far as the next thing that is due.
-    with view, sessions_closed(moment), patch("workers.jobs.training._CALL_SECONDS", CASE_SECONDS):
+    with view, sessions_closed(moment), patch("workers.jobs.training_job._CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))
         return training.run(cluster.topology, lambda: ready(config, cache), view, Reach([])), view.statuses
 
@@ -159,7 +159,11 @@ def stop(
 def calls_of(cluster: Cluster, config: RunConfig, cache: Place, run: Path, seconds: float) -> list[int]:
     """Train where a call of the trainers is to take so long; the steps of each call."""
     view = View(run)
-    with view, sessions_closed(("", 0)) as sessions, patch("workers.jobs.training._CALL_SECONDS", seconds):
+    with (
+        view,
+        sessions_closed(("", 0)) as sessions,
+        patch("workers.jobs.training_job._CALL_SECONDS", seconds),
+    ):
         training = Training(config, TrainTask(run, False, time.time()))
         has_ended = training.run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
         assert has_ended is ExitCode.DONE

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from hybrid.storage import files
-from hybrid.storage.places import RemotePath
+from hybrid.storage.remote_path import RemotePath
 
 BUCKET = "bucket"
 CREDENTIALS = {

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybrid.data.layout import CRITEO_DENSE, CRITEO_SPARSE
+from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
 
 
 def clicks(num_rows: int) -> list[tuple[int, float, str, str]]:

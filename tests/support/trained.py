@@ -10,24 +10,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from hybrid.checkpoint import folders
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE, write_text
+from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.dense_state import pack_dense
-from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE, write_text
-from hybrid.checkpoint.manifest import Manifest
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
-from hybrid.config.file import CONFIG_FILE, load_config
-from hybrid.data import encode, manifest
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.prepared import prepare
-from hybrid.dense.configured import extra_columns
+from hybrid.config.loading import CONFIG_FILE, load_config
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.encode import feature_encoder
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.preparation import prepare
+from hybrid.dense.net_builder import extra_columns
 from hybrid.embedding.placement import place
-from hybrid.embedding.worker.shards import TableShards
-from hybrid.own_code.signature import signed_toml
-from hybrid.steps.rules import UpdateRules
-from hybrid.training.build import Blueprint
-from hybrid.training.tables import table_specs
-from workers.offline.predictions import predict
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine.model_builder import Blueprint
+from hybrid.engine.table_setup import table_specs
+from hybrid.protocol.update_rules import UpdateRules
+from hybrid.user_code.run_signature import signed_toml
+from workers.offline.batch_prediction import predict
 
 _WORKERS = 2
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")
@@ -188,10 +189,12 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
     tables = table_specs(config, spec, extra_columns(config.dense.net))
     placement = place(tables, _WORKERS)
     blueprint = Blueprint(config, spec, tables)
-    partial = folders.begin(folders.step_folder(folder, 1))
+    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(folder, 1))
     files = write_text(partial, CONFIG_FILE, signed_toml(config))
-    files |= write_text(partial, encode.FILE_NAME, encoder.text)
-    files |= write_text(partial, manifest.COPY_NAME, (prepared / manifest.FILE_NAME).read_text())
+    files |= write_text(partial, feature_encoder.FILE_NAME, encoder.text)
+    files |= write_text(
+        partial, dataset_manifest.COPY_NAME, (prepared / dataset_manifest.FILE_NAME).read_text()
+    )
     files |= write_tensors(partial, DENSE_FILE, pack_dense(_moved(blueprint.dense_net()), {}))
     if (remote_net := blueprint.remote_net()) is not None:
         files |= write_tensors(partial, REMOTE_FILE, pack_dense(_moved(remote_net), {}))
@@ -203,7 +206,7 @@ def write_trained(folder: Path, config: RunConfig) -> Path:
         shards.begin_save(is_copied=False)
         files |= shards.write(partial)
         shards.close()
-    folders.commit(partial, Manifest(1, 0, placement.shapes, files))
+    checkpoint_folders.commit(partial, Manifest(1, 0, placement.shapes, files))
     (folder / CONFIG_FILE).write_text(signed_toml(config))
     return folder
 

@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import Batch
-from hybrid.steps.ticket import Ticket
-from hybrid.training.model import MicroBatch
+from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.protocol.ticket import Ticket
 
 
 def micro_batch(dense_BF: Tensor, pooled_BE: Tensor, step: int = 0, part: int = 0) -> MicroBatch[Batch]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET
 
-from hybrid.storage.places import Place, place
+from hybrid.storage.remote_path import Place, place
 
 
 @pytest.fixture

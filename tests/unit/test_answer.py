@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.answer import Answer, serving
+from hybrid.primitives.deferred_response import Answer, serving
 
 
 class Named:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hybrid.clock import PHASES, STEP, StepClock
+from hybrid.primitives.step_timings import PHASES, STEP, StepClock
 
 
 def recording(*steps: int) -> StepClock:
@@ -177,8 +177,8 @@ def test_a_slow_reading_of_the_clocks_is_not_believed(monkeypatch: pytest.Monkey
     readings = [(1000, 1900), (2000, 2010), (3000, 3800), (4000, 4300), (5000, 5100)]
     counter = iter([*spans, *(ns for reading in readings for ns in reading)])
     day = iter([10_900, 12_005, 13_800, 14_000, 15_000])
-    monkeypatch.setattr("hybrid.clock.time.perf_counter_ns", lambda: next(counter))
-    monkeypatch.setattr("hybrid.clock.time.time_ns", lambda: next(day))
+    monkeypatch.setattr("hybrid.primitives.step_timings.time.perf_counter_ns", lambda: next(counter))
+    monkeypatch.setattr("hybrid.primitives.step_timings.time.time_ns", lambda: next(day))
     with clock.span("one"):
         pass
     (span,) = clock.take_spans()
@@ -205,7 +205,7 @@ def test_many_threads_record_at_once() -> None:
 class TestClock:
     def test_phases_add_up_and_start_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 23.0])
-        monkeypatch.setattr("hybrid.clock.time.perf_counter", lambda: next(ticks))
+        monkeypatch.setattr("hybrid.primitives.step_timings.time.perf_counter", lambda: next(ticks))
         clock = StepClock()
         for name in ("lookup", "dense", "lookup"):
             with clock.phase(name):
@@ -215,7 +215,7 @@ class TestClock:
 
     def test_time_counts_even_where_the_phase_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         ticks = iter([0.0, 1.5])
-        monkeypatch.setattr("hybrid.clock.time.perf_counter", lambda: next(ticks))
+        monkeypatch.setattr("hybrid.primitives.step_timings.time.perf_counter", lambda: next(ticks))
         clock = StepClock()
         with pytest.raises(ZeroDivisionError), clock.phase("data"):
             _ = 1 / 0

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.errors import (
     CheckpointError,
     ClusterError,
@@ -15,15 +15,15 @@ from hybrid.errors import (
     StorageError,
 )
 from hybrid.topology import Role, RoleKind
-from workers.endings import Cause, ExitCode, Interrupt, ToldError, Word, code_of, exit_code
-from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
+from workers.exit_codes import Cause, ExitCode, Interrupt, ToldError, Word, code_of, exit_code
+from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
 from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER)
 
 
-def remote(kind: str) -> wire.RemoteError:
-    return wire.RemoteError(WORKER, wire.Failure("it fails", kind, True, "there", False))
+def remote(kind: str) -> transport.RemoteError:
+    return transport.RemoteError(WORKER, transport.Failure("it fails", kind, True, "there", False))
 
 
 def come_of(error: HybridError, cause: Exception) -> HybridError:
@@ -52,7 +52,7 @@ def come_of(error: HybridError, cause: Exception) -> HybridError:
         (remote("KeyError"), 1, 75),
         (UnexpectedError(remote("KeyError"), "at step 3"), 1, 75),
         (ClusterError("missing after 60 s"), 75, 75),
-        (wire.LostError(WORKER, "no answer"), 75, 75),
+        (transport.LostError(WORKER, "no answer"), 75, 75),
         (LostRoleError("worker 0 is frozen"), 75, 75),
         (remote("ClusterError"), 75, 75),
         (StoppedError("stopped by the master: lost worker 0"), 75, 75),

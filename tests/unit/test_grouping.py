@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, strategies as st
 
 from hybrid.batch import share
-from hybrid.grouping import group_ends, last_end, order_totals, order_weights, split_group, whole_bounds
+from hybrid.primitives.grouping import (
+    group_ends,
+    last_end,
+    order_totals,
+    order_weights,
+    split_group,
+    whole_bounds,
+)
 
 sizes_of_groups = st.lists(st.integers(1, 6), max_size=12)
 

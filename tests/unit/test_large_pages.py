@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from hybrid.large_pages import zeros_in_large_pages
+from hybrid.primitives.huge_pages import zeros_in_large_pages
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
@@ -34,13 +34,13 @@ def test_a_system_without_them_gives_others(monkeypatch: pytest.MonkeyPatch) -> 
             raise OSError(errno.EINVAL, "Invalid argument")
 
     refused: list[bool] = []
-    monkeypatch.setattr("hybrid.large_pages.mmap.mmap", Refusing)
+    monkeypatch.setattr("hybrid.primitives.huge_pages.mmap.mmap", Refusing)
     assert zeros_in_large_pages((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
     assert refused == [True]
 
 
 def test_nor_need_it_know_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("hybrid.large_pages.mmap.MADV_HUGEPAGE", raising=False)
+    monkeypatch.delattr("hybrid.primitives.huge_pages.mmap.MADV_HUGEPAGE", raising=False)
     assert zeros_in_large_pages((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
 
 

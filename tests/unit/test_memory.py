@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybrid.memory import available_memory_bytes
+from hybrid.primitives.available_memory import available_memory_bytes
 
 FREE = 1000 << 20
 
@@ -13,7 +13,7 @@ FREE = 1000 << 20
 @pytest.fixture(autouse=True)
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     vitals = SimpleNamespace(available=FREE)
-    monkeypatch.setattr("hybrid.memory.psutil.virtual_memory", lambda: vitals)
+    monkeypatch.setattr("hybrid.primitives.available_memory.psutil.virtual_memory", lambda: vitals)
 
 
 def cgroup(folder: Path, limit: str, current: int, cache: int = 0) -> Path:

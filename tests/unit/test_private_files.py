@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import RunConfig
-from hybrid.data.prepared import prepare
+from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import DataError, HybridError
-from hybrid.private_files import make_folder, open_file, own_folder
-from workers.endings import Cause
-from workers.launching.outcome import Outcome
+from hybrid.storage.private_files import make_folder, open_file, own_folder
+from workers.exit_codes import Cause
 from workers.launching.restarts import Restarts
+from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import _log_to
-from workers.run_folder.folder import RunFolder
+from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_lock import run_lock
 
 
@@ -68,7 +68,7 @@ def test_prepared_data_is_its_owners_and_that_of_others_is_told(
     def refuse(path: object) -> list[str]:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("hybrid.data.prepared.os.listdir", refuse)
+    monkeypatch.setattr("hybrid.data.prepare.preparation.os.listdir", refuse)
     with pytest.raises(DataError, match=rf"^{folder}: cannot be read \(Permission denied\); set data.cache"):
         prepare(config, tmp_path / "runs/.prepared")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from support.traces import arrows, slices
 
-from hybrid.clock import STEP, STEPS_THREAD, Flow, Span
+from hybrid.primitives.step_timings import STEP, STEPS_THREAD, Flow, Span
 from hybrid.topology import Role, RoleKind
-from workers.profile import Profile, Row
+from workers.step_profile import Profile, Row
 
 TRAINER = Role(RoleKind.TRAINER, 0)
 OTHER = Role(RoleKind.TRAINER, 1)

@@ -10,7 +10,7 @@ from support import forked
 from support.commands import HYBRID, ROOT
 
 from workers.launching.fork_server import ForkServer
-from workers.search_path import search_here_last
+from workers.module_search_path import search_here_last
 
 
 @pytest.fixture

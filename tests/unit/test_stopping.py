@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.endings import WARNING, ExitCode
-from workers.stopping import ASK_SIGNAL, HEARD, STOP_SIGNALS, Stop, passing_on
+from workers.exit_codes import WARNING, ExitCode
+from workers.signals import ASK_SIGNAL, HEARD, STOP_SIGNALS, Stop, passing_on
 
 ALL = (*HEARD, ASK_SIGNAL)
 SECONDS = 10.0

@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from workers import cli
-from workers.torch_cache import choose_torch_cache
+from workers.compile_cache import choose_torch_cache
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 
@@ -79,7 +79,7 @@ def test_where_others_could_put_something_it_is_a_fresh_folder(home: Path) -> No
 
 def test_a_fresh_folder_goes_with_its_process(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    code = "from workers.torch_cache import *; choose_torch_cache(); print(len(os.listdir()))"
+    code = "from workers.compile_cache import *; choose_torch_cache(); print(len(os.listdir()))"
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XDG_CACHE_HOME")}
     ended = subprocess.run(
         [sys.executable, "-c", f"import os; {code}"],

@@ -11,14 +11,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hybrid import wire
+from hybrid import transport
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE, shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import unpack_dense
-from hybrid.checkpoint.files import DENSE_FILE, REMOTE_FILE, shard_file
-from hybrid.checkpoint.reader import Checkpoint
 from hybrid.errors import HybridError
-from hybrid.reference.training import Reference
-from workers.session.session import Session
-from workers.session.trainer import Trainer
+from hybrid.reference.reference_training import Reference
+from workers.controller.remote_trainer import Trainer
+from workers.controller.session import Session
 
 # Relative and absolute. Rounding is 1e-16 in float64, but an optimizer that divides by the gradient's own
 # size takes rate / eps of it where a gradient should be zero: 5e6 times for the default tables.
@@ -79,8 +79,8 @@ def snapshot(session: Session, names: Sequence[str] = (), remote_names: Sequence
         found = stored_tables(stored)
         if names:
             folders = [Path(scratch) / str(index) for index in range(len(session.trainers))]
-            wire.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
-            wire.gather(
+            transport.gather([trainer.call(Trainer.begin_save, DENSE_FILE) for trainer in session.trainers])
+            transport.gather(
                 [t.call(Trainer.write, folder) for t, folder in zip(session.trainers, folders, strict=True)]
             )
             for index, folder in enumerate(folders):

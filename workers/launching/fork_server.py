@@ -31,8 +31,8 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
-from workers.launching.forking import MARKER, Answer, Ended, Started
-from workers.stopping import HEARD
+from workers.launching.forked_roles import MARKER, Answer, Ended, Started
+from workers.signals import HEARD
 
 _END_SECONDS = 2.0
 _ANSWER_SECONDS = 30.0
@@ -66,7 +66,7 @@ class ForkServer:
 
     def _start_server(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.forking import serve; "
+            f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.forked_roles import serve; "
             f"serve({theirs.fileno()}, {os.getpid()})"
         )
         # Ctrl-C and the like are not meant for it: blocked until it has said so itself.
@@ -101,7 +101,7 @@ class ForkServer:
         self.is_isolated = True
 
     def listen(self, address: str, port: int) -> socket.socket:
-        """A socket as of :func:`workers.joining.listener.listen`, in the network of what it starts."""
+        """A socket as of :func:`workers.rendezvous.listener.listen`, in the network of what it starts."""
         self._ask("listen", address, port)
         self._await_answer()
         _, (descriptor,), *_ = socket.recv_fds(self._socket, len(MARKER), 1)

@@ -6,10 +6,10 @@ from contextlib import closing
 from pathlib import Path
 
 from hybrid.errors import HybridError
-from workers.endings import Cause, ExitCode, ToldError, code_of, may_help
-from workers.launching.outcome import Outcome
-from workers.run_folder.appended_file import AppendedFile
-from workers.run_folder.paths import writing
+from workers.exit_codes import Cause, ExitCode, ToldError, code_of, may_help
+from workers.launching.role_outcome import Outcome
+from workers.run_folder.append_only_file import AppendedFile
+from workers.run_folder.run_paths import writing
 from workers.run_folder.run_state import RunState
 
 FILE_NAME = "restarts.jsonl"

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, HybridError
-from hybrid.own_code.traces import log_stack
-from hybrid.private_files import make_folder, open_file
+from hybrid.security.secret import Secret
+from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.trust.secret import Secret
-from workers.endings import Cause, ExitCode, Interrupt, exit_code
-from workers.joining.address import Address
-from workers.joining.alarm import end_now
+from hybrid.user_code.tracebacks import log_stack
+from workers.cluster_task import ScriptTask, Task, TrainTask
+from workers.console.output_stream import lasting_output
+from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import Ended, Started
-from workers.launching.outcome import Child, Outcome, outcome_pipe
-from workers.run_folder.paths import log_path, writing
-from workers.screen.lasting_output import lasting_output
-from workers.stopping import ASK_SIGNAL
-from workers.task import ScriptTask, Task, TrainTask
+from workers.launching.forked_roles import Ended, Started
+from workers.launching.role_outcome import Child, Outcome, outcome_pipe
+from workers.rendezvous.address import Address
+from workers.rendezvous.interrupt import end_now
+from workers.run_folder.run_paths import log_path, writing
+from workers.signals import ASK_SIGNAL
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
 _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Cause.ECHO: 2.0}
@@ -197,7 +197,7 @@ def _role_main(
 
 def _be(role: Role, place: RunConfig | Address, task: Task, secret: Secret, listener: int | None) -> None:
     from workers.roles import master
-    from workers.roles.run import serve
+    from workers.roles.role_main import serve
 
     if isinstance(place, Address):
         serve(role, place, secret)  # the launcher knows what to end with
@@ -212,7 +212,7 @@ def _printing_role(task: Task) -> Role:
 
 def _outcome(role: Role, error: Exception) -> Outcome:
     try:
-        from workers.launching.description import describe
+        from workers.launching.error_report import describe
     except ImportError:  # of what has failed already
         return Outcome(f"{role}: {type(error).__name__}: {' '.join(str(error).split())}", Cause.EXCEPTION)
     return describe(role, error)

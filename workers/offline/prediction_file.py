@@ -11,12 +11,12 @@ from typing import IO, Any, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hybrid.data.columns import is_list
+from hybrid.data.values.column_values import is_list
 from hybrid.errors import HybridError
-from hybrid.private_files import open_file
 from hybrid.storage.files import Writer, writing
-from hybrid.storage.places import Place, RemotePath
-from workers.endings import ExitCode
+from hybrid.storage.private_files import open_file
+from hybrid.storage.remote_path import Place, RemotePath
+from workers.exit_codes import ExitCode
 
 ROW = "row"  # the column that counts the rows of the input
 STDOUT = Path("-")  # in the place of a file

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import torch
 
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import unpack_dense
-from hybrid.checkpoint.files import DENSE_FILE
-from hybrid.checkpoint.reader import Checkpoint
 from hybrid.config import RunConfig
+from hybrid.custom_loop.backend import HOST
+from hybrid.custom_loop.single_process import Alone
 from hybrid.errors import HybridError
-from hybrid.own_loop.alone import Alone
-from hybrid.own_loop.host import HOST
-from workers.jobs.compare import comparison_table, judge
+from workers.console.terminal import TerminalView
+from workers.controller.trainer_script import run_script
+from workers.jobs.comparison import comparison_table, judge
 from workers.jobs.snapshot import Snapshot, TensorName, differences, stored_tables
-from workers.screen.terminal import TerminalView
-from workers.session.script import run_script
 
 
 def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:

@@ -4,12 +4,12 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.errors import ClusterError
 from hybrid.topology import Role
-from workers.endings import ExitCode, Word
-from workers.joining.alarm import LostHostError, LostRoleError
-from workers.joining.bootstrap import Cluster, Member, announce_stop
+from workers.exit_codes import ExitCode, Word
+from workers.rendezvous.bootstrap import Cluster, Member, announce_stop
+from workers.rendezvous.interrupt import LostHostError, LostRoleError
 
 _PING_SECONDS = 2.0
 # Where a role is lost, its signs of life end too, so soon, and tell whether it was a host, or this one.
@@ -19,7 +19,7 @@ _SIGN_SECONDS = 1.0
 class UnexpectedError(ClusterError):
     """A role answered a call with an exception that nobody has thought of."""
 
-    def __init__(self, error: wire.RemoteError, when: str) -> None:
+    def __init__(self, error: transport.RemoteError, when: str) -> None:
         super().__init__(f"{error} ({when})")
         self.error = error
 
@@ -64,15 +64,15 @@ def diagnose(cluster: Cluster, error: ClusterError, when: str) -> ClusterError:
     if lost:
         names = ", ".join(f"{role} (host {member.host}, pid {member.pid})" for role, member in lost)
         return ClusterError(f"lost {names} {when}; its log says why, if it could")
-    if not isinstance(error, wire.RemoteError):
+    if not isinstance(error, transport.RemoteError):
         return ClusterError(f"{error} ({when})")
     return error if error.failure.is_users else UnexpectedError(error, when)
 
 
 def _lost_roles(cluster: Cluster) -> Iterator[tuple[Role, Member]]:
-    pings = {role: wire.ping(role, _PING_SECONDS) for role in cluster.members}
+    pings = {role: transport.ping(role, _PING_SECONDS) for role in cluster.members}
     for role, call in pings.items():
         try:
             call.wait()
-        except wire.LostError:
+        except transport.LostError:
             yield role, cluster.members[role]

@@ -10,29 +10,29 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.located import ready
-from hybrid.data.other_hosts import Host
-from hybrid.data.prepared import cache_folder
+from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.prepare.other_hosts import Host
+from hybrid.data.prepare.preparation import cache_folder
 from hybrid.errors import ClusterError
+from hybrid.security.secret import Secret
 from hybrid.topology import Topology
-from hybrid.trust.secret import Secret
-from workers.endings import ExitCode, Interrupt, Word, exit_code
-from workers.jobs.compare import Comparison
-from workers.jobs.own import OwnJob
-from workers.jobs.script import ScriptJob
-from workers.jobs.training import Training
-from workers.joining.address import DEFAULT_PORT
-from workers.joining.alarm import LostRoleError, last_words
-from workers.joining.bootstrap import Cluster, announce_stop, lead
-from workers.joining.listener import listen
+from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
+from workers.console.terminal import TerminalView
+from workers.controller.preparing import HelpingHost
+from workers.controller.shared_folders import Reach, own_files
+from workers.exit_codes import ExitCode, Interrupt, Word, exit_code
+from workers.jobs.comparison import Comparison
+from workers.jobs.script_job import ScriptJob
+from workers.jobs.training_job import Training
+from workers.jobs.user_function import OwnJob
+from workers.rendezvous.address import DEFAULT_PORT
+from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
+from workers.rendezvous.interrupt import LostRoleError, last_words
+from workers.rendezvous.listener import listen
 from workers.roles.diagnosis import tell_cause
 from workers.run_folder.run_state import RunState
-from workers.screen.terminal import TerminalView
-from workers.session.preparing import HelpingHost
-from workers.session.reach import Reach, own_files
-from workers.task import CompareTask, ScriptTask, Task, TrainTask
 
 _POLL_SECONDS = 0.05
 _ABANDON_SECONDS = 1.0
@@ -62,7 +62,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             data.share_with(_helping_hosts(cluster))
             try:
                 code = job.run(cluster.topology, data.result, view, _reach(cluster))
-            except (wire.RemoteError, wire.LostError, LostRoleError) as error:
+            except (transport.RemoteError, transport.LostError, LostRoleError) as error:
                 raise tell_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
                 announce_stop(cluster, Word(code_of(error), last_words(error)))
@@ -73,7 +73,7 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
 
 
 def codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
-    """Gives the exit code of a cluster that is ended by an error, as :mod:`workers.endings` has the rule."""
+    """Gives the exit code of a cluster that is ended by an error, as :mod:`exit_codes` has the rule."""
     if not isinstance(task, TrainTask):
         return partial(exit_code, has_stepped=False)
     before = RunState.of(task.folder)

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hybrid.config.tasks import metric_title
-from hybrid.private_files import open_file
-from workers.run_folder.paths import writing_temporarily
+from hybrid.config.task_sections import metric_title
+from hybrid.storage.private_files import open_file
+from workers.run_folder.run_paths import writing_temporarily
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

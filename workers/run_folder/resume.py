@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.config.file import CONFIG_FILE, fixed_values, load_config
-from hybrid.config.rules import why_not_onednn
+from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS
+from hybrid.config.validation import why_not_onednn
 from hybrid.errors import ConfigError
-from hybrid.own_code.signature import load_run_config
 from hybrid.storage import files
-from hybrid.storage.places import Place, place
-from workers.run_folder.paths import RESULT_FILE, runs_named
+from hybrid.storage.remote_path import Place, place
+from hybrid.user_code.run_signature import load_run_config
+from workers.run_folder.run_paths import RESULT_FILE, runs_named
 
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that say when a run ends
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybrid.errors import ConfigError
-from hybrid.private_files import make_folder, open_file
+from hybrid.storage.private_files import make_folder, open_file
 
 _NAME = ".lock"
 # The roles of a launch that was killed hold it as long as they live, which is milliseconds.

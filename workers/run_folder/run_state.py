@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from hybrid.checkpoint import folders
-from hybrid.storage.places import Place
-from workers.run_folder.paths import METRICS_FILE, RESULT_FILE, own_command
-from workers.run_folder.stored_run import store_of
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.storage.remote_path import Place
+from workers.run_folder.remote_run import store_of
+from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, own_command
 
 _FileVersion: TypeAlias = tuple[int, int, int] | None
 
@@ -66,7 +66,7 @@ def left_behind(folder: Path, command: str) -> str:
 
 def newest_step(folder: Place) -> int | None:
     """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
-    return next(map(folders.step_of, folders.stored(folder)), None)
+    return next(map(checkpoint_folders.step_of, checkpoint_folders.stored(folder)), None)
 
 
 def _logged_step(log: Path) -> int:

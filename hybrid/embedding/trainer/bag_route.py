@@ -8,10 +8,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, ids_dtype
 from hybrid.embedding.placement import Location
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
 
@@ -65,7 +65,7 @@ def _gather(ids: BatchIds, shards_F4: npt.NDArray[Any], dtype: torch.dtype, weig
     rows = torch.empty(room, dtype=dtype)
     offsets = torch.empty(ids.batch_size * len(shards_F4) + 1, dtype=dtype)
     positions = torch.empty(0 if weights_L is None else room, dtype=torch.int64)
-    size = loops.gather_bags(
+    size = kernels.gather_bags(
         ids.ids_L.numpy(),
         ids.offsets.numpy(),
         ids.batch_size,

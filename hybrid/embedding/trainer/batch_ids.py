@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.table_spec import Pooling
 from hybrid.errors import DataError
 
 

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.clock import StepClock
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.placement import Location, Placement
-from hybrid.embedding.spec import Pooling, TableSpec, tables_of
+from hybrid.embedding.table_spec import Pooling, TableSpec, tables_of
 from hybrid.embedding.trainer.bag_route import BagRoute
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.lookup import Columns, Lookup, Outbox, SideBySide, TableSource
@@ -29,7 +28,8 @@ from hybrid.embedding.trainer.row_route import RowRoute
 from hybrid.embedding.trainer.sequence_route import LengthRoute, SequenceRoute
 from hybrid.errors import DataError
 from hybrid.input_spec import InputSpec
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Purpose, Ticket
 
 
 class Embeddings:
@@ -139,7 +139,7 @@ class Embeddings:
     def _check(self, sparse: SparseFeatures, ids: BatchIds) -> None:
         if sparse.num_features != len(self._features):
             raise DataError(f"the batch has {sparse.num_features} sparse features, not {len(self._features)}")
-        outside = loops.first_outside(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
+        outside = kernels.first_outside(ids.ids_L.numpy(), ids.ends_K.numpy(), self._num_rows_K.numpy())
         if outside >= 0:
             self._refuse_id(outside, sparse, ids)
         if sparse.offsets is not None:

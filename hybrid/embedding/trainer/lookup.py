@@ -19,13 +19,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hybrid.answer import Watched
-from hybrid.clock import OpenSpan, StepClock
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot
 from hybrid.errors import ClusterError
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.step_timings import OpenSpan, StepClock
+from hybrid.protocol.ticket import Purpose, Ticket
 
 
 class TableSource(Protocol):
@@ -46,7 +46,7 @@ class TableSource(Protocol):
     def skip(self) -> Watched[list[Tensor]]:
         """Send nothing, in the place of a lookup ahead, of gradients or of both; the answer is empty.
 
-        Trainers that ask together (``hybrid/wire/combining.py``) wait for each other's word.
+        Trainers that ask together (``host_aggregation.py``) wait for each other's word.
         """
         ...
 
@@ -95,7 +95,7 @@ class SideBySide(NamedTuple):
         pooled_BE = vectors[0].new_empty(len(vectors[0]), self.width)
         for (_, columns_F), vectors_BFD in zip(self.columns, vectors, strict=True):
             assert columns_F is not None
-            loops.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
+            kernels.place_columns(vectors_BFD.contiguous().numpy(), columns_F.numpy(), pooled_BE.numpy())
         return (pooled_BE,)
 
     def gradients(self, grads: Sequence[Tensor]) -> Iterator[tuple[Slot, Tensor]]:
@@ -257,7 +257,7 @@ def _of_part(grad_BE: Tensor, part: Columns) -> Tensor:
     if part.columns_F is None:
         return grad_BE.view(part.assembler.shape_BFD)
     grad_BFD = grad_BE.new_empty(part.assembler.shape_BFD)
-    loops.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
+    kernels.pick_columns(grad_BFD.numpy(), part.columns_F.numpy(), grad_BE.numpy())
     return grad_BFD
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hybrid.embedding.bags import Bags, pool_recorded
-from hybrid.embedding.gradients import RowGradients
 from hybrid.embedding.placement import Location
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.row_gradients import RowGradients
+from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot
 from hybrid.embedding.trainer.row_route import AddressSpace, Rows

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, ids_dtype
-from hybrid.embedding.loops import Ints
+from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Location
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
@@ -51,7 +51,7 @@ class AddressSpace:
         """The addresses of some ids of the tables from number ``first`` on."""
         tables = slice(first, first + len(ids_KB))
         bases_KS, counts_K = self._bases_KS[tables], self._counts_K[tables]
-        loops.addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
+        kernels.addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
 
     def write_bags(
         self, ids: BatchIds, features_F: Ints, out_L: Tensor, out_offsets: Tensor, out_positions: Tensor
@@ -59,11 +59,11 @@ class AddressSpace:
         """The addresses of the ids of some features, one for each table; see ``loops.bag_addresses``."""
         where = features_F, self._bases_KS, self._counts_K
         out = out_L.numpy(), out_offsets.numpy(), out_positions.numpy()
-        loops.bag_addresses(ids.ids_L.numpy(), ids.offsets.numpy(), ids.batch_size, *where, *out)
+        kernels.bag_addresses(ids.ids_L.numpy(), ids.offsets.numpy(), ids.batch_size, *where, *out)
 
     def ask(self, addresses_L: Tensor, items: Items) -> Rows:
         """Append to ``items`` every distinct row once; return where they stand."""
-        ids_U, starts_V, order_L = loops.group_ids(addresses_L.numpy(), self._num_rows)
+        ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._num_rows)
         ends = np.searchsorted(ids_U, self._ends).tolist()
         slots = []
         for segment, start, end in zip(self._segments, [0, *ends[:-1]], ends, strict=True):
@@ -107,7 +107,7 @@ class Rows(NamedTuple):
     def answered(self, results: Results) -> tuple[Tensor, Tensor]:
         """``rows_UD``, and for each id which of them it is."""
         rows_UD = torch.cat([results[worker][place] for (worker, place), _ in self.slots])
-        return rows_UD, torch.from_numpy(loops.ranks(self.starts_V, self.order_L))
+        return rows_UD, torch.from_numpy(kernels.ranks(self.starts_V, self.order_L))
 
     def gradients(self, grad_LD: Tensor) -> list[tuple[Slot, Tensor]]:
         """The gradients of each part; those of equal ids add up."""
@@ -115,7 +115,7 @@ class Rows(NamedTuple):
         for slot, size in self.slots:
             part = grad_LD.new_empty(size, grad_LD.shape[1])
             starts_V = self.starts_V[first : first + size + 1]
-            loops.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy())
+            kernels.sum_rows(starts_V, self.order_L, grad_LD.numpy(), part.numpy())
             parts.append((slot, part))
             first += size
         return parts

@@ -6,10 +6,10 @@ from pathlib import Path
 from support.matrix import Case
 
 from hybrid.batch import Batch
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from workers.controller.session import Session
 from workers.jobs.snapshot import Snapshot, snapshot
-from workers.joining.bootstrap import Cluster
-from workers.session.session import Session
+from workers.rendezvous.bootstrap import Cluster
 
 STEPS = 3
 

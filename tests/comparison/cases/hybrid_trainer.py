@@ -24,24 +24,24 @@ from comparison.cases.examples import DIM, HIDDEN, NUM_DENSE, NUM_ROWS, OUT, ROW
 from torch import Tensor, nn
 from torch.distributed import autograd as dist_autograd
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.clock import StepClock
-from hybrid.dense.remote import HostedNet
+from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
-from hybrid.hosting.hosted import Hosted
+from hybrid.embedding.worker.table_shards import TableShards
+from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
+from hybrid.engine.step_feed import Feed
+from hybrid.engine.uneven_batches import evened
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.evened import evened
-from hybrid.training.feed import Feed
-from hybrid.training.model import HybridModel, MicroBatch
-from workers.joining.bootstrap import Cluster
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.server.hosted_module import Hosted
+from workers.rendezvous.bootstrap import Cluster
 
 SECONDS = 10.0
 RATE = 0.125  # a power of two: sums and products of these small numbers stay exact
@@ -86,7 +86,9 @@ class Concatenation(nn.Module):
 class Trainer:
     """Lives on a trainer; takes steps without updating its own net, as torch's test does."""
 
-    def __init__(self, index: int, mode: str, tables: wire.RemoteTables, remote_net: wire.RemoteNet) -> None:
+    def __init__(
+        self, index: int, mode: str, tables: transport.RemoteTables, remote_net: transport.RemoteNet
+    ) -> None:
         assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
         self._group = dist.group.WORLD
         net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
@@ -133,17 +135,19 @@ class Trained:
 
 
 @contextmanager
-def hosted(cluster: Cluster, num_trainers: int) -> Iterator[tuple[wire.RemoteTables, wire.RemoteNet]]:
+def hosted(
+    cluster: Cluster, num_trainers: int
+) -> Iterator[tuple[transport.RemoteTables, transport.RemoteNet]]:
     """The table and the remote net, on the cluster's first worker."""
     role = cluster.topology.workers[0]
     rules = UpdateRules(num_trainers, timeout_seconds=SECONDS)
-    tables = wire.RemoteTables(role, wire.create_module(role, Tables, PLACEMENT, 0, rules))
-    net = wire.RemoteNet(role, wire.create_module(role, Net, rules))
+    tables = transport.RemoteTables(role, transport.create_module(role, Tables, PLACEMENT, 0, rules))
+    net = transport.RemoteNet(role, transport.create_module(role, Net, rules))
     tables.call(TableShards.initialise, 0).wait()
     try:
         yield tables, net
     finally:
-        wire.gather([host.call(Hosted.close) for host in (tables, net)])
+        transport.gather([host.call(Hosted.close) for host in (tables, net)])
 
 
 def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -> Trained:
@@ -151,18 +155,18 @@ def train(cluster: Cluster, mode: str, shares: list[list[Batch]], rounds: int) -
     roles = cluster.topology.trainers
     steps = max(len(share) for share in shares)
     with hosted(cluster, len(roles)) as (tables, net):
-        trainers: list[wire.Remote[Trainer]] = wire.gather(
-            [wire.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
+        trainers: list[transport.Remote[Trainer]] = transport.gather(
+            [transport.create(r, Trainer, r.index, mode, tables, net, timeout_seconds=SECONDS) for r in roles]
         )
         gradients = []
         for first in range(0, rounds * steps, steps):
             paired = zip(trainers, shares, strict=True)
             calls: list[Any] = [trainer.call(Trainer.train, share, first) for trainer, share in paired]
-            gradients.append(wire.gather(calls))
+            gradients.append(transport.gather(calls))
         return Trained(
             gradients,
-            cast(wire.Remote[Tables], tables).call(Tables.rows).wait(),
-            cast(wire.Remote[Net], net).call(Net.weight).wait(),
+            cast(transport.Remote[Tables], tables).call(Tables.rows).wait(),
+            cast(transport.Remote[Net], net).call(Net.weight).wait(),
         )
 
 
@@ -173,7 +177,7 @@ class _Echo:
 
 def echo(cluster: Cluster, batch: Batch) -> Batch:
     """A batch, to a trainer and back."""
-    remote: wire.Remote[_Echo] = wire.create(
+    remote: transport.Remote[_Echo] = transport.create(
         cluster.topology.trainers[0], _Echo, timeout_seconds=SECONDS
     ).wait()
     answered: Batch = remote.call(_Echo.say, batch).wait()

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
+from hybrid.custom_loop.cluster import Cluster
 from hybrid.models.din import DIN
 from hybrid.models.esmm import ESMM, entire_space_loss
 from hybrid.models.final_mlp import FinalMLP
-from hybrid.models.histories import padded
 from hybrid.models.mmoe import MMoE
+from hybrid.models.padding import padded
 from hybrid.models.ple import PLE
 from hybrid.models.self_attention import SelfAttention, next_item_loss
 from hybrid.models.two_towers import TwoTowers, in_batch_softmax
-from hybrid.own_loop.cluster import Cluster
 
 NUM_USERS, NUM_ITEMS, DIM, LONGEST = 20, 30, 4, 3
 SIZES = (9, 6, 1, 7)  # of the batches: of one of them, two trainers of three have nothing

@@ -15,17 +15,17 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.clock import StepClock
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
+from hybrid.engine.ddp import DdpMode, DdpModel
+from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
+from hybrid.engine.uneven_batches import evened
 from hybrid.models.dense_net import DenseNet
-from hybrid.steps.ticket import Ticket
-from hybrid.training.arrangement import Arrangement
-from hybrid.training.ddp import DdpMode, DdpModel
-from hybrid.training.evened import evened
-from hybrid.training.model import HybridModel, MicroBatch
-from workers.joining.bootstrap import Cluster
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Ticket
+from workers.rendezvous.bootstrap import Cluster
 
 SECONDS = 20.0
 
@@ -48,10 +48,12 @@ class _Peer:
 
 def on_all_trainers(cluster: Cluster, job: Job) -> list[list[Compared]]:
     """What ``job`` gives on every trainer, all at once."""
-    creating = [wire.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers]
-    peers: list[wire.Remote[_Peer]] = wire.gather(creating)
+    creating = [
+        transport.create(r, _Peer, r.index, timeout_seconds=SECONDS) for r in cluster.topology.trainers
+    ]
+    peers: list[transport.Remote[_Peer]] = transport.gather(creating)
     with stock_rpc(cluster.topology):
-        return wire.gather([peer.call(_Peer.run, job, timeout_seconds=SECONDS) for peer in peers])
+        return transport.gather([peer.call(_Peer.run, job, timeout_seconds=SECONDS) for peer in peers])
 
 
 def _inputs(index: int, uneven: bool) -> list[Tensor]:

@@ -7,9 +7,9 @@ from comparison.cases.peers import Compared, Gradients
 from comparison.cases.tensor import HIDDEN, INPUTS, OUTPUTS, gradients_of, parts_of, random, trainers_mesh
 from torch import Tensor, nn
 
-from hybrid.dense.tensor.plan import automatic_plan, parse_plan
-from hybrid.dense.tensor.shared_stage import SharedStage
-from hybrid.dense.tensor.tensor import TensorParallel
+from hybrid.dense.tensor_parallel.sharded_module import TensorParallel
+from hybrid.dense.tensor_parallel.sharding_plan import automatic_plan, parse_plan
+from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 from hybrid.models.dcn_v2 import CrossInteraction
 from hybrid.models.dense_net import DenseNet
 

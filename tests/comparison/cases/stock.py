@@ -10,16 +10,16 @@ from torch.distributed import autograd as dist_autograd, rpc
 from torch.distributed.nn import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
 
-from hybrid import wire
+from hybrid import transport
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.steps.rules import UpdateRules
-from hybrid.steps.ticket import Ticket
-from workers.joining.bootstrap import Cluster
+from hybrid.protocol.ticket import Ticket
+from hybrid.protocol.update_rules import UpdateRules
+from workers.rendezvous.bootstrap import Cluster
 
 SECONDS = 10.0
 RATE = 1.0
@@ -54,19 +54,19 @@ class StockTrainer:
 def stock(cluster: Cluster, optimizer: str) -> float:
     """How far the row moves by one step of two trainers, one after the other."""
     role = cluster.topology.workers[0]
-    rref = wire.create_module(role, StockTable).rref
+    rref = transport.create_module(role, StockTable).rref
     with stock_rpc(cluster.topology):
         for trainer, gradient in zip(cluster.topology.trainers, GRADIENTS, strict=False):
-            made = wire.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
+            made = transport.create(trainer, StockTrainer, rref, optimizer, timeout_seconds=SECONDS)
             made.wait().call(StockTrainer.step, gradient).wait()
-    moved: float = wire.Remote[StockTable](role, rref).call(StockTable.row).wait()
+    moved: float = transport.Remote[StockTable](role, rref).call(StockTable.row).wait()
     return moved
 
 
 class HybridTrainer:
     """Hands in its part of a step's gradient."""
 
-    def __init__(self, index: int, table: TableSpec, host: wire.RemoteTables) -> None:
+    def __init__(self, index: int, table: TableSpec, host: transport.RemoteTables) -> None:
         self._index = index
         self._embeddings = Embeddings([table], SPEC, place([table], 1), {0: host})
 
@@ -83,17 +83,17 @@ def ours(cluster: Cluster, optimizer: str) -> float:
     role = cluster.topology.workers[0]
     table = TableSpec("t", 1, 1, Pooling.SUM, ("t",), OptimizerSpec(optimizer, RATE), 0.0)
     rules = UpdateRules(len(GRADIENTS), timeout_seconds=SECONDS)
-    host = wire.RemoteTables(role, wire.create_module(role, Tables, place([table], 1), 0, rules))
+    host = transport.RemoteTables(role, transport.create_module(role, Tables, place([table], 1), 0, rules))
     host.call(TableShards.initialise, 0).wait()
-    before: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
+    before: Tensor = cast(transport.Remote[Tables], host).call(Tables.rows).wait()
     makers = [
-        wire.create(trainer, HybridTrainer, trainer.index, table, host, timeout_seconds=SECONDS)
+        transport.create(trainer, HybridTrainer, trainer.index, table, host, timeout_seconds=SECONDS)
         for trainer in cluster.topology.trainers[: len(GRADIENTS)]
     ]
-    trainers: list[wire.Remote[HybridTrainer]] = wire.gather(makers)
-    wire.gather(
+    trainers: list[transport.Remote[HybridTrainer]] = transport.gather(makers)
+    transport.gather(
         [t.call(HybridTrainer.step, gradient) for t, gradient in zip(trainers, GRADIENTS, strict=True)]
     )
-    after: Tensor = cast(wire.Remote[Tables], host).call(Tables.rows).wait()
+    after: Tensor = cast(transport.Remote[Tables], host).call(Tables.rows).wait()
     host.call(TableShards.close).wait()
     return (after - before).item()

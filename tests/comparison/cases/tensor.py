@@ -22,8 +22,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hybrid.dense.tensor.shared_stage import SharedStage
-from hybrid.dense.tensor.tensor import (
+from hybrid.dense.tensor_parallel.sharded_module import (
     TensorParallel,
     flatten_tensor,
     own_shard,
@@ -32,6 +31,7 @@ from hybrid.dense.tensor.tensor import (
     unflatten_tensor,
     whole,
 )
+from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 
 TENSOR, DATA = 2, 2
 INPUTS, HIDDEN, OUTPUTS = 5, 7, 3  # over two ranks, none of them is even

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
-from hybrid.clock import StepClock
 from hybrid.dense import matmul
-from hybrid.embedding.worker.initial import initialise_rows
+from hybrid.embedding.worker.initial_rows import initialise_rows
+from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import DenseNet
-from hybrid.steps.ticket import Ticket
-from hybrid.training.model import HybridModel, MicroBatch
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Ticket
 
 SMALL = dataclasses.replace(WORKLOADS["W3"], name="small", table_rows=(7, 3))
 

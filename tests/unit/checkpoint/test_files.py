@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SHARDS
 
-from hybrid.checkpoint.files import DENSE_FILE, shard_file
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, shard_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 
 

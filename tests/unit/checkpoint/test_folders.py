@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SHAPES, SHARDS, names, write_checkpoint, write_run
 
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, write_text
-from hybrid.checkpoint.folders import step_folder
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, write_text
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 
 
@@ -51,7 +51,7 @@ def test_a_checkpoint_that_was_not_finished_is_none(
             write_run(tmp_path, 2)
     checkpoints = tmp_path / "checkpoints"
     assert names(checkpoints) == ["step-00000001", "step-00000002.partial"]
-    assert folders.stored(tmp_path) == [step_folder(tmp_path, 1)]
+    assert checkpoint_folders.stored(tmp_path) == [step_folder(tmp_path, 1)]
 
     (checkpoints / "step-00000002.partial" / "stray").write_text("left by the dead")
     write_run(tmp_path, 2)
@@ -64,15 +64,15 @@ def test_checkpoints_are_found_by_their_number_newest_first(tmp_path: Path) -> N
     for other in ("step-abc", "best", "step-00000004.partial"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
-    found = folders.stored(tmp_path)
-    assert [folders.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
-    assert folders.stored(tmp_path / "absent") == []
+    found = checkpoint_folders.stored(tmp_path)
+    assert [checkpoint_folders.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
+    assert checkpoint_folders.stored(tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize("is_shorter", [True, False], ids=["shorter", "missing"])
 def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shorter: bool) -> None:
     """A worker on a host of its own, with a folder of the same name that nobody else sees."""
-    partial = folders.begin(tmp_path / "step-1")
+    partial = checkpoint_folders.begin(tmp_path / "step-1")
     files = write_text(partial, "one", "text")
     if is_shorter:
         (partial / "one").write_text("tex")
@@ -80,7 +80,7 @@ def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shor
         (partial / "one").unlink()
     said = "one: a role wrote this elsewhere; run.folder must be storage"
     with pytest.raises(CheckpointError, match=said):
-        folders.commit(partial, Manifest(1, 0, {}, files))
+        checkpoint_folders.commit(partial, Manifest(1, 0, {}, files))
     assert not (tmp_path / "step-1").exists()
 
 
@@ -135,7 +135,7 @@ def test_the_newest_and_the_best_are_kept(
     tmp_path: Path, keep_last: int, best: int | None, kept: list[int]
 ) -> None:
     write_run(tmp_path, 1, 2, 3, 4, 5)
-    folders.prune(tmp_path, keep_last, best)
+    checkpoint_folders.prune(tmp_path, keep_last, best)
     assert names(tmp_path / "checkpoints") == [f"step-{step:08d}" for step in kept]
 
 
@@ -144,16 +144,16 @@ def test_one_that_is_being_removed_is_no_checkpoint_any_more(
 ) -> None:
     write_run(tmp_path, 1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr("hybrid.checkpoint.folders.shutil.rmtree", die)
+        patch.setattr("hybrid.checkpoint.checkpoint_folders.shutil.rmtree", die)
         with pytest.raises(Killed):
-            folders.prune(tmp_path, 1, None)
+            checkpoint_folders.prune(tmp_path, 1, None)
     assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
-    assert folders.stored(tmp_path) == [step_folder(tmp_path, 2)]
-    folders.drop_later(tmp_path, 2)
+    assert checkpoint_folders.stored(tmp_path) == [step_folder(tmp_path, 2)]
+    checkpoint_folders.drop_later(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
 
 
 def test_what_comes_after_the_step_from_which_a_run_goes_on_is_dropped(tmp_path: Path) -> None:
     write_run(tmp_path, 8, 9, 10, 100_000_000)
-    folders.drop_later(tmp_path, 9)
+    checkpoint_folders.drop_later(tmp_path, 9)
     assert names(tmp_path / "checkpoints") == ["step-00000008", "step-00000009"]

@@ -9,14 +9,14 @@ import torch
 from support.checkpoints import SHAPES, SHARDS, write_checkpoint, write_run
 from support.stores import BUCKET, Proxy, Store
 
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files
-from hybrid.storage.places import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, place
 
 _numbers = count()
 
@@ -41,8 +41,8 @@ def all_files(run: RemotePath) -> list[RemotePath]:
 
 
 def test_what_is_written_is_read(run: RemotePath) -> None:
-    written = write_checkpoint(folders.step_folder(run, 1))
-    assert (written.name, folders.stored(run)) == ("step-00000001", [written])
+    written = write_checkpoint(checkpoint_folders.step_folder(run, 1))
+    assert (written.name, checkpoint_folders.stored(run)) == ("step-00000001", [written])
     stored = Checkpoint.newest_good(run, pytest.fail)
     assert (stored.folder, stored.manifest.step) == (written, 1)
     assert stored.tensors(DENSE_FILE)["net.w"].equal(torch.arange(4.0))
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(run: RemotePath) -> None:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_any_number_of_workers_loads_it(run: RemotePath, num_workers: int) -> None:
-    stored = Checkpoint.open(write_checkpoint(folders.step_folder(run, 2), 2))
+    stored = Checkpoint.open(write_checkpoint(checkpoint_folders.step_folder(run, 2), 2))
     for index in range(num_workers):
         rows = torch.empty(len(range(index, 5, num_workers)), 3)
         stored.load_rows("C1", index, num_workers, {"weight": rows})
@@ -61,49 +61,49 @@ def test_any_number_of_workers_loads_it(run: RemotePath, num_workers: int) -> No
 
 
 def test_there_is_none_before_the_manifest(run: RemotePath) -> None:
-    partial = folders.begin(folders.step_folder(run, 3))
+    partial = checkpoint_folders.begin(checkpoint_folders.step_folder(run, 3))
     write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    assert folders.stored(run) == []
+    assert checkpoint_folders.stored(run) == []
     with pytest.raises(CheckpointError, match="there is no checkpoint here"):
         Checkpoint.newest_good(run, pytest.fail)
-    folders.drop_later(run, 0)
+    checkpoint_folders.drop_later(run, 0)
     assert all_files(run) == []
 
 
 def test_two_that_write_the_same_step_do_not_mix(run: RemotePath) -> None:
-    folder = folders.step_folder(run, 3)
-    one, two = folders.begin(folder), folders.begin(folder)
+    folder = checkpoint_folders.step_folder(run, 3)
+    one, two = checkpoint_folders.begin(folder), checkpoint_folders.begin(folder)
     written = [
         write_tensors(each, DENSE_FILE, {"w": torch.full((3,), float(i))})
         for i, each in enumerate((one, two))
     ]
-    folders.commit(one, Manifest(3, 0, {}, written[0]))
+    checkpoint_folders.commit(one, Manifest(3, 0, {}, written[0]))
     with pytest.raises(CheckpointError, match=r"written meanwhile, by another run .* stop one of them"):
-        folders.commit(two, Manifest(3, 0, {}, written[1]))
+        checkpoint_folders.commit(two, Manifest(3, 0, {}, written[1]))
     assert Checkpoint.open(folder).tensors(DENSE_FILE)["w"].eq(0).all()
-    folders.drop_later(run, 3)
+    checkpoint_folders.drop_later(run, 3)
     assert Checkpoint.open(folder).tensors(DENSE_FILE)["w"].eq(0).all()
     assert {each.parent.name for each in all_files(run)} == {one.name, folder.name}
 
 
 def test_old_ones_are_removed(run: RemotePath) -> None:
     write_run(run, 1, 2, 3, 4)
-    folders.prune(run, keep_last=2, best_step=1)
-    assert [folders.step_of(each) for each in folders.stored(run)] == [4, 3, 1]
-    folders.drop_later(run, 1)
+    checkpoint_folders.prune(run, keep_last=2, best_step=1)
+    assert [checkpoint_folders.step_of(each) for each in checkpoint_folders.stored(run)] == [4, 3, 1]
+    checkpoint_folders.drop_later(run, 1)
     assert {each.parent for each in all_files(run) if each.name == MANIFEST_FILE} == {
-        folders.step_folder(run, 1)
+        checkpoint_folders.step_folder(run, 1)
     }
 
 
 def test_the_one_that_is_there_is_not_overwritten(run: RemotePath) -> None:
-    folder = write_checkpoint(folders.step_folder(run, 1))
+    folder = write_checkpoint(checkpoint_folders.step_folder(run, 1))
     with pytest.raises(CheckpointError, match="exists already"):
-        folders.begin(folder)
+        checkpoint_folders.begin(folder)
 
 
 def test_an_evaluation_is_added_at_once(run: RemotePath) -> None:
-    folder = write_checkpoint(folders.step_folder(run, 1))
+    folder = write_checkpoint(checkpoint_folders.step_folder(run, 1))
     dataclasses.replace(Manifest.read(folder / MANIFEST_FILE), metrics={"auc": 0.5}).write(folder)
     stored = Checkpoint.open(folder)
     assert stored.manifest.metrics == {"auc": 0.5}
@@ -112,7 +112,7 @@ def test_an_evaluation_is_added_at_once(run: RemotePath) -> None:
 
 def test_a_file_that_is_lost_is_seen_before_it_is_read(run: RemotePath) -> None:
     write_run(run, 1, 2)
-    newest = Checkpoint.open(folders.step_folder(run, 2))
+    newest = Checkpoint.open(checkpoint_folders.step_folder(run, 2))
     files.remove(newest.parts / SHARDS[0])
     said: list[str] = []
     assert Checkpoint.newest_good(run, said.append).manifest.step == 1
@@ -124,14 +124,14 @@ def test_a_file_that_is_lost_is_seen_before_it_is_read(run: RemotePath) -> None:
 
 def test_a_manifest_that_is_lost_makes_it_none(run: RemotePath) -> None:
     write_run(run, 1, 2)
-    files.remove(folders.step_folder(run, 2) / MANIFEST_FILE)
+    files.remove(checkpoint_folders.step_folder(run, 2) / MANIFEST_FILE)
     assert Checkpoint.newest_good(run, pytest.fail).manifest.step == 1
-    folders.drop_later(run, 1)
+    checkpoint_folders.drop_later(run, 1)
     assert {each.parent.name for each in all_files(run) if "step-00000002" in str(each)} == set()
 
 
 def test_a_file_of_the_same_size_is_compared_as_it_is_read(run: RemotePath) -> None:
-    stored = Checkpoint.open(write_checkpoint(folders.step_folder(run, 1)))
+    stored = Checkpoint.open(write_checkpoint(checkpoint_folders.step_folder(run, 1)))
     content = files.read_bytes(stored.parts / DENSE_FILE)
     files.write_bytes(stored.parts / DENSE_FILE, content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(CheckpointError, match="missing or altered"):
@@ -144,5 +144,5 @@ def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(run: RemotePath,
     is_manifest = "/" + MANIFEST_FILE
     proxy.plan = lambda method, path: "403" if method != "HEAD" and is_manifest in path else None
     with pytest.raises(CheckpointError, match=r"cannot write s3://.*manifest.json.*: .*credentials"):
-        write_checkpoint(folders.step_folder(through, 1))
-    assert folders.stored(run) == []
+        write_checkpoint(checkpoint_folders.step_folder(through, 1))
+    assert checkpoint_folders.stored(run) == []

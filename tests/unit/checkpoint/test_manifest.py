@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.checkpoints import SHARDS, flip_a_bit
 
-from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE
-from hybrid.checkpoint.manifest import BEST, FORMAT, Best, Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE
+from hybrid.checkpoint.checkpoint_manifest import BEST, FORMAT, Best, Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 
 
@@ -69,7 +69,7 @@ def test_a_manifest_that_says_another_step_is_altered(folder: Path) -> None:
 def test_a_manifest_that_is_too_large_is_not_read_to_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid.checkpoint.manifest._MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("hybrid.checkpoint.checkpoint_manifest._MOST_BYTES", 1 << 20)
     path = folder / MANIFEST_FILE
     os.truncate(path, 100 << 20)
     tracemalloc.start()

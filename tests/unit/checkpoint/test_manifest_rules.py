@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hybrid.checkpoint.files import DENSE_FILE, MANIFEST_FILE, shard_file
-from hybrid.checkpoint.manifest import FORMAT, Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, shard_file
+from hybrid.checkpoint.checkpoint_manifest import FORMAT, Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.errors import CheckpointError
 
 CHECKSUM = 64 * "0"

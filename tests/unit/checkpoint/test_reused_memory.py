@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 from support.shards import cluster, specs
 
-from hybrid.checkpoint.reused_memory import ReusedMemory
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.checkpoint.reused_buffers import ReusedMemory
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
 
 LARGE = (1 << 20, 4)  # 16 MiB
@@ -85,9 +85,9 @@ def test_a_system_that_cannot_take_it_leaves_it(knows: bool, monkeypatch: pytest
         def madvise(self, *_args: int) -> None:
             raise OSError("Invalid argument")
 
-    monkeypatch.setattr("hybrid.checkpoint.reused_memory.mmap.mmap", Refusing)
+    monkeypatch.setattr("hybrid.checkpoint.reused_buffers.mmap.mmap", Refusing)
     if not knows:
-        monkeypatch.delattr("hybrid.checkpoint.reused_memory.mmap.MADV_FREE", raising=False)
+        monkeypatch.delattr("hybrid.checkpoint.reused_buffers.mmap.MADV_FREE", raising=False)
     memory = ReusedMemory()
     place = memory.copy(torch.ones(LARGE)).data_ptr()
     assert memory.copy(torch.ones(LARGE)).data_ptr() == place

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
-from hybrid.config.columns import columns_of, sequence_length
-from hybrid.config.file import load_config, to_toml, validate
+from hybrid.config.loading import load_config, to_toml, validate
+from hybrid.config.resolved_columns import columns_of, sequence_length
 from hybrid.errors import ConfigError
 
 DATA = DataSection(

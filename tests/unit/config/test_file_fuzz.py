@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from support.hostile import check_line
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config, to_toml
+from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import SECTION_KEYS
 from hybrid.errors import ConfigError
 

@@ -13,8 +13,8 @@ from hybrid.config import (
     TaskSection,
     TrainSection,
 )
-from hybrid.config.file import validate
-from hybrid.config.rules import recorded_steps
+from hybrid.config.loading import validate
+from hybrid.config.validation import recorded_steps
 from hybrid.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from hybrid.config import EmbeddingSection, RunConfig, TableSection, TrainSection
-from hybrid.config.file import validate
-from hybrid.config.tables import OPTIMIZERS_OF_ALL_ROWS
+from hybrid.config.loading import validate
+from hybrid.config.table_sections import OPTIMIZERS_OF_ALL_ROWS
 from hybrid.errors import ConfigError
 
 

@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import CheckpointSection, DataSection, RunConfig, TaskSection, TrainSection
-from hybrid.config.file import fixed_values, load_config, to_toml, validate
-from hybrid.config.tasks import is_lower_better, leading_score, metric_name, metric_title, shown_metrics
+from hybrid.config.loading import fixed_values, load_config, to_toml, validate
+from hybrid.config.task_sections import (
+    is_lower_better,
+    leading_score,
+    metric_name,
+    metric_title,
+    shown_metrics,
+)
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 

@@ -9,11 +9,11 @@ import torch
 from support.trained import clicks_config, shop_config
 
 from hybrid.config import RunConfig
-from hybrid.data.batching import unlabelled_batch
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.prepared import prepare
-from hybrid.data.sources import Source
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.dataset.batch_tensors import unlabelled_batch
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse.sources import Source
+from hybrid.data.prepare.preparation import prepare
 
 
 @pytest.mark.parametrize("make", [clicks_config, shop_config], ids=["clicks", "shop"])

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hybrid.data import buckets
-from hybrid.data.buckets import Quantiles, bucket_of
+from hybrid.data.values import buckets
+from hybrid.data.values.buckets import Quantiles, bucket_of
 
 
 def bounds_of(numbers: npt.ArrayLike, count: int, parts: int = 3) -> tuple[float, ...]:

@@ -11,11 +11,11 @@ import pytest
 from support.commands import ROOT
 from support.stores import BUCKET, Store
 
-from hybrid.data import building as module
-from hybrid.data.building import building, parts_of_building, remove_abandoned, sent_parts
+from hybrid.data.dataset import atomic_directory as module
+from hybrid.data.dataset.atomic_directory import building, parts_of_building, remove_abandoned, sent_parts
 from hybrid.errors import ClusterError, DataError, OutageError
 from hybrid.storage.files import entries, write_bytes
-from hybrid.storage.places import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, place
 
 HANGING = """
 import sys, time

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hybrid.data.canonical import canonical, canonical_text, trimmed
-from hybrid.data.columns import labels, numbers, values
+from hybrid.data.values.canonical import canonical, canonical_text, trimmed
+from hybrid.data.values.column_values import labels, numbers, values
 
 
 @pytest.mark.parametrize(

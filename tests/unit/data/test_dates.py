@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hybrid.data.dates import parts_of_dates, seconds
+from hybrid.data.values.dates import parts_of_dates, seconds
 
 # The 31st of January 2024 was a Wednesday.
 SECONDS = int(datetime(2024, 1, 31, 9, 30, tzinfo=UTC).timestamp())

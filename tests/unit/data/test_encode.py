@@ -11,11 +11,11 @@ import pyarrow as pa
 import pytest
 
 from hybrid.config import DataSection
-from hybrid.data.canonical import stable_hashes
-from hybrid.data.columns import values
-from hybrid.data.encode import FORMAT_VERSION, FeatureEncoder
-from hybrid.data.sources import RawBlock
-from hybrid.data.sparse_encoding import Bags, SparseEncoding
+from hybrid.data.encode.feature_encoder import FORMAT_VERSION, FeatureEncoder
+from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
+from hybrid.data.parse.sources import RawBlock
+from hybrid.data.values.canonical import stable_hashes
+from hybrid.data.values.column_values import values
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec
 

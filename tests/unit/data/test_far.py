@@ -15,13 +15,13 @@ from support.samples import csv_config, write
 
 from hybrid.batch import Batch
 from hybrid.config import RunConfig, TaskSection
-from hybrid.config.data import ColumnSection
-from hybrid.data.far import FILE_NAME, FarData, send
-from hybrid.data.fetched import FetchedDataset
-from hybrid.data.loader import BatchLoader
-from hybrid.data.order import CHUNK_ROWS
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
+from hybrid.config.data_sections import ColumnSection
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.fetched_split import FetchedDataset
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.remote_dataset import FILE_NAME, FarData, send
+from hybrid.data.dataset.sample_order import CHUNK_ROWS
+from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import ConfigError, DataError, HybridError
 
 NUM_ROWS = 5 * CHUNK_ROWS + 100

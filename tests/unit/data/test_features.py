@@ -11,9 +11,9 @@ import pytest
 from support.samples import located, read, write
 
 from hybrid.config import ColumnSection, DataSection, TableSection
-from hybrid.data.canonical import stable_hashes
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.sparse_encoding import Bags
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.sparse_encoding import Bags
+from hybrid.data.values.canonical import stable_hashes
 from hybrid.errors import ConfigError, DataError
 
 

@@ -18,22 +18,24 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.data import building, from_files, parts as parts_module, prepared, ranking, stages
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.from_files import FilesPreparation
-from hybrid.data.inputs import InputFile
-from hybrid.data.meter import tell_nobody
-from hybrid.data.other_hosts import Helpers
-from hybrid.data.parts import Part, parts_of
-from hybrid.data.pool import Told
-from hybrid.data.prepared import prepare
-from hybrid.data.preparing_memory import MemoryLimit
-from hybrid.data.progress import Progress
-from hybrid.data.ranking import RankJob
-from hybrid.data.sources import Source
-from hybrid.data.stages import ParseJob, Reading, parse_part
+from hybrid.data.dataset import atomic_directory
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse import segments as parts_module
+from hybrid.data.parse.input_files import InputFile
+from hybrid.data.parse.segments import Part, parts_of
+from hybrid.data.parse.sources import Source
+from hybrid.data.prepare import file_preparation, preparation, stages, vocabulary_order
+from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare.memory_limit import MemoryLimit
+from hybrid.data.prepare.other_hosts import Helpers
+from hybrid.data.prepare.preparation import prepare
+from hybrid.data.prepare.preparation_progress import Progress
+from hybrid.data.prepare.process_pool import Told
+from hybrid.data.prepare.stages import ParseJob, Reading, parse_part
+from hybrid.data.prepare.vocabulary_order import RankJob
 from hybrid.errors import DataError, HybridError
-from hybrid.storage.places import Place, RemotePath, place
+from hybrid.primitives.meter import tell_nobody
+from hybrid.storage.remote_path import Place, RemotePath, place
 
 ENOUGH, LITTLE = 1 << 40, 1 << 29
 HEAD = "label,x,user,tags,seen,when,score,w"
@@ -111,21 +113,21 @@ def outcome(
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     """Let files be cut into small parts, and so many processes read them."""
-    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
 
 
 @pytest.mark.parametrize("kind", DATA)
 def test_parts_give_the_rows_of_the_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = "\r\n" if kind == "column" else "\n"
-    monkeypatch.setattr("hybrid.data.bad_rows.MAX_EXAMPLES", 10_000)  # the lines of all
+    monkeypatch.setattr("hybrid.data.values.invalid_rows.MAX_EXAMPLES", 10_000)  # the lines of all
     paths = tuple(write(tmp_path / f"{i}.csv", text(4000, i, ends)) for i in range(2))
     config = config_of(paths[0], kind, numeric_scaling="min_max")
     whole = outcome(config, tmp_path / "whole", paths, 16 << 20)
     in_parts(monkeypatch, 1)
     # Some records have line breaks, and must not be cut.
-    monkeypatch.setattr("hybrid.data.text.MAX_RECORD_BYTES", 2000)
-    monkeypatch.setattr("hybrid.data.lines.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("hybrid.data.parse.delimited_text.MAX_RECORD_BYTES", 2000)
+    monkeypatch.setattr("hybrid.data.parse.text_lines.MAX_RECORD_BYTES", 2000)
     parts = outcome(config, tmp_path / "parts", paths, 9000)
     assert not isinstance(whole, str)
     assert parts == whole
@@ -147,13 +149,13 @@ def test_any_memory_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
     config = config_of(paths[0], "bags")
     in_parts(monkeypatch, 3)
     enough = outcome(config, tmp_path / "enough", paths, 20_000)
-    merges, merge = list[int](), ranking._merge
+    merges, merge = list[int](), vocabulary_order._merge
 
     def merged(job: RankJob, *more: Any) -> None:
         merges.append(len(job.columns))
         merge(job, *more)
 
-    monkeypatch.setattr(ranking, "_merge", merged)
+    monkeypatch.setattr(vocabulary_order, "_merge", merged)
     monkeypatch.setattr(MemoryLimit, "job_bytes", lambda limit, count: 60_000)
     little = outcome(config, tmp_path / "little", paths, 20_000, 300 << 20)
     assert merges == [2]
@@ -184,7 +186,7 @@ def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config = config_of(tmp_path / "a.parquet", "plain")
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
     whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
-    monkeypatch.setattr("hybrid.data.parts.PART_ROWS", 1000)
+    monkeypatch.setattr("hybrid.data.parse.segments.PART_ROWS", 1000)
     monkeypatch.setattr(stages, "PART_ROWS", 1000)
     in_parts(monkeypatch, 2)
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
@@ -229,7 +231,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
             found.setdefault(self._phase, set()).add(self._processes(self._phase))
             super().told(job, rows, share)
 
-    monkeypatch.setattr(from_files, "Progress", Noting)
+    monkeypatch.setattr(file_preparation, "Progress", Noting)
     return found
 
 
@@ -333,7 +335,7 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
 ) -> None:
     """And ends with the bytes of one that was not; parts of other samples are removed."""
     path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
-    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=4000))
+    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=4000))
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
     read, parsed = parts_module.read_part, list[int]()
@@ -368,7 +370,7 @@ def test_a_part_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: p
         seen.append("rename")
         return rename(source, target)
 
-    monkeypatch.setattr(building, "sync", lambda synced: seen.append(synced.name))
+    monkeypatch.setattr(atomic_directory, "sync", lambda synced: seen.append(synced.name))
     monkeypatch.setattr(Path, "rename", renamed)
     reading = Reading(config_of(path, "plain").data, {}, {})
     (part,) = parts_of([path], reading.layout)

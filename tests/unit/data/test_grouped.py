@@ -13,10 +13,10 @@ from hypothesis import given, settings, strategies as st
 from support.samples import csv_config, prepared, write
 
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.grouped import GroupedOrder, check_ranking_losses, write_group_order
-from hybrid.data.loader import BatchLoader
-from hybrid.data.order import ShuffledOrder
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.group_order import GroupedOrder, check_ranking_losses, write_group_order
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.sample_order import ShuffledOrder
 from hybrid.errors import ConfigError, DataError
 
 USERS = "aabcabddddae"

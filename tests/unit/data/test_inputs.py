@@ -9,11 +9,12 @@ import pytest
 from support.samples import csv_config, prepared
 
 from hybrid.config import RunConfig, RunSection
-from hybrid.data import checksums, manifest
-from hybrid.data.inputs import input_files, list_files
-from hybrid.data.manifest import DataManifest
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.parse import checksums
+from hybrid.data.parse.input_files import input_files, list_files
+from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import ConfigError, DataError
 
 ROW_BYTES = 8
@@ -104,7 +105,7 @@ def test_arrays_are_looked_at_whole_where_asked(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:
     def manifest_of(config: RunConfig) -> DataManifest:
-        return DataManifest.read(prepare(config, tmp_path / "cache") / manifest.FILE_NAME)
+        return DataManifest.read(prepare(config, tmp_path / "cache") / dataset_manifest.FILE_NAME)
 
     def refused(config: RunConfig) -> str:
         with pytest.raises(DataError) as caught:

@@ -15,15 +15,15 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
-from hybrid.data import from_files, prepared
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.inputs import input_files, list_files
-from hybrid.data.new_files import encode_files
-from hybrid.data.prepared import fingerprint, prepare
-from hybrid.data.stages import Reading
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse.input_files import input_files, list_files
+from hybrid.data.prepare import file_preparation, preparation
+from hybrid.data.prepare.new_rows import encode_files
+from hybrid.data.prepare.preparation import fingerprint, prepare
+from hybrid.data.prepare.stages import Reading
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.places import Place, RemotePath, place
+from hybrid.storage.remote_path import Place, RemotePath, place
 
 BLOCK_BYTES = 9000
 
@@ -90,11 +90,11 @@ def test_samples_are_those_of_the_same_files_on_the_disk(
     (here := tmp_path / "here").mkdir()
     write_files(here)
     sent(here, there)
-    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=BLOCK_BYTES))
-    monkeypatch.setattr("hybrid.data.parts.PART_ROWS", 500)
+    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=BLOCK_BYTES))
+    monkeypatch.setattr("hybrid.data.parse.segments.PART_ROWS", 500)
     kind = "parquet" if write_files is write_parquet else "csv"
     expected = prepare(config_of(here, format=kind), tmp_path / "cache")
-    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
     found = prepare(config_of(there, format=kind), tmp_path / "cache")
     assert found != expected
@@ -125,7 +125,7 @@ def test_a_part_of_a_file_is_read_by_itself(
     rows = columns(9_000, 1)
     pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
     sent(here, there)
-    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=50_000))
+    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=50_000))
     for module, name in (("lines", "MAX_RECORD_BYTES"), ("text", "MAX_RECORD_BYTES"), ("text", "PEEK_BYTES")):
         monkeypatch.setattr(f"hybrid.data.{module}.{name}", 2000)
     for name, least, most in (("a.csv", 1.0, 1.3), ("a.parquet", 0.2, 0.5)):

@@ -7,8 +7,8 @@ import pytest
 from support.samples import located, read, write
 
 from hybrid.config import DataSection
-from hybrid.data import lines as module
-from hybrid.data.lines import MAX_BLOCK_LINES, MAX_RECORD_BYTES, line_blocks
+from hybrid.data.parse import text_lines as module
+from hybrid.data.parse.text_lines import MAX_BLOCK_LINES, MAX_RECORD_BYTES, line_blocks
 from hybrid.errors import DataError
 
 CSV = DataSection(

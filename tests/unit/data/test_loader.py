@@ -11,9 +11,9 @@ import torch
 from support.samples import csv_config, prepared, write
 
 from hybrid.batch import Batch, SparseFeatures, share
-from hybrid.data.loader import BatchLoader, BatchStream
-from hybrid.data.order import ShuffledOrder
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.sample_order import ShuffledOrder
 
 NUM_ROWS = 1003
 SECONDS = 5.0
@@ -179,8 +179,8 @@ def test_reading_ahead_is_bounded() -> None:
 
 
 def test_a_reader_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("hybrid.data.loader.READ_TIMEOUT_SECONDS", 0.05)
-    monkeypatch.setattr("hybrid.data.loader.JOIN_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid.data.batches.batch_loader.READ_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("hybrid.data.batches.batch_loader.JOIN_TIMEOUT_SECONDS", 0.05)
     release = threading.Event()
 
     def read(step: int) -> Batch:

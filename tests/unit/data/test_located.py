@@ -15,17 +15,17 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Store
 
 from hybrid.config import RunConfig, TaskSection
-from hybrid.config.file import validate
-from hybrid.data import from_files, prepared
-from hybrid.data.loader import BatchLoader
-from hybrid.data.located import StoreFolder, open_split, read_encoder, ready, source_of
-from hybrid.data.other_hosts import Stage
-from hybrid.data.prepared import cache_folder, fingerprint, prepare
-from hybrid.data.stages import ParseJob, Reading
-from hybrid.data.storage import PreparedDataset
+from hybrid.config.loading import validate
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.prepare import file_preparation, preparation
+from hybrid.data.prepare.dataset_location import StoreFolder, open_split, read_encoder, ready, source_of
+from hybrid.data.prepare.other_hosts import Stage
+from hybrid.data.prepare.preparation import cache_folder, fingerprint, prepare
+from hybrid.data.prepare.stages import ParseJob, Reading
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage.files import entries, remove, write_bytes
-from hybrid.storage.places import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, place
 
 
 def config_of(folder: Path, cache: str = "", name: str = "train.csv") -> RunConfig:
@@ -88,9 +88,9 @@ def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) 
 def test_what_another_host_has_parsed_comes_by_the_store_and_leaves_it(
     tmp_path: Path, cache: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(from_files, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
-    monkeypatch.setattr(prepared, "Reading", partial(Reading, block_bytes=2000))
+    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=2000))
     given: list[ParseJob] = []
 
     class Noting(Elsewhere):

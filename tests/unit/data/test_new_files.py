@@ -12,11 +12,11 @@ import torch
 from support.samples import csv_config, prepared, whole, write, write_cities
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.data import features
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.new_files import encode_files
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.new_rows import encode_files
+from hybrid.data.prepare.preparation import prepare
+from hybrid.data.values import features
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from hybrid.batch import share
-from hybrid.data.order import CHUNK_ROWS, FileOrder, LaneOrder, Order, ShuffledOrder
+from hybrid.data.dataset.sample_order import CHUNK_ROWS, FileOrder, LaneOrder, Order, ShuffledOrder
 
 WINDOWS = {"chunk_rows": 8, "window_chunks": 6}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.samples import write
 
-from hybrid.data import preparing_memory
-from hybrid.data.inputs import InputFile
-from hybrid.data.other_hosts import LookJob, look
+from hybrid.data.parse.input_files import InputFile
+from hybrid.data.prepare import memory_limit
+from hybrid.data.prepare.other_hosts import LookJob, look
 from hybrid.errors import DataError
 
 TELL_NOBODY: Callable[[int, float], None] = lambda rows, share: None  # noqa: E731
@@ -31,7 +31,7 @@ def test_who_sees_the_same_says_how_many_cores_it_has(job: LookJob) -> None:
 def test_it_has_fewer_processes_than_cores_where_memory_is_short(
     job: LookJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preparing_memory, "available_memory_bytes", lambda: 2 << 20)
+    monkeypatch.setattr(memory_limit, "available_memory_bytes", lambda: 2 << 20)
     assert look(job, TELL_NOBODY) == 1
     with pytest.raises(DataError, match="half of its free memory is less than the 1,048,577 bytes"):
         look(job._replace(process_bytes=(1 << 20) + 1), TELL_NOBODY)

@@ -15,8 +15,8 @@ from support.commands import ROOT
 from support.samples import located, read, write
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data import parquet as module
-from hybrid.data.sources import Source
+from hybrid.data.parse import parquet_blocks as module
+from hybrid.data.parse.sources import Source
 from hybrid.errors import DataError
 
 DATA = DataSection(format="parquet", sparse=("city",), max_bad_fraction=1.0)

@@ -13,9 +13,9 @@ import pytest
 from support.samples import write
 
 from hybrid.config import DataSection
-from hybrid.data import parts as parts_module
-from hybrid.data.layout import Layout
-from hybrid.data.parts import PART_BLOCKS, Part, parts_of, read_part
+from hybrid.data.parse import segments as parts_module
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.segments import PART_BLOCKS, Part, parts_of, read_part
 from hybrid.storage import files as storage
 
 LAYOUT = Layout.of(DataSection(format="csv", dense=("x",), sparse=("note",)), with_labels=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.data import planted
+from hybrid.data.prepare import planted
 
 
 @pytest.mark.parametrize(

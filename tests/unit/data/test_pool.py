@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hybrid.data.pool import Event, Pool, Told
+from hybrid.data.prepare.process_pool import Event, Pool, Told
 from hybrid.errors import DataError, OutageError
 
 SECONDS = 20.0

@@ -14,14 +14,14 @@ import torch
 from support.samples import csv_config, prepared, whole, write, write_cities
 
 from hybrid.config import ColumnSection, DataSection, RunConfig, RunSection, TableSection
-from hybrid.data import manifest
-from hybrid.data.encode import EncodedBlock, FeatureEncoder
-from hybrid.data.manifest import DataManifest
-from hybrid.data.new_files import encode_files
-from hybrid.data.prepared import cache_folder, prepare
-from hybrid.data.sparse_encoding import Bags
-from hybrid.data.split_writer import SplitWriter
-from hybrid.data.storage import PreparedDataset
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
+from hybrid.data.encode.sparse_encoding import Bags
+from hybrid.data.prepare.new_rows import encode_files
+from hybrid.data.prepare.preparation import cache_folder, prepare
+from hybrid.data.prepare.split_writer import SplitWriter
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -121,11 +121,11 @@ def test_prepared_data_is_reused_until_something_changes(
     cache = tmp_path / "cache"
     config = config_of(table)
     first = prepare(config, cache)
-    stamp = (first / manifest.FILE_NAME).stat().st_mtime_ns
+    stamp = (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns
     said: list[str] = []
     same = config_of(table, shuffle=False, prefetch_batches=9, cache_folder="there", synthetic_rows=9)
     assert prepare(same, cache, said.append) == first
-    assert (first / manifest.FILE_NAME).stat().st_mtime_ns == stamp
+    assert (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]
     unshared = {"city": TableSection(dim=3), "tags": TableSection(features=("tags",))}
     assert prepare(config.replace(tables=unshared), cache) == first
@@ -135,7 +135,7 @@ def test_prepared_data_is_reused_until_something_changes(
     others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
     assert len({first, shared, *(prepare(other, cache) for other in others)}) == 4
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "FORMAT_VERSION", 99)
+        patched.setattr(dataset_manifest, "FORMAT_VERSION", 99)
         assert prepare(config, cache) != first
     os.utime(table, ns=(1, 1))
     assert prepare(config, cache) != first
@@ -214,14 +214,14 @@ def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
     with pytest.raises(DataError, match=r"dense\.npy: altered since it was prepared; delete"):
         PreparedDataset.open(folder, "train")
     PreparedDataset.open(folder, "test")
-    (folder / manifest.FILE_NAME).write_text('{"format": 0}')
+    (folder / dataset_manifest.FILE_NAME).write_text('{"format": 0}')
     with pytest.raises(DataError, match="made by another version"):
         PreparedDataset.open(folder, "train")
 
 
 def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count(step=6.0)  # each look at the clock is late
-    monkeypatch.setattr("hybrid.data.progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("hybrid.data.prepare.preparation_progress.time.monotonic", lambda: next(clock))
     said: list[str] = []
     prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", said.append)
     assert said[0] == f"preparing {table}"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from support.commands import ROOT
 
-from hybrid.config.file import load_config
-from hybrid.data.prepared import prepare
-from hybrid.data.storage import PreparedDataset
+from hybrid.config.loading import load_config
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.prepare.preparation import prepare
 
 PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from support.commands import ROOT
 from support.samples import prepared
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config
+from hybrid.config.loading import load_config
 
 REAL = ROOT.parent / "shared" / "data"
 

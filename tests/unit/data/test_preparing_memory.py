@@ -10,10 +10,10 @@ import pytest
 from support.commands import ROOT
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data import preparing_memory
-from hybrid.data.layout import Layout
-from hybrid.data.parts import Part
-from hybrid.data.preparing_memory import MemoryLimit
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.segments import Part
+from hybrid.data.prepare import memory_limit
+from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.errors import ConfigError
 
 MIB = 1 << 20
@@ -43,9 +43,9 @@ def test_processes_and_what_each_may_take_are_within_the_limit() -> None:
 def test_where_nothing_is_said_it_is_half_of_what_is_free_and_enough_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preparing_memory, "available_memory_bytes", lambda: 4 << 30)
+    monkeypatch.setattr(memory_limit, "available_memory_bytes", lambda: 4 << 30)
     assert limit(0, part("text", 10 * MIB)).limit_bytes == 2 << 30
-    monkeypatch.setattr(preparing_memory, "available_memory_bytes", lambda: 100)
+    monkeypatch.setattr(memory_limit, "available_memory_bytes", lambda: 100)
     assert limit(0, part("text", 10 * MIB)).processes(2) == 1
 
 

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from support.elsewhere import Elsewhere
 
-from hybrid.data.other_hosts import Helpers, OtherHosts, Stage
-from hybrid.data.pool import Told
-from hybrid.data.processes import Processes
+from hybrid.data.prepare.other_hosts import Helpers, OtherHosts, Stage
+from hybrid.data.prepare.process_pool import Told
+from hybrid.data.prepare.processes import Processes
 from hybrid.errors import ClusterError, ConfigError, DataError
 
 TIMEOUT_SECONDS = 20.0
@@ -94,7 +94,7 @@ def test_one_that_dies_is_told() -> None:
 def test_none_imports_torch() -> None:
     with Processes(2) as processes:
         for names in processes.map(modules, [1, 2], TELL_NOBODY):
-            assert "hybrid.data.pool" in names
+            assert "hybrid.data.prepare.process_pool" in names
             assert "torch" not in names
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from hybrid.config import DataSection
-from hybrid.data.from_files import phases
-from hybrid.data.layout import Layout
-from hybrid.data.progress import Progress
+from hybrid.data.parse.column_layout import Layout
+from hybrid.data.prepare.file_preparation import phases
+from hybrid.data.prepare.preparation_progress import Progress
 
 PHASES = {"reading": 0.6, "writing": 0.4}
 

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pytest
 
 from hybrid.config import DataSection
-from hybrid.config.columns import Column, columns_of
-from hybrid.data import fitting, ranking, spill
-from hybrid.data.fitting import WordCounts
-from hybrid.data.ranking import RankJob, rank_words
-from hybrid.data.sources import RawBlock
+from hybrid.config.resolved_columns import Column, columns_of
+from hybrid.data.encode import fitting
+from hybrid.data.encode.fitting import WordCounts
+from hybrid.data.parse.sources import RawBlock
+from hybrid.data.prepare import spill, vocabulary_order
+from hybrid.data.prepare.vocabulary_order import RankJob, rank_words
 
 ODD = ["", "\0", "a" * 4096, "a" * 4095 + "b", "é", "e\u0301", "\u20ac", "\uffee", "\U0001f600"]
 Words = dict[str, int]
@@ -101,10 +102,10 @@ def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.Monk
     whole, needs, ranked = 0, list[int](), fitting.ranked
 
     def seen(parts: list[WordCounts]) -> object:
-        needs.append(sum(int(ranking._costs(part.words)[-1]) for part in parts))
+        needs.append(sum(int(vocabulary_order._costs(part.words)[-1]) for part in parts))
         return ranked(parts)
 
-    monkeypatch.setattr(ranking, "ranked", seen)
+    monkeypatch.setattr(vocabulary_order, "ranked", seen)
     for memory_bytes in (1 << 40, 200_000):
         needs.clear()
         rank_words(RankJob({0: column(1)}, folders, tmp_path / "v", memory_bytes), lambda rows, share: None)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hybrid.data.chunks import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
-from hybrid.data.order import CHUNK_ROWS
-from hybrid.data.residence import Residence
+from hybrid.data.dataset.chunk_cache import Residence
+from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
+from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import OutageError
 
 NUM_CHUNKS, NUM_SLOTS = 9, 4
@@ -90,7 +90,7 @@ def test_neighbours_come_in_one_range(tmp_path: Path, monkeypatch: pytest.Monkey
     edges = file.index.edges
     assert sorted(file.ranges) == [(edges[1], edges[4]), (edges[7], edges[8])]
     residence.unpin([1, 2, 3, 7])
-    monkeypatch.setattr("hybrid.data.residence._RANGE_BYTES", 2 * CHUNK_ROWS)
+    monkeypatch.setattr("hybrid.data.dataset.chunk_cache._RANGE_BYTES", 2 * CHUNK_ROWS)
     file.ranges.clear()
     residence.pin([4, 5, 6])
     assert_here(residence, [4, 5, 6])

@@ -13,8 +13,8 @@ import pytest
 from support.samples import located, read, write
 
 from hybrid.config import DataSection
-from hybrid.data import bad_rows
-from hybrid.data.inputs import list_files
+from hybrid.data.parse.input_files import list_files
+from hybrid.data.values import invalid_rows
 from hybrid.errors import ConfigError, DataError
 
 CSV = DataSection(
@@ -63,7 +63,7 @@ def test_blocks_do_not_show_in_the_result(tmp_path: Path, block_bytes: int) -> N
 def test_every_kind_of_bad_row_is_skipped_counted_and_located(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bad_rows, "MAX_EXAMPLES", 12)
+    monkeypatch.setattr(invalid_rows, "MAX_EXAMPLES", 12)
     lines = [
         b"1,1,1,12345678901234567",
         b"1,1,1",

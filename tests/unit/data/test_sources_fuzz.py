@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, example, given, settings, strategies as st
 from support.hostile import LAYOUTS, TOKENS, read_hostile
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.sources import Source
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.parse.sources import Source
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
 MANY = settings(

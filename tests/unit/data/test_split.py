@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from support.samples import csv_config, prepared, write
 
-from hybrid.config.file import validate
-from hybrid.data import split
+from hybrid.config.loading import validate
+from hybrid.data.prepare import holdout
 from hybrid.errors import ConfigError, DataError
 
 NUM_ROWS = 600
@@ -53,7 +53,7 @@ def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: py
     train, test = rows_of(path, split="time", split_column="when", test_fraction=0.2)
     assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
     assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
-    monkeypatch.setattr(split, "MAX_SAMPLED", 100)  # of very many rows, a part is looked at for the border
+    monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, a part is looked at for the border
     _, sampled = rows_of(path, split="time", split_column="when", test_fraction=0.2, numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3

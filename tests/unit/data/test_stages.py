@@ -7,12 +7,12 @@ import pytest
 from support.samples import csv_config, write
 from support.stores import BUCKET, Store
 
-from hybrid.data import spill, stages
-from hybrid.data.from_files import FilesPreparation
-from hybrid.data.parts import parts_of
-from hybrid.data.stages import MAKING, ParseJob, Reading, parse_part, send_part
+from hybrid.data.parse.segments import parts_of
+from hybrid.data.prepare import spill, stages
+from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare.stages import MAKING, ParseJob, Reading, parse_part, send_part
 from hybrid.storage import files as storage
-from hybrid.storage.places import Place, RemotePath, place
+from hybrid.storage.remote_path import Place, RemotePath, place
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from hybrid.data.stream import chunks
+from hybrid.data.parse.byte_stream import chunks
 from hybrid.errors import DataError
 
 

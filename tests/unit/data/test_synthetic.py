@@ -8,13 +8,13 @@ import torch
 from support.samples import prepared
 
 from hybrid.config import DataSection, RunConfig
-from hybrid.data import synthetic
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.synthetic import TABLE_ROWS, ClickLog
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare import synthetic_log
+from hybrid.data.prepare.synthetic_log import TABLE_ROWS, ClickLog
 from hybrid.metrics import binary_metrics
 
 
-def only_block(log: ClickLog, split: str, rows: int) -> synthetic.SyntheticBlock:
+def only_block(log: ClickLog, split: str, rows: int) -> synthetic_log.SyntheticBlock:
     [block] = log.blocks(split, rows)
     return block
 
@@ -54,14 +54,14 @@ def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
     _, test = prepared(config, tmp_path)
     assert test.report.labels[0].best_auc is None
     block = only_block(ClickLog(1), "test", 1)
-    probability = synthetic.sigmoid(block.logits_B).item()
+    probability = synthetic_log.sigmoid(block.logits_B).item()
     expected = -np.log(probability if block.labels_B else 1 - probability)
     assert test.report.labels[0].best_log_loss == pytest.approx(expected)
 
 
 def test_the_truth_is_calibrated_and_products_matter() -> None:
     block = only_block(ClickLog(3), "train", 60_000)
-    probabilities = synthetic.sigmoid(block.logits_B)
+    probabilities = synthetic_log.sigmoid(block.logits_B)
     for part in np.array_split(np.argsort(probabilities), 10):
         assert block.labels_B[part].mean() == pytest.approx(probabilities[part].mean(), abs=0.02)
     log = ClickLog(3)

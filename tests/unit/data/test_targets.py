@@ -12,8 +12,8 @@ import torch
 from support.samples import csv_config, located, prepared, read, write
 
 from hybrid.config import DataSection, RunConfig, TaskSection
-from hybrid.data.loader import BatchLoader
-from hybrid.data.manifest import LabelReport
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.dataset_manifest import LabelReport
 from hybrid.errors import ConfigError, DataError
 
 DATA = DataSection(format="csv", sparse=("user",), weight="w", group="user", max_bad_fraction=1.0)

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from support.samples import csv_config
 
-from hybrid.data.bad_rows import BadRowReport
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.manifest import DatasetReport, LabelReport
-from hybrid.data.new_files import encode_files
-from hybrid.data.prepared import prepare
-from hybrid.data.unknown import UnknownValues
-from workers.screen.data_notes import data_notes, unknown_shares
+from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.unknown_values import UnknownValues
+from hybrid.data.prepare.new_rows import encode_files
+from hybrid.data.prepare.preparation import prepare
+from hybrid.data.values.invalid_rows import BadRowReport
+from workers.console.data_notes import data_notes, unknown_shares
 
 ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
 

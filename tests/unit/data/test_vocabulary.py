@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hybrid.checkpoint import folders
-from hybrid.data import checksums, vocabulary
-from hybrid.data.encode import FeatureEncoder, vocabularies_of
-from hybrid.data.sparse_encoding import SparseEncoding
-from hybrid.data.vocabulary import Vocabulary
-from hybrid.data.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.data.encode import vocabulary
+from hybrid.data.encode.feature_encoder import FeatureEncoder, vocabularies_of
+from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.encode.vocabulary import Vocabulary
+from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
+from hybrid.data.parse import checksums
 from hybrid.errors import DataError
 
 
@@ -107,10 +108,10 @@ def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"neither here nor in {kept.parent}; copy {name} there") as told:
         FeatureEncoder.load(checkpoint)
     assert "\n" not in str(told.value)
-    folders.share(source, checkpoint, name)
+    checkpoint_folders.share(source, checkpoint, name)
     assert FeatureEncoder.load(checkpoint) == encoder
     stamp = kept.stat().st_mtime_ns
-    folders.share(source, checkpoint.with_name("step-00000002"), name)
+    checkpoint_folders.share(source, checkpoint.with_name("step-00000002"), name)
     assert (kept.stat().st_mtime_ns, [*kept.parent.iterdir()]) == (stamp, [kept])
     kept.write_bytes(kept.read_bytes()[:-1])
     with pytest.raises(DataError, match=f"^{kept}: altered since it was written$"):

@@ -16,7 +16,7 @@ from support.seeded import random, seeded
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from hybrid.dense.compiled import compiled
+from hybrid.dense.compilation import compiled
 from hybrid.errors import ConfigError
 
 WIDTH = 4

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.sections import NETS
-from hybrid.dense.compiled import compiled
-from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.compilation import compiled
 from hybrid.dense.matmul import Linear
+from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dcn_v2 import DCNv2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hybrid.config import DenseSection
-from hybrid.dense.device import choose_backend, choose_devices
+from hybrid.dense.devices import choose_backend, choose_devices
 from hybrid.errors import ConfigError
 
 

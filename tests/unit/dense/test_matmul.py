@@ -14,11 +14,11 @@ from support.seeded import random, seeded
 from torch import Tensor, nn
 
 from hybrid.dense import matmul
-from hybrid.dense.compiled import compiled
-from hybrid.dense.layers import name_layer
+from hybrid.dense.compilation import compiled
+from hybrid.dense.data_parallel.replicas import DataParallel
+from hybrid.dense.layer_names import name_layer
 from hybrid.dense.matmul import layer_shapes, measured_gain, use_onednn
-from hybrid.dense.replicas.replica import DataParallel
-from hybrid.dense.shadow import shadow
+from hybrid.dense.parameter_substitution import shadow
 from hybrid.errors import ConfigError
 
 SIZE, INPUTS, HIDDEN, OUTPUTS = 300, 128, 256, 192  # both layers are large enough

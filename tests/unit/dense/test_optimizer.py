@@ -10,9 +10,9 @@ from torch import nn
 
 from hybrid.checkpoint.dense_state import pack_dense, unpack_dense
 from hybrid.config import ScheduleSection
-from hybrid.dense.optimizer import DenseOptimizer, make_optimizer, squared_norm
+from hybrid.dense.dense_optimizer import DenseOptimizer, make_optimizer, squared_norm
 from hybrid.errors import CheckpointError, ConfigError
-from hybrid.steps.schedule import Schedule
+from hybrid.protocol.learning_rate_schedule import Schedule
 
 CLASSES = {
     name: cls

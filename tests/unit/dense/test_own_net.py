@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hybrid.config import DenseSection, RunConfig
-from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
-from hybrid.dense.own_net import check_own_net
+from hybrid.dense.custom_net import check_own_net
+from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dcn_v2 import CrossInteraction

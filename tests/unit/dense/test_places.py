@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from hybrid.config import ColumnSection, DenseSection, RunConfig
 from hybrid.config.sections import NETS
-from hybrid.dense.compiled import compiled
-from hybrid.dense.configured import build_dense_net, build_remote_net, extra_columns
-from hybrid.dense.places import VectorPlaces
+from hybrid.dense.compilation import compiled
+from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
+from hybrid.dense.vector_layout import VectorPlaces
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 

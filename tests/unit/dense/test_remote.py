@@ -15,17 +15,17 @@ from support.seeded import random, seeded
 from support.shards import PATIENCE_SECONDS, evaluate, train
 from torch import Tensor, nn
 
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.manifest import Manifest
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.config import ScheduleSection
-from hybrid.dense.compiled import compiled
+from hybrid.dense.compilation import compiled
+from hybrid.dense.dense_optimizer import make_optimizer
+from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.matmul import use_onednn
-from hybrid.dense.optimizer import make_optimizer
-from hybrid.dense.remote import HostedNet
 from hybrid.errors import CheckpointError, NonFiniteError
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.schedule import Schedule
-from hybrid.steps.ticket import Ticket
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.protocol.ticket import Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 RATE = 0.1
 SIZE, WIDTH = 5, 3
@@ -317,9 +317,9 @@ class TestCheckpoints:
 
     @staticmethod
     def save(host: HostedNet, folder: Path, step: int) -> Path:
-        partial = folders.begin(folder)
+        partial = checkpoint_folders.begin(folder)
         host.begin_save(is_copied=True)
-        return folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))
+        return checkpoint_folders.commit(partial, Manifest(step, 0, {}, host.write(partial)))
 
     @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "Adagrad"])
     def test_training_goes_on_from_one_bit_for_bit(self, tmp_path: Path, optimizer: str) -> None:

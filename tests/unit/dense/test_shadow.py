@@ -9,7 +9,7 @@ from support.seeded import random, seeded
 from torch import nn
 from torch.testing import assert_close
 
-from hybrid.dense.replicas.replica import shadow
+from hybrid.dense.data_parallel.replicas import shadow
 
 
 def test_other_tensors_are_the_modules_own() -> None:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from support.bags import BAGS, bags_of, every_kind, plain_pool, some_rows
 
 from hybrid.embedding.bags import Bags, concatenate, pool, pool_recorded, put_together, taken_apart
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.table_spec import Pooling
 
 
 @every_kind

@@ -5,10 +5,10 @@ import torch
 from support.bags import BAGS, DIM, ROWS, bags_of, every_kind, plain_pool, some_rows
 from torch import Tensor
 
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, pool_recorded
-from hybrid.embedding.gradients import RowGradients
-from hybrid.embedding.spec import Pooling
+from hybrid.embedding.row_gradients import RowGradients
+from hybrid.embedding.table_spec import Pooling
 
 
 def some_gradients(bags: Bags, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -17,7 +17,7 @@ def some_gradients(bags: Bags, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def row_gradients(bags: Bags, grad_BD: Tensor) -> RowGradients:
-    return RowGradients(bags, grad_BD, loops.group_ids(bags.ids_L.numpy(), ROWS))
+    return RowGradients(bags, grad_BD, kernels.group_ids(bags.ids_L.numpy(), ROWS))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hybrid.embedding import loops
-from hybrid.embedding.loops import Floats, Ints
+from hybrid.embedding import kernels
+from hybrid.embedding.kernels import Floats, Ints
 
 INT32_ROWS = [1, 2, 2**11 - 1, 2**11, 2**11 + 1, 2**22, 2**22 + 1, 2**31 - 1]
 INT64_ROWS = [*INT32_ROWS, 2**31, 2**31 + 1, 2**33 + 5, 2**40]
@@ -49,7 +49,7 @@ class TestGrouping:
     ) -> None:
         ids_L = some_ids(np.random.default_rng(seed), num_rows, size).astype(dtype)
         given_L = ids_L.copy()
-        rows_U, starts_V, order_L = loops.group_ids(ids_L, num_rows)
+        rows_U, starts_V, order_L = kernels.group_ids(ids_L, num_rows)
         expected_U, first_U = np.unique(ids_L[order_of(ids_L)], return_index=True)
         assert rows_U.dtype == dtype
         assert starts_V.dtype == order_L.dtype == np.int32
@@ -58,7 +58,7 @@ class TestGrouping:
         assert order_L.tolist() == order_of(ids_L).tolist()
         assert ids_L.tolist() == given_L.tolist()
 
-        ranks_L = loops.ranks(starts_V, order_L)
+        ranks_L = kernels.ranks(starts_V, order_L)
         assert rows_U[ranks_L].tolist() == ids_L.tolist()
 
     @given(seed=seeds, lengths=st.lists(st.integers(0, 4), max_size=20))
@@ -69,7 +69,7 @@ class TestGrouping:
         bag_L = np.repeat(np.arange(len(lengths)), lengths)
         for dtype in (np.int32, np.int64):
             offsets: Ints = np.array([0, *itertools.accumulate(lengths)], dtype)
-            assert loops.bags_in_order(offsets, order_L).tolist() == bag_L[order_L].tolist()
+            assert kernels.bags_in_order(offsets, order_L).tolist() == bag_L[order_L].tolist()
 
 
 @given(
@@ -84,7 +84,7 @@ def test_the_first_id_that_is_no_row_is_found(features: list[tuple[int, list[int
     wrong = [p for p, (i, limit) in enumerate(zip(ids, limits, strict=True)) if not 0 <= i < limit]
     ends_K = np.array([*itertools.accumulate(len(of_feature) for _, of_feature in features)])
     num_rows_K = np.array([num_rows for num_rows, _ in features])
-    found = loops.first_outside(np.array(ids, np.int64), ends_K, num_rows_K)
+    found = kernels.first_outside(np.array(ids, np.int64), ends_K, num_rows_K)
     assert found == (wrong[0] if wrong else -1)
 
 
@@ -99,7 +99,7 @@ def test_an_address_is_that_of_the_row_in_its_shard(
     ids_KB = random.integers(0, 1000, (len(counts), size))
     bases_KS = random.integers(0, base, (len(counts), max(counts)))
     out_BK = np.empty((size, len(counts)), id_dtype)
-    loops.addresses(ids_KB, bases_KS, np.array(counts), out_BK)
+    kernels.addresses(ids_KB, bases_KS, np.array(counts), out_BK)
     expected = [
         [int(bases_KS[k, ids_KB[k, b] % n]) + int(ids_KB[k, b]) // n for k, n in enumerate(counts)]
         for b in range(size)
@@ -141,7 +141,7 @@ def test_addresses_of_bags_are_those_of_their_ids_sample_by_sample(
     out_L, out_offsets = np.empty(len(found), id_dtype), np.empty(len(ends), np.int32)
     out_positions = np.empty(len(found) * with_positions, np.int64)
     out = out_L, out_offsets, out_positions
-    loops.bag_addresses(ids_L, offsets, size, features_F, bases_FS, np.array(counts), *out)
+    kernels.bag_addresses(ids_L, offsets, size, features_F, bases_FS, np.array(counts), *out)
     assert out_L.tolist() == found
     assert out_offsets.tolist() == ends
     assert out_positions.tolist() == (positions if with_positions else [])
@@ -183,7 +183,7 @@ def test_gathered_bags_are_the_ids_of_the_shards_sample_by_sample(
             ends.append(len(rows))
     out_ids, out_positions = np.empty(len(ids_L), id_dtype), np.empty(len(ids_L) * with_positions, np.int64)
     out_offsets = np.empty(size * len(shards) + 1, id_dtype)
-    found = loops.gather_bags(ids_L, offsets, size, np.array(shards), out_ids, out_offsets, out_positions)
+    found = kernels.gather_bags(ids_L, offsets, size, np.array(shards), out_ids, out_offsets, out_positions)
     assert out_ids[:found].tolist() == rows
     assert out_offsets.tolist() == ends
     if with_positions:
@@ -198,7 +198,7 @@ class Sorted:
         num_bags = max(1, size // 3)
         bag_L = np.sort(random.integers(0, num_bags, size))
         ids_L = random.integers(0, 6, size).astype(np.int32)  # some twice in a bag
-        self.rows_U, self.starts_V, order_L = loops.group_ids(ids_L, 6)
+        self.rows_U, self.starts_V, order_L = kernels.group_ids(ids_L, 6)
         self.sources_L = bag_L[order_L].astype(np.int32)
         # Of so many sizes that another order of summation has other bits.
         self.grad_BD = (random.normal(size=(num_bags, dim)) * 10.0 ** random.integers(-3, 4)).astype(dtype)
@@ -234,7 +234,7 @@ class TestSums:
             for i in run:
                 expected_UD[u] = expected_UD[u] + case.grad_BD[case.sources_L[i]]
         out_UD = np.full_like(expected_UD, np.nan)
-        assert_total(loops.sum_rows(case.starts_V, case.sources_L, case.grad_BD, out_UD), expected_UD)
+        assert_total(kernels.sum_rows(case.starts_V, case.sources_L, case.grad_BD, out_UD), expected_UD)
         assert out_UD.tolist() == expected_UD.tolist()
 
     @float_types
@@ -255,7 +255,7 @@ class TestSums:
                 fused_UD[u] = exact_D.astype(dtype)
                 apart_UD[u] = apart_UD[u] + weight * grad_D
         out_UD = np.full_like(fused_UD, np.nan)
-        total = loops.sum_weighted_rows(case.starts_V, case.sources_L, case.weights_L, case.grad_BD, out_UD)
+        total = kernels.sum_weighted_rows(case.starts_V, case.sources_L, case.weights_L, case.grad_BD, out_UD)
         assert_total(total, fused_UD)
         if dtype is np.float32:  # long doubles round twice, now and then
             assert out_UD.tolist() in (fused_UD.tolist(), apart_UD.tolist())
@@ -280,7 +280,7 @@ class TestSums:
                 won_D = case.winners_BD[source] == case.rows_U[u]
                 expected_UD[u] = expected_UD[u] + np.where(won_D, case.grad_BD[source], dtype(0))
         out_UD = np.full_like(expected_UD, np.nan)
-        total = loops.sum_largest_rows(
+        total = kernels.sum_largest_rows(
             case.starts_V,
             case.sources_L,
             case.rows_U.astype(id_dtype),
@@ -303,9 +303,9 @@ class TestSums:
             out_UD = np.empty_like(grad_BD)
             starts_V, weights_L = np.arange(5, dtype=np.int32), np.ones(4, dtype)
             totals = [
-                loops.sum_rows(starts_V, each_L, grad_BD, out_UD),
-                loops.sum_weighted_rows(starts_V, each_L, weights_L, grad_BD, out_UD),
-                loops.sum_largest_rows(
+                kernels.sum_rows(starts_V, each_L, grad_BD, out_UD),
+                kernels.sum_weighted_rows(starts_V, each_L, weights_L, grad_BD, out_UD),
+                kernels.sum_largest_rows(
                     starts_V, each_L, each_L, np.repeat(each_L, 5).reshape(4, 5), grad_BD, out_UD
                 ),
             ]
@@ -325,11 +325,11 @@ def test_columns_are_placed_and_picked(
     for dim in set(widths):
         features = random.permutation([k for k, width in enumerate(widths) if width == dim])
         vectors_BFD = random.normal(size=(size, len(features), dim)).astype(dtype)
-        loops.place_columns(vectors_BFD, firsts[features], whole_BE)
+        kernels.place_columns(vectors_BFD, firsts[features], whole_BE)
         for f, k in enumerate(features):
             assert whole_BE[:, firsts[k] : firsts[k + 1]].tolist() == vectors_BFD[:, f].tolist()
         picked_BFD = np.empty_like(vectors_BFD)
-        loops.pick_columns(picked_BFD, firsts[features], whole_BE)
+        kernels.pick_columns(picked_BFD, firsts[features], whole_BE)
         assert picked_BFD.tolist() == vectors_BFD.tolist()
     assert not np.isnan(whole_BE).any()
 
@@ -341,13 +341,13 @@ DOUBLE_11 = np.zeros((1, 1), np.float64)
 STRIDED_2 = np.zeros(4, np.int64)[::2]
 
 WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
-    "unsigned ids": (loops.group_ids, (INT32_1.astype(np.uint32), 1)),
-    "ids of floats": (loops.group_ids, (FLOAT_11[0], 1)),
-    "ids with gaps": (loops.group_ids, (STRIDED_2, 1)),
-    "ids checked as int32": (loops.first_outside, (INT32_1, INT64_1, INT64_1)),
-    "addresses of int32": (loops.addresses, (INT32_1[None], INT64_1[None], INT64_1, INT32_1[None])),
+    "unsigned ids": (kernels.group_ids, (INT32_1.astype(np.uint32), 1)),
+    "ids of floats": (kernels.group_ids, (FLOAT_11[0], 1)),
+    "ids with gaps": (kernels.group_ids, (STRIDED_2, 1)),
+    "ids checked as int32": (kernels.first_outside, (INT32_1, INT64_1, INT64_1)),
+    "addresses of int32": (kernels.addresses, (INT32_1[None], INT64_1[None], INT64_1, INT32_1[None])),
     "addresses of bags at offsets of int64": (
-        loops.bag_addresses,
+        kernels.bag_addresses,
         (
             INT64_1,
             np.zeros(2, np.int64),
@@ -360,10 +360,10 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
             INT64_1,
         ),
     ),
-    "ranks of int64": (loops.ranks, (np.zeros(2, np.int64), INT64_1)),
-    "offsets of floats": (loops.bags_in_order, (np.zeros(2), INT32_1)),
+    "ranks of int64": (kernels.ranks, (np.zeros(2, np.int64), INT64_1)),
+    "offsets of floats": (kernels.bags_in_order, (np.zeros(2), INT32_1)),
     "ids and offsets that differ": (
-        loops.gather_bags,
+        kernels.gather_bags,
         (
             INT64_1,
             np.zeros(2, np.int64),
@@ -374,27 +374,27 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
             INT64_1,
         ),
     ),
-    "sums of another type": (loops.sum_rows, (np.array([0, 1], np.int32), INT32_1, FLOAT_11, DOUBLE_11)),
+    "sums of another type": (kernels.sum_rows, (np.array([0, 1], np.int32), INT32_1, FLOAT_11, DOUBLE_11)),
     "sums of halves": (
-        loops.sum_rows,
+        kernels.sum_rows,
         (np.array([0, 1], np.int32), INT32_1, FLOAT_11.astype(np.float16), FLOAT_11.astype(np.float16)),
     ),
     "weights of another type": (
-        loops.sum_weighted_rows,
+        kernels.sum_weighted_rows,
         (np.array([0, 1], np.int32), INT32_1, np.ones(1), FLOAT_11, FLOAT_11.copy()),
     ),
     "winners of another type": (
-        loops.sum_largest_rows,
+        kernels.sum_largest_rows,
         (np.array([0, 1], np.int32), INT32_1, INT32_1, INT64_1[None], FLOAT_11, FLOAT_11.copy()),
     ),
-    "rows into another type": (loops.take_rows, (FLOAT_11, INT32_1, DOUBLE_11)),
+    "rows into another type": (kernels.take_rows, (FLOAT_11, INT32_1, DOUBLE_11)),
     "rows of columns": (
-        loops.put_rows,
+        kernels.put_rows,
         (np.zeros((2, 2), np.float32).T, INT32_1, np.zeros((1, 2), np.float32)),
     ),
-    "rows of one dimension": (loops.add_rows, (FLOAT_11[0], INT32_1, FLOAT_11, np.float32(1))),
-    "columns of int32": (loops.place_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
-    "columns into another type": (loops.pick_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
+    "rows of one dimension": (kernels.add_rows, (FLOAT_11[0], INT32_1, FLOAT_11, np.float32(1))),
+    "columns of int32": (kernels.place_columns, (FLOAT_11[None], INT32_1, FLOAT_11.copy())),
+    "columns into another type": (kernels.pick_columns, (DOUBLE_11[None], INT64_1, FLOAT_11.copy())),
 }
 
 
@@ -418,7 +418,7 @@ def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
 
     monkeypatch.setattr(numba, "njit", njit)
 
-    @loops._compiled("int64(int64)")
+    @kernels._compiled("int64(int64)")
     def twice(number: int) -> int:
         return 2 * number
 
@@ -430,6 +430,6 @@ def test_where_machine_code_cannot_be_kept_it_is_compiled_all_the_same(
 def test_what_cannot_be_compiled_is_an_error() -> None:
     with pytest.raises(numba.TypingError):
 
-        @loops._compiled("int64(int64)")
+        @kernels._compiled("int64(int64)")
         def wrong(number: int) -> object:
             return number.no_such_thing  # type: ignore[attr-defined]

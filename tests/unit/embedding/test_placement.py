@@ -5,14 +5,8 @@ import dataclasses
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hybrid.embedding.placement import (
-    MIN_SPLIT_BYTES,
-    Placement,
-    bytes_per_row,
-    bytes_per_sample,
-    place,
-)
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.placement import MIN_SPLIT_BYTES, Placement, bytes_per_row, bytes_per_sample, place
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
 
 SGD = OptimizerSpec("sgd", 0.1)

@@ -9,8 +9,8 @@ import torch
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import place
-from hybrid.embedding.pooled_by import MOST_BYTES, PoolingBytes, bag_ids, pooling_bytes, trainers_pool
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.pooling_side import MOST_BYTES, PoolingBytes, bag_ids, pooling_bytes, trainers_pool
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 

@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from support.stores import BUCKET, Store, sent
 from torch import Tensor
 
-from hybrid.embedding import stored_rows
-from hybrid.embedding.stored_rows import absolute, read_rows, shape_of
+from hybrid.embedding import pretrained_by_position
+from hybrid.embedding.pretrained_by_position import absolute, read_rows, shape_of
 from hybrid.errors import DataError, StorageError
-from hybrid.storage.places import RemotePath
+from hybrid.storage.remote_path import RemotePath
 
 ROWS_RD = torch.arange(21.0).view(7, 3)
 
@@ -33,7 +33,7 @@ def written(folder: Path, kind: str) -> str:
 def test_each_reads_its_own_rows_block_by_block(
     kind: str, index: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_rows, "_BLOCK_BYTES", 8 * 3 * 2)
+    monkeypatch.setattr(pretrained_by_position, "_BLOCK_BYTES", 8 * 3 * 2)
     source, expected = written(tmp_path, kind), ROWS_RD[index::count]
     out_RD = torch.full(expected.shape, torch.nan)
     read_rows(source, out_RD, index, count)

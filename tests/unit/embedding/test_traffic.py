@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import Placement, place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.traffic import distinct_rows, traffic
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes

@@ -11,14 +11,14 @@ import torch
 from support.stores import BUCKET, Proxy, Store, sent
 from torch import Tensor
 
-from hybrid.data.encode import FeatureEncoder
-from hybrid.data.sparse_encoding import SparseEncoding
-from hybrid.data.vocabulary import Vocabulary
-from hybrid.embedding import valued_rows
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.valued_rows import read_rows_by_value
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.encode.vocabulary import Vocabulary
+from hybrid.embedding import pretrained_by_key
+from hybrid.embedding.pretrained_by_key import read_rows_by_value
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import DataError, StorageError
-from hybrid.storage.places import RemotePath
+from hybrid.storage.remote_path import RemotePath
 
 VALUES = ("7", "b", "c", "d")
 VECTORS: dict[Any, list[float]] = {"d": [1.0, 2.0], "new": [9.0, 9.0], "7.0": [3.0, 4.0], "b": [5.0, 6.0]}
@@ -42,7 +42,7 @@ def rows(table: TableSpec, index: int = 0, count: int = 1) -> Tensor:
 def test_each_value_has_its_vector_and_others_keep_theirs(
     tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(valued_rows, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(pretrained_by_key, "_BLOCK_ROWS", 3)
     table = table_of(tmp_path, pa.array(VECTORS), pa.array(VECTORS.values(), kind))
     whole = torch.tensor([[-1.0, -1], [3, 4], [5, 6], [-1, -1], [1, 2]])
     assert torch.equal(rows(table), whole)

@@ -18,20 +18,20 @@ from support.checkpoints import Call, names
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint import folders
-from hybrid.checkpoint.files import MANIFEST_FILE, write_text
-from hybrid.checkpoint.folders import step_folder
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError, StorageError
 from hybrid.metrics import BinaryMetrics, Metrics
-from hybrid.storage.places import Place
-from workers.jobs.checkpoints import Checkpoints, Moment
-from workers.jobs.tally import Tally
-from workers.run_folder.folder import RunFolder
-from workers.session.saving import Counted, Saving
-from workers.session.session import Session
+from hybrid.storage.remote_path import Place
+from workers.controller.distributed_checkpoint import Counted, Saving
+from workers.controller.session import Session
+from workers.jobs.checkpoint_schedule import Checkpoints, Moment
+from workers.jobs.run_counters import Tally
+from workers.run_folder.run_files import RunFolder
 
 NO_ROOM = "cannot write rows: No space left on device"
 
@@ -97,7 +97,9 @@ class Run:
 
     @property
     def stored(self) -> list[int]:
-        return sorted(folders.step_of(folder) for folder in folders.stored(self.folder.path))
+        return sorted(
+            checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(self.folder.path)
+        )
 
     @property
     def logged(self) -> list[int]:
@@ -146,7 +148,7 @@ def test_they_are_due_by_steps(start: Start) -> None:
 
 def test_they_are_due_by_minutes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("workers.jobs.checkpoints.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("workers.jobs.checkpoint_schedule.time.monotonic", lambda: clock[0])
     run = start(every_steps=0, every_minutes=0.5, keep_last=9)
     assert run.checkpoints.steps_to_next(7) == math.inf
     for step in range(1, 13):
@@ -276,10 +278,10 @@ def test_where_a_store_does_not_even_tell_what_is_there_training_goes_on(
         raise error
 
     with monkeypatch.context() as down:
-        down.setattr("workers.jobs.checkpoints.folders.stored", refuse)
+        down.setattr("workers.jobs.checkpoint_schedule.folders.stored", refuse)
         run.at(20)
         assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training goes on"]
-        down.setattr("workers.jobs.checkpoints.folders.begin", refuse)
+        down.setattr("workers.jobs.checkpoint_schedule.folders.begin", refuse)
         with pytest.raises(CheckpointError) as caught:
             run.checkpoints.write_last(moment(25))
     rule = "s3: cannot be listed; the run is at its end, and nobody can look now what of it is saved"
@@ -317,7 +319,7 @@ def test_a_line_of_the_log_waits_for_the_room_that_a_checkpoint_has_taken(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, content)
 
-    monkeypatch.setattr("workers.run_folder.appended_file.os.write", write_if_room)
+    monkeypatch.setattr("workers.run_folder.append_only_file.os.write", write_if_room)
     assert eventually(partial.exists, PATIENCE_SECONDS)
     run.folder.log_evaluation(10, metrics_of(0.5, 0.5))
     assert len((run.folder.path / "metrics.jsonl").read_text().splitlines()) == 1
@@ -343,7 +345,7 @@ def test_an_old_one_that_cannot_be_removed_is_said(start: Start, monkeypatch: py
     def refuse(folder: Path) -> None:
         raise CheckpointError(f"cannot write {folder}: Operation not permitted")
 
-    monkeypatch.setattr("hybrid.checkpoint.folders.remove", refuse)
+    monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.remove", refuse)
     run.at(20)
     assert run.stored == run.logged == [10, 20]
     (line,) = run.said

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hybrid.checkpoint.manifest import Best
-from workers.jobs.patience import Patience
+from hybrid.checkpoint.checkpoint_manifest import Best
+from workers.jobs.early_stopping import Patience
 
 
 @pytest.mark.parametrize(

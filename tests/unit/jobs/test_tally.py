@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.clock import PHASES
 from hybrid.config import RunConfig, TrainSection
 from hybrid.errors import CheckpointError
-from hybrid.steps.rules import Staleness
-from workers.jobs.tally import Interval, Tally
-from workers.session.job import Report
-from workers.session.session import Session
+from hybrid.primitives.step_timings import PHASES
+from hybrid.protocol.update_rules import Staleness
+from workers.controller.job_messages import Report
+from workers.controller.session import Session
+from workers.jobs.run_counters import Interval, Tally
 
 SIZE = 5
 CLICKS = RunConfig().all_tasks["label"]

@@ -2,18 +2,18 @@
 
 import pytest
 
-from hybrid import errors, wire
+from hybrid import errors, transport
 from hybrid.topology import MASTER, Role, RoleKind
-from workers.endings import Cause
-from workers.joining.alarm import EndedRoleError, LostRoleError, StoppedError
-from workers.launching.description import describe
+from workers.exit_codes import Cause
+from workers.launching.error_report import describe
+from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
 from workers.roles.diagnosis import UnexpectedError
 
 WORKER = Role(RoleKind.WORKER, 0)
 
 
-def remote(kind: str, is_users: bool) -> wire.RemoteError:
-    return wire.RemoteError(WORKER, wire.Failure("bad", kind, is_users, "host", not is_users))
+def remote(kind: str, is_users: bool) -> transport.RemoteError:
+    return transport.RemoteError(WORKER, transport.Failure("bad", kind, is_users, "host", not is_users))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def remote(kind: str, is_users: bool) -> wire.RemoteError:
         (remote("KeyError", False), Cause.EXCEPTION),
         (UnexpectedError(remote("KeyError", False), "at step 3"), Cause.EXCEPTION),
         (errors.ClusterError("missing after 60 s"), Cause.LOST),
-        (wire.LostError(WORKER, "no answer"), Cause.LOST),
+        (transport.LostError(WORKER, "no answer"), Cause.LOST),
         (LostRoleError("worker 0 is frozen"), Cause.LOST),
         (StoppedError("stopped by the master"), Cause.ECHO),
         (EndedRoleError("worker 0 has ended: KeyError"), Cause.ECHO),

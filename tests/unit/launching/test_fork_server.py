@@ -14,11 +14,11 @@ from support import forked
 from support.commands import eventually
 
 from hybrid.errors import ClusterError
-from workers.endings import Cause
-from workers.launching import launch
+from workers.exit_codes import Cause
+from workers.launching import launcher
 from workers.launching.fork_server import ForkServer
-from workers.launching.forking import BrokenServerError, Ended, Started
-from workers.stopping import STOP_SIGNALS
+from workers.launching.forked_roles import BrokenServerError, Ended, Started
+from workers.signals import STOP_SIGNALS
 
 SECONDS = forked.SECONDS
 
@@ -62,7 +62,7 @@ def test_what_cannot_be_imported_is_told_and_not_tried_again() -> None:
         with ForkServer(["no_such"]) as server, pytest.raises(BrokenServerError, match=f"^{reason}$"):
             ask(server)
     with ForkServer(["no_such"]) as server:
-        outcome = launch._import(server)
+        outcome = launcher._import(server)
     assert outcome is not None
     assert (outcome.message, outcome.cause) == (reason, Cause.REFUSED)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.launching.imports import lasting_imports
+from workers.launching.preloading import lasting_imports
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from support.namespaces import needs_namespaces
 from hybrid.config import ClusterSection, DataSection, RunConfig, TableSection
 from hybrid.config.sections import RunSection
 from hybrid.errors import ConfigError
-from hybrid.storage.places import place
-from workers.launching import namespace
+from hybrid.storage.remote_path import place
+from workers.launching import network_namespace
 from workers.launching.fork_server import ForkServer
 
 SECONDS = forked.SECONDS
@@ -39,7 +39,7 @@ HERE = Path("runs/a")
 )
 def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any], is_wanted: bool) -> None:
     section = dataclasses.replace(ClusterSection(), **keys)
-    assert namespace.is_wanted(RunConfig(cluster=section), HERE) == is_wanted
+    assert network_namespace.is_wanted(RunConfig(cluster=section), HERE) == is_wanted
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_it_is_wanted_where_loopback_is_all_that_is_needed(keys: dict[str, Any],
     ids=str,
 )
 def test_a_store_is_reached_over_the_network_of_the_machine(section: dict[str, Any]) -> None:
-    assert not namespace.is_wanted(RunConfig(**section), HERE)
+    assert not network_namespace.is_wanted(RunConfig(**section), HERE)
 
 
 def test_it_is_where_a_run_is_that_counts_and_not_where_it_was_made() -> None:
     made_in_a_store = RunConfig(run=RunSection(folder="s3://bucket/runs/a"))
-    assert namespace.is_wanted(made_in_a_store, HERE)
-    assert not namespace.is_wanted(RunConfig(), place("s3://bucket/runs/copy"))
+    assert network_namespace.is_wanted(made_in_a_store, HERE)
+    assert not network_namespace.is_wanted(RunConfig(), place("s3://bucket/runs/copy"))
 
 
 @pytest.fixture
@@ -105,10 +105,10 @@ def test_without_one_it_listens_where_everybody_is() -> None:
 def test_what_could_not_be_entered_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried in another process first, since there is no way back."""
     entered: list[bool] = []
-    monkeypatch.setattr(namespace, "_error_in_child", lambda function: errno.EPERM)
-    monkeypatch.setattr(namespace, "_enter", lambda: entered.append(True))
+    monkeypatch.setattr(network_namespace, "_error_in_child", lambda function: errno.EPERM)
+    monkeypatch.setattr(network_namespace, "_enter", lambda: entered.append(True))
     with pytest.raises(PermissionError):
-        namespace.enter_network_namespace()
+        network_namespace.enter_network_namespace()
     assert not entered
 
 
@@ -121,4 +121,4 @@ def test_what_could_not_be_entered_leaves_the_process_as_it_was(monkeypatch: pyt
     ],
 )
 def test_code_that_misses_a_network_is_told_the_remedy(failure: str, is_told: bool) -> None:
-    assert ('cluster.namespace = "off"' in namespace.hint(failure)) == is_told
+    assert ('cluster.namespace = "off"' in network_namespace.hint(failure)) == is_told

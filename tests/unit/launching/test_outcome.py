@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hybrid.topology import Role, RoleKind
-from workers.endings import Cause
+from workers.exit_codes import Cause
 from workers.launching.oom import oom_kills
-from workers.launching.outcome import Child, Outcome, outcome_pipe
+from workers.launching.role_outcome import Child, Outcome, outcome_pipe
 
 WORKER, LOG = Role(RoleKind.WORKER, 0), Path("worker.log")
 
@@ -84,7 +84,7 @@ def test_of_one_that_could_only_write_it_the_log_tells_the_error(earlier: str, l
 
 def test_a_kill_where_memory_ran_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     before = oom_kills()
-    monkeypatch.setattr("workers.launching.outcome.oom_kills", lambda: before + 1)
+    monkeypatch.setattr("workers.launching.role_outcome.oom_kills", lambda: before + 1)
     killed, other = failure_of(-signal.SIGKILL), failure_of(-signal.SIGSEGV)
     assert killed.message == (
         "worker 0 (pid 7) was killed by SIGKILL, probably since memory ran out; see worker.log"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import ClusterError
-from workers.endings import Cause
-from workers.launching.outcome import Outcome
+from workers.exit_codes import Cause
 from workers.launching.restarts import FILE_NAME, Restarts
-from workers.run_folder.paths import own_command
+from workers.launching.role_outcome import Outcome
+from workers.run_folder.run_paths import own_command
 from workers.run_folder.run_state import RunState, left_behind
 
 KILLED = Outcome("worker 0 was killed", Cause.KILLED)
@@ -124,7 +124,7 @@ def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr("workers.run_folder.appended_file.os.write", refuse)
+        full.setattr("workers.run_folder.append_only_file.os.write", refuse)
         line = told(restarts)
     rule = "cannot be written: No space left on device; make room there, or set run.folder to another place"
     assert line == f"nothing is lost, starting from the beginning; {tmp_path / FILE_NAME}: {rule}"

@@ -9,14 +9,14 @@ import pytest
 from support.fork_context import fork_context
 
 from hybrid.config import ClusterSection, RunConfig
+from hybrid.security.secret import Secret
 from hybrid.topology import MASTER
-from hybrid.trust.secret import Secret
-from workers.endings import Cause, ExitCode
-from workers.joining.listener import listen
-from workers.launching.outcome import Outcome
+from workers.cluster_task import ScriptTask
+from workers.exit_codes import Cause, ExitCode
+from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import _role_main
-from workers.run_folder.paths import log_path
-from workers.task import ScriptTask
+from workers.rendezvous.listener import listen
+from workers.run_folder.run_paths import log_path
 
 SECONDS = 60.0
 STARTLESS = RunConfig(cluster=ClusterSection(interface="none0"))  # a master ends at once on it

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hybrid.config import TaskSection
 from hybrid.errors import ConfigError
-from hybrid.metrics.tasks import predicted, score, task_metrics
+from hybrid.metrics.task_metrics import predicted, score, task_metrics
 
 DRAW = torch.Generator().manual_seed(2)
 NUMBERS, TRUE_NUMBERS = torch.randn(200, generator=DRAW), torch.randn(200, generator=DRAW)

@@ -5,7 +5,7 @@ from support.models import Parameters, check_model, plain_logit, vectors
 from torch import Tensor
 
 from hybrid.models.din import DIN
-from hybrid.models.histories import padded
+from hybrid.models.padding import padded
 
 DIM, OTHER, LENGTHS = 3, 2, (4, 0, 1, 3, 2)
 

@@ -3,7 +3,7 @@
 import torch
 from support.models import vectors
 
-from hybrid.models.histories import padded
+from hybrid.models.padding import padded
 
 
 def test_each_sample_has_its_values_and_then_zeros() -> None:

@@ -18,7 +18,7 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from workers.offline.placement import print_plan
+from workers.offline.plan_report import print_plan
 from workers.offline.planning.costs import Costs
 from workers.offline.planning.forecast import Hosts
 

@@ -10,7 +10,7 @@ from support.stores import BUCKET, Store
 
 from hybrid.errors import DataError, HybridError
 from hybrid.storage import files
-from hybrid.storage.places import Place, place
+from hybrid.storage.remote_path import Place, place
 from workers.offline.prediction_file import prediction_file
 
 NAMES = ["p.csv", "p.parquet"]

@@ -18,12 +18,12 @@ from support.trained import (
     write_trained,
 )
 
-from hybrid.data.new_files import encode_files
+from hybrid.data.prepare.new_rows import encode_files
 from hybrid.errors import ConfigError, DataError
-from hybrid.serving.trained import Trained
-from workers.offline import predictions
-from workers.offline.kept_columns import KeptColumns
-from workers.offline.predictions import TrainedModel, predict
+from hybrid.inference.trained_run import Trained
+from workers.offline import batch_prediction
+from workers.offline.batch_prediction import TrainedModel, predict
+from workers.offline.passthrough_columns import KeptColumns
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_a_file_that_has_changed_is_found_out(tmp_path: Path) -> None:
 def test_a_large_file_is_written_in_parts(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = write_clicks(tmp_path / "new.csv", 50, seed=4)
     predict(run, [str(new)], tmp_path / "whole.parquet")
-    monkeypatch.setattr(predictions, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(batch_prediction, "_ROWS_AT_ONCE", 7)
     predict(run, [str(new)], tmp_path / "parts.parquet")
     assert pq.read_metadata(tmp_path / "parts.parquet").num_row_groups == 8
     assert pq.read_table(tmp_path / "parts.parquet").equals(pq.read_table(tmp_path / "whole.parquet"))

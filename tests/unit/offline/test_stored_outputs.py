@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybrid.metrics import Predictions
-from workers.offline.stored_outputs import StoredOutputs
+from workers.offline.output_file import StoredOutputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

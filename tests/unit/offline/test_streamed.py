@@ -14,9 +14,9 @@ from support.descriptors import redirected
 from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
 
 from hybrid.errors import ConfigError, DataError, HybridError
+from workers.offline.batch_prediction import predict
 from workers.offline.prediction_file import STDOUT
-from workers.offline.predictions import predict
-from workers.offline.streamed import predict_stream
+from workers.offline.stream_prediction import predict_stream
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid.embedding.spec import OptimizerSpec
-from hybrid.reference.rows import State, WholeTable, initial_state, update_rows
+from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.reference.reference_rows import State, WholeTable, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25
 RATE, EPS, BETAS, MOMENTUM, DECAY = 0.3, 1e-3, (0.8, 0.95), 0.7, 0.02

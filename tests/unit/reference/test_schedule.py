@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hybrid.config import ScheduleSection
-from hybrid.reference.schedule import learning_rate_factors
+from hybrid.reference.reference_schedule import learning_rate_factors
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ClusterSection, DenseSection, RunConfig, ScheduleSection, TrainSection
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError, NonFiniteError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
-from hybrid.reference.training import Reference
+from hybrid.reference.reference_training import Reference
 
 USERS, ITEMS, DIM, STEPS = 7, 5, 4, 20
 INPUT_SPEC = InputSpec(

@@ -7,9 +7,9 @@ import pytest
 
 from hybrid.errors import ClusterError
 from hybrid.topology import Role, RoleKind
-from hybrid.wire import LostError
-from workers.endings import Word, exit_code
-from workers.joining.alarm import LostHostError, LostRoleError
+from hybrid.transport import LostError
+from workers.exit_codes import Word, exit_code
+from workers.rendezvous.interrupt import LostHostError, LostRoleError
 from workers.roles import diagnosis
 
 

@@ -7,9 +7,9 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from workers.joining.bootstrap import Cluster, Member
+from workers.controller.shared_folders import own_files
+from workers.rendezvous.bootstrap import Cluster, Member
 from workers.roles.master import _helping_hosts, _Preparation, _reach
-from workers.session.reach import own_files
 
 
 def test_who_sees_other_files_is_elsewhere_whatever_the_name_of_its_host() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.run_folder.appended_file import AppendedFile
+from workers.run_folder.append_only_file import AppendedFile
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         left[0] -= written
         return written
 
-    monkeypatch.setattr("workers.run_folder.appended_file.os.write", limited)
+    monkeypatch.setattr("workers.run_folder.append_only_file.os.write", limited)
     return left
 
 
@@ -63,7 +63,7 @@ def test_other_errors_are_not_for_want_of_room(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     file = opened(tmp_path / "f", lambda: pytest.fail("there is room"))
-    monkeypatch.setattr("workers.run_folder.appended_file.os.write", refuse)
+    monkeypatch.setattr("workers.run_folder.append_only_file.os.write", refuse)
     with pytest.raises(OSError, match="Input/output error"):
         file.write(b"second\n")
     file.close()

@@ -14,16 +14,16 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from hybrid.clock import STEP, Span
 from hybrid.config import RunConfig, TrainSection
-from hybrid.config.file import load_config
+from hybrid.config.loading import load_config
 from hybrid.errors import ConfigError, HybridError
 from hybrid.metrics import BinaryMetrics
-from hybrid.steps.rules import Staleness
+from hybrid.primitives.step_timings import STEP, Span
+from hybrid.protocol.update_rules import Staleness
 from hybrid.topology import Role, RoleKind
-from workers.profile import Profile
-from workers.run_folder.folder import RunFolder
-from workers.screen.progress import Progress
+from workers.console.progress_lines import Progress
+from workers.run_folder.run_files import RunFolder
+from workers.step_profile import Profile
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
 METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000).as_dict()
@@ -256,6 +256,6 @@ def test_a_profile_is_written_over_the_last_one(folder: RunFolder, monkeypatch: 
         written = folder.write_profile(Profile({trainer: [Span(STEP, step, 0, 1000, "steps", 0)]}))
     assert written == folder.path / "profile"
     assert "steps 4 to 4" in (written / "table.md").read_text()
-    monkeypatch.setattr("workers.profile.open_file", _on_a_full_disk)
+    monkeypatch.setattr("workers.step_profile.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match="profile: cannot be written: No space left on device"):
         folder.write_profile(Profile({trainer: [Span(STEP, 5, 0, 1000, "steps", 0)]}))

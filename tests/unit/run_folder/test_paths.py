@@ -12,9 +12,9 @@ import pytest
 from hybrid.config import RunConfig, RunSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role, RoleKind
-from workers.run_folder import paths
+from workers.run_folder import run_paths
 from workers.run_folder.curves import matplotlib_leaving_no_files
-from workers.run_folder.paths import scratch_logs
+from workers.run_folder.run_paths import scratch_logs
 
 
 @pytest.mark.parametrize("using", [lambda: scratch_logs("hybrid-run-"), matplotlib_leaving_no_files])
@@ -32,33 +32,33 @@ class TestPaths:
     @pytest.fixture(autouse=True)
     def new_year(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(paths, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
+        monkeypatch.setattr(run_paths, "datetime", SimpleNamespace(now=lambda: datetime(2030, 1, 2, 3, 4, 5)))
 
     def test_a_run_is_named_after_itself_and_the_time(self) -> None:
-        assert paths.run_path(RunConfig()) == Path("runs/run-20300102-030405")
-        assert paths.run_path(RunConfig(run=RunSection(folder="here"))) == Path("here")
+        assert run_paths.run_path(RunConfig()) == Path("runs/run-20300102-030405")
+        assert run_paths.run_path(RunConfig(run=RunSection(folder="here"))) == Path("here")
 
     @pytest.mark.parametrize("name", ["run", "v1.2"])
     def test_runs_of_the_same_second_are_numbered(self, name: str) -> None:
         config = RunConfig(run=RunSection(name=name))
         found = []
         for _ in range(3):
-            found.append(Path(str(paths.run_path(config))))
+            found.append(Path(str(run_paths.run_path(config))))
             found[-1].mkdir(parents=True)
         first = f"runs/{name}-20300102-030405"
         assert list(map(str, found)) == [first, f"{first}.2", f"{first}.3"]
 
     def test_a_folder_that_holds_a_run_is_refused(self, tmp_path: Path) -> None:
         run = tmp_path / "run"
-        paths.refuse_existing(run)
+        run_paths.refuse_existing(run)
         run.mkdir()
         (run / "notes.txt").write_text("mine")
-        paths.refuse_existing(run)
+        run_paths.refuse_existing(run)
         (run / "metrics.jsonl").touch()
         with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': holds a run already"):
-            paths.refuse_existing(run)
+            run_paths.refuse_existing(run)
         with pytest.raises(ConfigError, match=r"notes\.txt': is a file; choose another"):
-            paths.refuse_existing(run / "notes.txt")
+            run_paths.refuse_existing(run / "notes.txt")
 
     def test_the_own_command_can_be_called(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         script = tmp_path / "bin" / "hybrid"
@@ -66,11 +66,11 @@ class TestPaths:
         monkeypatch.setattr("sys.executable", str(script.with_name("python")))
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PATH", "/usr/bin")
-        assert paths.own_command() == "python -P -m workers"
+        assert run_paths.own_command() == "python -P -m workers"
         script.touch(mode=0o755)
-        assert paths.own_command() == "bin/hybrid"
+        assert run_paths.own_command() == "bin/hybrid"
         monkeypatch.setenv("PATH", str(script.parent))
-        assert paths.own_command() == "hybrid"
+        assert run_paths.own_command() == "hybrid"
 
     def test_the_other_places(self) -> None:
-        assert paths.log_path(Path("r"), Role(RoleKind.WORKER, 1)) == Path("r/logs/worker-1.log")
+        assert run_paths.log_path(Path("r"), Role(RoleKind.WORKER, 1)) == Path("r/logs/worker-1.log")

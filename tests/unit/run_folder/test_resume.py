@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from hybrid.config import RunConfig
-from hybrid.config.file import load_config, to_toml
+from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
-from workers.run_folder.paths import run_path
 from workers.run_folder.resume import as_decided, check_same_model, is_over, newest_run, resumed_config
+from workers.run_folder.run_paths import run_path
 
 
 def config(name: str = "run", folder: str = "") -> RunConfig:

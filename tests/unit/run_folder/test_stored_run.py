@@ -7,9 +7,9 @@ from support.stores import BUCKET, Store
 
 from hybrid.errors import ConfigError, HybridError, OutageError
 from hybrid.storage import files
-from hybrid.storage.places import Place, place
-from workers.run_folder import run_lock, stored_run
-from workers.run_folder.stored_run import held_folder, store_of
+from hybrid.storage.remote_path import Place, place
+from workers.run_folder import remote_run, run_lock
+from workers.run_folder.remote_run import held_folder, store_of
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_an_error_is_what_is_said_though_the_store_takes_nothing_then(
     def refuse(here: Path) -> None:
         raise OutageError("s3: cannot be listed")
 
-    monkeypatch.setattr(stored_run, "send", refuse)
+    monkeypatch.setattr(remote_run, "send", refuse)
     with pytest.raises(HybridError, match=r"^the first cause$"), held_folder(run, False) as (here, _):
         raise HybridError("the first cause")
     assert capsys.readouterr().err == f"s3: cannot be listed; {here} has all of it\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET
 
-from hybrid.storage.places import Place, RemotePath, place
+from hybrid.storage.remote_path import Place, RemotePath, place
 
 
 @pytest.fixture(params=["google", "azure"])

@@ -12,7 +12,7 @@ from werkzeug.serving import make_server
 
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files
-from hybrid.storage.places import RemotePath
+from hybrid.storage.remote_path import RemotePath
 
 
 @pytest.fixture(scope="module")

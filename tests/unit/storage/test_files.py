@@ -12,7 +12,7 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import StorageError
 from hybrid.storage import files
-from hybrid.storage.places import Place, RemotePath, place
+from hybrid.storage.remote_path import Place, RemotePath, place
 
 MIB = 1 << 20
 _numbers = count()

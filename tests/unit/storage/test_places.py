@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import StorageError
-from hybrid.storage.places import RemotePath, is_url, place
+from hybrid.storage.remote_path import RemotePath, is_url, place
 
 
 @pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])

@@ -9,9 +9,9 @@ import pytest
 from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import OutageError, StorageError
-from hybrid.storage import clients, files
-from hybrid.storage.clients import ATTEMPTS
-from hybrid.storage.places import RemotePath, place
+from hybrid.storage import files, store_clients
+from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.store_clients import ATTEMPTS
 
 CONTENT = np.random.default_rng(3).bytes(23 << 20)
 
@@ -91,7 +91,7 @@ def test_a_store_that_stays_down_is_given_up(proxy: Proxy) -> None:
 def test_a_store_that_is_down_is_told_from_one_that_refuses(
     proxy: Proxy, fate: str, kind: type[StorageError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clients, "ATTEMPTS", 1)
+    monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
     file = through(proxy, f"down-{fate}")
     files.write_bytes(file, b"content")
     proxy.plan = lambda method, path: fate
@@ -109,7 +109,7 @@ def test_a_store_that_is_down_is_told_from_one_that_refuses(
 
 
 def test_a_store_where_nobody_listens_is_out_of_reach(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "ATTEMPTS", 1)
+    monkeypatch.setattr(store_clients, "ATTEMPTS", 1)
     with Proxy(store) as proxy:
         file = through(proxy, "gone")
     with pytest.raises(OutageError, match="see that AWS_ENDPOINT_URL"):

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from hybrid.errors import OutageError, StorageError
-from hybrid.storage import clients, files
-from hybrid.storage.places import RemotePath, place
-from hybrid.storage.stores import _error
+from hybrid.storage import files, store_clients
+from hybrid.storage.object_stores import _error
+from hybrid.storage.remote_path import RemotePath, place
 
 
 def elsewhere(bucket: RemotePath) -> RemotePath:
@@ -55,7 +55,7 @@ def test_azure_says_nothing_of_the_content(azure: RemotePath) -> None:
 
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
-    monkeypatch.setattr(clients, "RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(store_clients, "RETRY_SECONDS", 1.0)
     store = place(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused}")
     with pytest.raises(OutageError, match="endpoint_override in the URL, is right and can be reached"):
         files.read_bytes(store)
@@ -71,14 +71,14 @@ def test_nobody_listens_for_azure(monkeypatch: pytest.MonkeyPatch, unused: str) 
 def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("AAAA", "!"):
         monkeypatch.setenv("AZURE_STORAGE_KEY", key)
-        clients._client.cache_clear()
+        store_clients._client.cache_clear()
         with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
             files.read_bytes(azure / "a")
     monkeypatch.delenv("AZURE_STORAGE_KEY")
-    clients._client.cache_clear()
+    store_clients._client.cache_clear()
     with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
         files.read_bytes(azure / "a")
-    clients._client.cache_clear()
+    store_clients._client.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
-    assert clients._azure_names(authority)[:2] == (account, prefix)
+    assert store_clients._azure_names(authority)[:2] == (account, prefix)
 
 
 def test_a_url_of_azure_without_an_account_is_refused() -> None:

@@ -9,13 +9,13 @@ import numpy as np
 
 from hybrid.config import ClusterSection, RunConfig
 from hybrid.embedding.placement import Placement
-from hybrid.embedding.spec import TableSpec, tables_of
+from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.embedding.traffic import Traffic, traffic
+from hybrid.engine.table_setup import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.input_spec import InputSpec
-from hybrid.training.tables import place_tables, samples_of_lookup, wire_bytes_per_value
-from hybrid.wire.combining import may_combine, pays
-from hybrid.wire.shared_memory import MOST_MEMBERS
-from workers.offline.planning.dense import DenseWork, dense_work
+from hybrid.transport.shared_memory.host_aggregation import may_combine, pays
+from hybrid.transport.shared_memory.shared_block import MOST_MEMBERS
+from workers.offline.planning.dense_cost import DenseWork, dense_work
 
 Terms: TypeAlias = Mapping[str, float]
 

@@ -171,7 +171,7 @@ def _memory(demand: Demand, costs: Costs) -> tuple[float, npt.NDArray[np.float64
         rows_W[shard.worker] += shard.num_bytes
         table = shard.table
         if demand.config.train.update == "pipelined" and table.optimizer.steps_all_rows:
-            # Its rows as they were before the last step of a call (hybrid/embedding/worker/earlier.py).
+            # Its rows as they were before the last step of a call (pre_update_rows.py).
             rows_W[shard.worker] += shard.num_rows * table.dim * table.bytes_per_value
     beside_W = np.array([cost(costs.worker_bytes, terms) for terms in demand.workers])
     return cost(costs.trainer_bytes, demand.trainer) + dense, rows_W + beside_W

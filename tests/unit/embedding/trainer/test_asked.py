@@ -8,13 +8,13 @@ from support.shards import LocalTables, evaluate, hosting
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.clock import StepClock
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.asked import Asked, AskedTables
-from hybrid.steps.rules import UpdateRules
-from hybrid.steps.ticket import Ticket
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.trainer.module_lookups import Asked, AskedTables
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Ticket
+from hybrid.protocol.update_rules import UpdateRules
 
 
 class Heard(LocalTables):

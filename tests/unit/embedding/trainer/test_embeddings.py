@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.batch import SparseFeatures
-from hybrid.embedding import loops
+from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import DataError
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 TICKET = Ticket(0, 0, 0)
 
@@ -132,10 +132,10 @@ def counted_calls() -> Iterator[Counter[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        compiled = {name: each for name, each in vars(loops).items() if isinstance(each, Dispatcher)}
+        compiled = {name: each for name, each in vars(kernels).items() if isinstance(each, Dispatcher)}
         assert len(compiled) > 10
         for name, function in compiled.items():
-            patch.setattr(loops, name, counting(name, function))
+            patch.setattr(kernels, name, counting(name, function))
         yield calls
 
 

@@ -14,12 +14,12 @@ from torch.futures import Future
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
 
 TRAINING = pytest.mark.parametrize("purpose", [Purpose.TRAIN, Purpose.PREFETCH])
 IDS = SparseFeatures(torch.tensor([4, 2, 4]), None, None, 1)

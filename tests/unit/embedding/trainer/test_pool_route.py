@@ -14,11 +14,11 @@ from torch import Tensor
 from hybrid.batch import SparseFeatures
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import make_routes
 from hybrid.embedding.trainer.pool_route import PoolRoute
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
 
 DTYPE = torch.float64
 SGD = OptimizerSpec("sgd", 0.5)

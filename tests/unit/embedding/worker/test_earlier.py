@@ -11,15 +11,15 @@ from support.shards import PATIENCE_SECONDS, Cluster, cluster, evaluate, specs
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint.files import earlier_file
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_files import earlier_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags, Item
-from hybrid.embedding.spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
-from hybrid.steps.rules import Staleness, UpdateMode, UpdateRules
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import Staleness, UpdateMode, UpdateRules
 
 RULES = UpdateRules(1, UpdateMode.PIPELINED, timeout_seconds=PATIENCE_SECONDS)
 POOLED = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "max": Pooling.MAX}
@@ -179,7 +179,7 @@ def test_one_lookup_reads_them_and_all_others_the_rows_as_they_are(stack: ExitSt
 def test_they_are_the_rows_that_the_last_update_touched_and_go_with_the_next(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
 ) -> None:
-    monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", block_bytes)
     each = pipelined(stack, "row", 2)
     initial, touched = each.whole(), touched_rows(each, 0)
     train_ahead(each, range(2), closing=0)  # step 1 comes after it

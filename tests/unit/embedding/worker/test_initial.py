@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.embedding.worker.initial import initialise_rows
+from hybrid.embedding.worker.initial_rows import initialise_rows
 
 
 def rows(num_rows: int, dim: int, seed: int = 1, table: str = "t", index: int = 0, count: int = 1) -> Tensor:
@@ -50,7 +50,7 @@ def test_shards_have_the_rows_of_the_whole(count: int) -> None:
 
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = rows(100, 5)
-    monkeypatch.setattr("hybrid.embedding.worker.initial._BLOCK_VALUES", 35)
+    monkeypatch.setattr("hybrid.embedding.worker.initial_rows._BLOCK_VALUES", 35)
     assert torch.equal(rows(100, 5), whole)
 
 

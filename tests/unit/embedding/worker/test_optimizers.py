@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hybrid.config.tables import OPTIMIZERS_OF_ALL_ROWS, TABLE_OPTIMIZERS
-from hybrid.embedding.spec import OptimizerSpec
-from hybrid.embedding.worker.optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
-from hybrid.reference.rows import WholeTable, initial_state, update_rows
+from hybrid.config.table_sections import OPTIMIZERS_OF_ALL_ROWS, TABLE_OPTIMIZERS
+from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
+from hybrid.reference.reference_rows import WholeTable, initial_state, update_rows
 
 ROWS, DIM, STEPS = 9, 5, 25  # a width that no vector register holds evenly
 RATE, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid.embedding.worker.rows import add, put, take
+from hybrid.embedding.worker.row_blocks import add, put, take
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from support.shards import PATIENCE_SECONDS, cluster, prefetch, specs, train
 from torch import Tensor
 
-from hybrid.checkpoint.files import shard_file
-from hybrid.config.tables import TABLE_OPTIMIZERS
+from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
-from hybrid.embedding.spec import TableSpec
+from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import CheckpointError, ClusterError
 
 

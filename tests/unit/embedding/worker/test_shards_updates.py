@@ -20,15 +20,15 @@ from torch import Tensor
 
 from hybrid.batch import SparseFeatures
 from hybrid.config import ScheduleSection
-from hybrid.config.tables import TABLE_OPTIMIZERS
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.bags import Bags
 from hybrid.embedding.placement import place
-from hybrid.embedding.spec import OptimizerSpec, Pooling
-from hybrid.embedding.worker.shards import TableShards
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError, NonFiniteError
-from hybrid.steps.rules import UpdateMode, UpdateRules
-from hybrid.steps.schedule import Schedule
-from hybrid.steps.ticket import Purpose, Ticket
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 
 def test_the_gradients_of_all_trainers_are_one_update() -> None:
@@ -234,7 +234,7 @@ class TestBlocks:
     ) -> None:
         results = [self.rows_and_state(scale, 1, all_rows)]
         for block_bytes, num_blocks in ((1, ROWS), (3 * 8 * 2, None)):
-            monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", block_bytes)
+            monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", block_bytes)
             results.append(self.rows_and_state(scale, num_blocks, all_rows))
         whole, *blocked = results
         for each in blocked:
@@ -263,7 +263,9 @@ class TestBlocks:
     def test_they_are_all_rows_once_and_in_order(
         self, monkeypatch: pytest.MonkeyPatch, num_rows: int
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", 3 * 2 * 8)  # three rows of sgd
+        monkeypatch.setattr(
+            "hybrid.embedding.worker.table_groups._BLOCK_BYTES", 3 * 2 * 8
+        )  # three rows of sgd
         with hosting(UpdateRules(1)) as host:
             blocks = list(host.groups[0].blocks(num_rows))
         assert [row for first, last in blocks for row in range(first, last)] == list(range(num_rows))
@@ -273,7 +275,7 @@ class TestBlocks:
     def test_a_gradient_that_is_not_finite_is_found_in_any_block(
         self, monkeypatch: pytest.MonkeyPatch, all_rows: bool
     ) -> None:
-        monkeypatch.setattr("hybrid.embedding.worker.groups._BLOCK_BYTES", 1)
+        monkeypatch.setattr("hybrid.embedding.worker.table_groups._BLOCK_BYTES", 1)
         for row in range(6):
             with hosting(UpdateRules(1), weight_decay=0.1, all_rows=all_rows) as host:
                 grad_BD = torch.ones(6, 2)

@@ -13,14 +13,14 @@ import pytest
 import torch
 from support.shards import RULES, cluster, evaluate, specs, train
 
-from hybrid.checkpoint.files import shard_file
-from hybrid.checkpoint.manifest import Manifest
-from hybrid.checkpoint.reader import Checkpoint
+from hybrid.checkpoint.checkpoint_files import shard_file
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item
 from hybrid.embedding.placement import Placement, place
-from hybrid.embedding.spec import Pooling, TableSpec
-from hybrid.embedding.worker.shards import TableShards
-from hybrid.embedding.worker.stored import StoredTables
+from hybrid.embedding.table_spec import Pooling, TableSpec
+from hybrid.embedding.worker.checkpoint_tables import StoredTables
+from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError, ClusterError
 
 

@@ -1,0 +1,243 @@
+"""Reading a configuration: TOML file and ``--set`` overrides in, a checked ``RunConfig`` out."""
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hybrid.config.key import Key
+from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.config.validation import check_rules
+from hybrid.errors import ConfigError
+from hybrid.storage.files import read_bytes
+from hybrid.storage.remote_path import Place
+
+CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
+# A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
+_DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
+_ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
+_ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
+_ALL = "hybrid config --describe lists all"
+
+
+def load_config(path: Place | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a configuration, apply overrides, check every rule.
+
+    Args:
+        path: TOML file; None for all defaults. Relative paths inside it stay relative to the
+            current folder.
+        overrides: ``section.key=value``, also of a section ``tables.NAME``, later ones winning. A value is
+            TOML; text keys take it unquoted too; one value makes a list of one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value breaks a rule.
+    """
+    sections = {} if path is None else _read_sections(path)
+    for text in overrides:
+        section, name, value = _override(text)
+        sections.setdefault(section, {})[name] = _find(section, name).parse(value)
+    return _checked(sections)
+
+
+def read_toml_text(text: str) -> RunConfig:
+    """The configuration that :func:`to_toml` has written as ``text``."""
+    return _checked(_by_section(tomllib.loads(text)))
+
+
+def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """``config`` with what a role was given where it was started.
+
+    Args:
+        settings: as the overrides of :func:`load_config`; later ones win.
+
+    Raises:
+        ConfigError: a key is not one that may differ between hosts, or a value breaks a rule.
+    """
+    for text in settings:
+        section, name, value = _override(text)
+        key = _find(section, name)
+        if not key.is_by_host:
+            raise ConfigError(f"{section}.{name}", "is the master's; set it there")
+        values = dataclasses.replace(getattr(config, section), **{name: key.read(key.parse(value))})
+        config = config.replace(**{section: values})
+    if settings:
+        validate(config)
+    return config
+
+
+def own_settings(settings: Sequence[str]) -> list[str]:
+    """Those of ``settings`` that a role may be given where it is started; the rest are the master's."""
+    return [text for text in settings if _find(*_override(text)[:2]).is_by_host]
+
+
+def _override(text: str) -> tuple[str, str, str]:
+    """Section, name and value of a ``--set``."""
+    dotted, equals, value = text.partition("=")
+    section, _, name = dotted.strip().rpartition(".")  # a table's name may hold dots of its own
+    if not equals or (not section and name in SECTION_KEYS):
+        raise ConfigError(f"--set {text}", "must be section.key=value")
+    return section, name, value
+
+
+def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
+    """The configuration of these sections, by name, once every rule holds."""
+    built: dict[str, Any] = {
+        name: _build(cls, name, sections.pop(name, {})) for name, cls in SECTION_TYPES.items()
+    }
+    built |= {kind: {} for kind in NAMED_TYPES}
+    for section, values in sections.items():
+        kind, _, name = section.partition(".")
+        built[kind][name] = _build(NAMED_TYPES[kind], section, values)
+    config = RunConfig(**built)
+    validate(config)
+    return config
+
+
+def _read_toml(path: Place) -> dict[str, Any]:
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+        if _DEEP_KEY.search(text):
+            raise RecursionError
+        return tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"is not UTF-8 text (byte {error.start})") from error
+    except RecursionError as error:
+        raise ConfigError(str(path), "is nested too deeply for a configuration") from error
+    except ValueError as error:
+        raise ConfigError(str(path), f"is not valid TOML: {error}") from error
+
+
+def _read_sections(path: Place) -> dict[str, dict[str, Any]]:
+    """The sections of a file, of which every key is one; where one is not, the error names the file."""
+    try:
+        sections = _by_section(_read_toml(path))
+        for section, values in sections.items():
+            for name in values:
+                _find(section, name)
+    except UnknownKeyError as error:
+        raise ConfigError(f"{path}: {error.key}", error.rule) from error
+    return sections
+
+
+def _by_section(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The sections of a TOML document by name; each table is a section ``tables.NAME``, and so on."""
+    sections = {}
+    for section, values in document.items():
+        if section not in SECTION_KEYS and section not in NAMED_KEYS:
+            if not isinstance(values, dict):
+                raise _unknown("", section)
+            raise _unknown(section, next(iter(values), ""))
+        if not isinstance(values, dict):
+            raise ConfigError(section, f"must be a section: a line [{section}] with its keys below", values)
+        if section in NAMED_KEYS:
+            for name, named_values in values.items():
+                if not isinstance(named_values, dict):
+                    raise _unknown(section, name)
+                sections[f"{section}.{name}"] = named_values
+        else:
+            sections[section] = values
+    return sections
+
+
+def _build(section_type: Any, section: str, values: dict[str, Any]) -> Any:
+    return section_type(**{name: _find(section, name).read(value) for name, value in values.items()})
+
+
+def _find(section: str, name: str) -> Key:
+    keys = _keys_of(section)
+    if name not in keys:
+        raise _unknown(section, name)
+    return keys[name]
+
+
+def _keys_of(section: str) -> dict[str, Key]:
+    """The keys of a section; none of one that there is not."""
+    kind, dot, _ = section.partition(".")
+    return NAMED_KEYS.get(kind, {}) if dot else SECTION_KEYS.get(section, {})
+
+
+class UnknownKeyError(ConfigError):
+    """There is no such key, or no such section."""
+
+
+def _unknown(section: str, name: str) -> UnknownKeyError:
+    if not name and section not in SECTION_KEYS:
+        near = difflib.get_close_matches(section, (*SECTION_KEYS, *_ANY_NAME), n=1)
+        hint = f"did you mean [{near[0]}]?" if near else _ALL
+        return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
+    dotted = ".".join(part for part in (section, name) if part)
+    nearest = _nearest_key(section, name)
+    if nearest is None:
+        known = bool(_keys_of(section))
+        what = "key" if known or not section else f"section [{section}], and no such key elsewhere"
+        return UnknownKeyError(dotted, f"is not supported: there is no such {what}; {_ALL}")
+    return UnknownKeyError(dotted, f"no such key; did you mean {nearest}?")
+
+
+def _nearest_key(section: str, name: str) -> str | None:
+    """The key that may be meant: one of this name, nearly so in its section, or nearly so elsewhere."""
+    own = _keys_of(section)
+    is_named = section not in SECTION_KEYS and bool(own)
+    everywhere = [(section, own)] if is_named else [*SECTION_KEYS.items(), *_ANY_NAME.items()]
+    dotted = [f"{heading}.{key}" for heading, keys in everywhere for key in keys]
+    names = [name]
+    if not any(key.endswith(f".{name}") for key in dotted):
+        if near := difflib.get_close_matches(name, own, n=1):
+            return f"{section}.{near[0]}"
+        every_name = {key.rpartition(".")[2] for key in dotted}
+        names = difflib.get_close_matches(name, every_name, n=1, cutoff=_ELSEWHERE_CUTOFF)
+    found = [key for key in dotted if key.rpartition(".")[2] in names]
+    by_section = difflib.get_close_matches(f"{section}.{name}", found, n=1, cutoff=0.0)
+    return by_section[0] if by_section else None
+
+
+def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
+    """Section, name, key and value of all of ``config``; keys that are off or left out are not there."""
+    sections = [(section, getattr(config, section), keys) for section, keys in SECTION_KEYS.items()]
+    for kind, keys in NAMED_KEYS.items():
+        sections += [(f"{kind}.{name}", values, keys) for name, values in getattr(config, kind).items()]
+    for section, values, keys in sections:
+        for name, key in keys.items():
+            if (value := getattr(values, name)) is not None:
+                yield section, name, key, value
+
+
+def validate(config: RunConfig) -> None:
+    """ConfigError where a value breaks its own rule or one that ties several keys together."""
+    for section, name, key, value in _items(config):
+        if key.choices == TABLE_OPTIMIZERS and value not in TABLE_OPTIMIZERS:
+            rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
+            raise ConfigError(f"{section}.{name}", rule, value)
+        key.check(f"{section}.{name}", value)
+    check_rules(config)
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole configuration as TOML text that ``load_config`` reads back equal."""
+    blocks: dict[str, list[str]] = {name: [f"[{name}]"] for name in SECTION_KEYS}
+    for kind in NAMED_KEYS:
+        for name in getattr(config, kind):
+            blocks[f"{kind}.{name}"] = [f"[{kind}.{toml_value(name)}]"]
+    for section, name, _, value in _items(config):
+        blocks[section].append(f"{name} = {toml_value(value)}")
+    return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """A value of a key as TOML has it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(toml_value(element) for element in value)}]"
+    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def fixed_values(config: RunConfig) -> dict[str, Any]:
+    """Every key that a run keeps when it goes on, by dotted name, with its value as JSON holds it."""
+    items = ((f"{section}.{name}", key.read(v)) for section, name, key, v in _items(config) if key.is_fixed)
+    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in items}

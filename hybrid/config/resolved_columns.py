@@ -1,0 +1,144 @@
+"""The columns that a model reads: data.dense and data.sparse, with what [columns.NAME] says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hybrid.config.data_sections import UNPOOLED, ColumnSection, DataSection
+from hybrid.errors import ConfigError
+
+_OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling")
+_OF_VALUES = (*_OF_IDS, "vocabulary", "vocabulary_min_count", "hash_rows")
+# Which keys are read of a column of data.sparse, by its kind; "source" is of all.
+_KEYS: dict[str, tuple[str, ...]] = {
+    "value": _OF_VALUES,
+    "weighted": (*_OF_VALUES, "weight_separator"),
+    "buckets": ("bounds", "quantiles"),
+    "hour": (),
+    "weekday": (),
+    "cross": ("hash_rows",),
+}
+_KEYS_OF_DENSE = ("numeric_transform", "numeric_scaling")
+_DEFAULTS = ColumnSection()
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one column that the model reads is made, every key with a value; see :class:`ColumnSection`."""
+
+    name: str
+    sources: tuple[str, ...]
+    kind: str
+    bounds: tuple[float, ...]
+    quantiles: int
+    weight_separator: str
+    separator: str
+    max_ids: int
+    too_many_ids: str
+    transform: str
+    scaling: str
+    vocabulary: str
+    min_count: int
+    hash_rows: int
+
+    @property
+    def source(self) -> str:
+        """Its one column of the files."""
+        (source,) = self.sources
+        return source
+
+    def key(self, list_name: str) -> str:
+        """The key that names its sources: data.dense or data.sparse, if no section does."""
+        return f"data.{list_name}" if self.sources == (self.name,) else f"columns.{self.name}.source"
+
+
+def columns_of(
+    data: DataSection, sections: Mapping[str, ColumnSection]
+) -> tuple[tuple[Column, ...], tuple[Column, ...]]:
+    """The columns of data.dense and those of data.sparse.
+
+    Raises:
+        ConfigError: a section is of no column, or says what does not go together.
+    """
+    for name, section in sections.items():
+        if name in data.dense and name in data.sparse:
+            rule = "is in data.dense and in data.sparse; name it anew in one, with a source"
+            raise ConfigError(f"columns.{name}", rule)
+        if name not in data.dense and name not in data.sparse:
+            raise ConfigError(f"columns.{name}", "is in neither data.dense nor data.sparse")
+        _check(name, section, name in data.dense)
+    dense = tuple(_column(data, sections, name) for name in data.dense)
+    sparse = tuple(_column(data, sections, name) for name in data.sparse)
+    for column in sparse:
+        if column.kind == "weighted" and column.weight_separator in ("", column.separator):
+            rule = "must not be empty, nor be what separates ids"
+            raise ConfigError(f"columns.{column.name}.weight_separator", rule, column.weight_separator)
+    return dense, sparse
+
+
+def sequence_length(name: str, section: ColumnSection) -> int:
+    """Of how many ids at most a column is a sequence; 0 where its bags are pooled.
+
+    Raises:
+        ConfigError: nothing says how many.
+    """
+    if section.pooling == UNPOOLED and not section.max_ids:
+        rule = f"must say how many vectors the net gets, since columns.{name}.pooling is {UNPOOLED}"
+        raise ConfigError(f"columns.{name}.max_ids", rule, section.max_ids)
+    return section.max_ids if section.pooling == UNPOOLED else 0
+
+
+def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Column:
+    of = sections.get(name, _DEFAULTS)
+    return Column(
+        name=name,
+        sources=of.source or (name,),
+        kind=of.kind,
+        bounds=of.bounds,
+        quantiles=of.quantiles,
+        weight_separator=of.weight_separator,
+        separator=data.multi_hot_separator if of.multi_hot_separator is None else of.multi_hot_separator,
+        max_ids=of.max_ids,
+        too_many_ids=of.too_many_ids,
+        transform=of.numeric_transform or data.numeric_transform,
+        scaling=of.numeric_scaling or data.numeric_scaling,
+        vocabulary=of.vocabulary or data.vocabulary,
+        min_count=of.vocabulary_min_count or data.vocabulary_min_count,
+        hash_rows=of.hash_rows or data.hash_rows,
+    )
+
+
+def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
+    kind = section.kind
+    if is_dense and kind != "value":
+        rule = "must be value for a column of data.dense; name it in data.sparse instead"
+        raise ConfigError(f"columns.{name}.kind", rule, kind)
+    what = "a column of data.dense" if is_dense else f"a column of data.sparse whose kind is {kind}"
+    for key in vars(_DEFAULTS):
+        value = getattr(section, key)
+        read = ("kind", "source", *(_KEYS_OF_DENSE if is_dense else _KEYS[kind]))
+        if key not in read and value != getattr(_DEFAULTS, key):
+            raise ConfigError(f"columns.{name}.{key}", f"is not read of {what}", value)
+    if kind == "cross" and len(section.source) < 2:
+        raise ConfigError(f"columns.{name}.source", "must name two columns or more (cross)", section.source)
+    if kind != "cross" and len(section.source) > 1:
+        raise ConfigError(f"columns.{name}.source", f"must be one column, for {what}", section.source)
+    if len(set(section.source)) < len(section.source):
+        raise ConfigError(f"columns.{name}.source", "must name each column once", section.source)
+    if kind == "buckets":
+        _check_buckets(name, section)
+    sequence_length(name, section)
+
+
+def _check_buckets(name: str, section: ColumnSection) -> None:
+    if bool(section.bounds) == bool(section.quantiles):
+        rule = f"must be given, or columns.{name}.quantiles, and not both"
+        raise ConfigError(f"columns.{name}.bounds", rule, section.bounds)
+    if section.quantiles == 1:
+        raise ConfigError(f"columns.{name}.quantiles", "must be 2 buckets or more", 1)
+    for low, high in pairwise(section.bounds):
+        if not low < high:
+            rule = f"must rise from each to the next, and {high:g} comes after {low:g}"
+            raise ConfigError(f"columns.{name}.bounds", rule, section.bounds)

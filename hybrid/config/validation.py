@@ -1,0 +1,308 @@
+"""The rules that tie several keys of a configuration together, each once. Free of torch.
+
+:func:`check_rules` asks all of them. The other public ones are asked again by who is given values that did
+not come out of a file, or knows more of them than a file says.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from hybrid.config.data_sections import ColumnSection, DataSection
+from hybrid.config.key import OWN_FUNCTION
+from hybrid.config.resolved_columns import columns_of, sequence_length
+from hybrid.config.sections import (
+    NETS,
+    DenseSection,
+    ProfileSection,
+    RunConfig,
+    ScheduleSection,
+    TrainSection,
+    tasks_of,
+)
+from hybrid.config.table_sections import TableSection, check_all_rows
+from hybrid.config.task_sections import TaskSection, check_tasks
+from hybrid.errors import ConfigError
+from hybrid.storage.remote_path import is_url
+
+SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
+_OF_WHOLE_MATRICES = ("Adafactor", "Muon")
+_DEVICES = {
+    "dense.device": (r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", "must be auto, cpu, cuda or cuda:N"),
+    "dense.devices": (r"cpu|cuda:(0|[1-9][0-9]*)", "must hold cpu and cuda:N"),
+}
+
+
+def check_rules(config: RunConfig) -> None:
+    """ConfigError where values that keep their own rules do not go together."""
+    _check_data(config)
+    _check_columns(config)
+    _check_dense(config)
+    _check_groups(config)
+    _check_parallel(config)
+    if config.dense.matmul == "onednn" and (reason := why_not_onednn(config)):
+        raise ConfigError("dense.matmul", reason, "onednn")
+    check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
+    _check_train(config.train)
+    _check_patience(config)
+    for name, table in config.tables.items():
+        check_workers(name, table.workers, config.cluster.workers)
+        _check_first_rows(name, table)
+    check_all_rows(config.embedding, config.tables, config.train.update)
+    table_of_column(config.tables)
+    check_schedule(config.schedule, config.schedule.steps or None)
+    if config.train.max_steps:
+        recorded_steps(config.profile, 0, config.train.max_steps)
+
+
+def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int) -> range:
+    """The steps that are recorded of a run that starts or goes on after ``steps_before`` steps.
+
+    Raises:
+        ConfigError: it does not take so many.
+    """
+    first = steps_before + profile.first_step
+    if profile.steps and first + profile.steps > total_steps:
+        taken = total_steps - steps_before
+        rule = f"must leave profile.steps = {profile.steps} of the {taken} steps that the run takes"
+        raise ConfigError("profile.first_step", rule, profile.first_step)
+    return range(first, first + profile.steps)
+
+
+def _check_data(config: RunConfig) -> None:
+    data = config.data
+    if data.format != "synthetic" and not data.path:
+        raise ConfigError("data.path", f"must name the input files, since data.format is {data.format}")
+    if data.format in ("csv", "parquet"):
+        if not config.tasks and not data.label:
+            raise ConfigError("data.label", "must name the label column", data.label)
+        if not data.sparse:
+            raise ConfigError("data.sparse", "must name at least one categorical column")
+        check_columns(data, config.columns, config.tasks)
+    if data.weighted_metrics and not data.weight:
+        raise ConfigError("data.weighted_metrics", "needs data.weight, the column of the weights", True)
+    _check_split(data)
+    check_fields(data)
+    _check_lanes(config)
+    if is_url(data.cache_folder) and config.has_ranking_loss:
+        rule = "must be a folder where a loss is of the order within groups: whole groups are read from disks"
+        raise ConfigError("data.cache_folder", rule, data.cache_folder)
+
+
+def _check_lanes(config: RunConfig) -> None:
+    lanes = config.data.shuffle_lanes
+    if lanes and not config.data.shuffle:
+        raise ConfigError("data.shuffle_lanes", "is read where data.shuffle is true", lanes)
+    if lanes and config.has_ranking_loss:
+        rule = "must be 0 where a loss is of the order within groups, since these are shuffled whole"
+        raise ConfigError("data.shuffle_lanes", rule, lanes)
+
+
+def _check_columns(config: RunConfig) -> None:
+    if config.data.format == "synthetic":
+        for name, section in config.columns.items():
+            # These two are of batches of the caller's own, too.
+            if dataclasses.replace(section, pooling=None, max_ids=0) != ColumnSection():
+                rule = "is not read where data.format is synthetic, but for pooling and max_ids"
+                raise ConfigError(f"columns.{name}", rule)
+            sequence_length(name, section)
+    elif config.data.format != "criteo":  # which may leave the names of its columns to the format
+        columns_of(config.data, config.columns)
+
+
+def _check_split(data: DataSection) -> None:
+    if data.split == "random":
+        if data.split_column:
+            raise ConfigError(
+                "data.split_column", "is read where data.split is column or time", data.split_column
+            )
+        return
+    if data.format == "synthetic" or data.test_path:
+        rule = "must be random where the test rows are given: by data.test_path, or in the built-in click log"
+        raise ConfigError("data.split", rule, data.split)
+    if not data.split_column:
+        raise ConfigError("data.split_column", f"must name the column that data.split = {data.split} goes by")
+
+
+def check_columns(
+    data: DataSection, columns: Mapping[str, ColumnSection], tasks: Mapping[str, TaskSection]
+) -> None:
+    """ConfigError where a column is named twice, or one of the model is, or is made of, a label."""
+    labels = [task.label for task in tasks_of(tasks, data).values()]
+    for name in ("dense", "sparse"):
+        listed = getattr(data, name)
+        _refuse_labels(f"data.{name}", listed, labels)
+        if len(set(listed)) < len(listed):
+            raise ConfigError(f"data.{name}", "must name each column once", listed)
+    for name, section in columns.items():
+        _refuse_labels(f"columns.{name}.source", section.source, labels)
+    if data.weight in labels:
+        raise ConfigError("data.weight", "must not be a label column", data.weight)
+
+
+def _refuse_labels(key: str, names: Sequence[str], labels: Sequence[str]) -> None:
+    if shared := [label for label in labels if label in names]:
+        raise ConfigError(key, "must not hold the label column", shared[0])
+
+
+def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> None:
+    """ConfigError where the delimiter is none, or a label means 1 and 0.
+
+    Args:
+        value_of: what a label in the configuration stands for.
+    """
+    if len(data.delimiter) != 1:
+        raise ConfigError("data.delimiter", "must be one character", data.delimiter)
+    positive = {value_of(label) for label in data.positive_labels}
+    if shared := [label for label in data.negative_labels if value_of(label) in positive]:
+        rule = "must not share values with data.positive_labels"
+        raise ConfigError("data.negative_labels", rule, min(shared))
+
+
+def _check_dense(config: RunConfig) -> None:
+    dense = config.dense
+    if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
+        raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
+    check_device("dense.device", dense.device)
+    for name in ("bottom_mlp", "top_mlp", "expert_mlp", "remote_mlp"):
+        units = getattr(dense, name)
+        if min(units, default=1) < 1:
+            raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
+    if not dense.expert_mlp:
+        raise ConfigError("dense.expert_mlp", "must hold a layer", dense.expert_mlp)
+    if dense.remote_worker >= config.cluster.workers:
+        rule = f"must be below cluster.workers, which is {config.cluster.workers}"
+        raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
+
+
+def _check_groups(config: RunConfig) -> None:
+    for name, group in config.dense_groups.items():
+        key = f"dense_groups.{name}.parameters"
+        if not group.parameters:
+            raise ConfigError(key, "must name parameters", group.parameters)
+        for pattern in group.parameters:
+            if pattern.startswith("remote.") and not config.dense.remote_mlp:
+                raise ConfigError(key, "must name parameters, and there is no dense.remote_mlp", pattern)
+
+
+def check_device(key: str, device: str) -> None:
+    """ConfigError where ``device``, a value of ``key``, is none."""
+    form, rule = _DEVICES[key]
+    if not re.fullmatch(form, device):
+        raise ConfigError(key, rule, device)
+
+
+def _check_parallel(config: RunConfig) -> None:
+    dense = config.dense
+    for name, needed in (("devices", "replicas"), ("tensor_plan", "tensor")):
+        if (value := getattr(dense, name)) and dense.parallel != needed:
+            raise ConfigError(f"dense.{name}", f'is read where dense.parallel is "{needed}" only', value)
+    if dense.parallel == "replicas":
+        _check_devices(dense)
+    elif dense.parallel == "tensor":
+        _check_tensor(config)
+
+
+def _check_devices(dense: DenseSection) -> None:
+    if not dense.devices:
+        rule = 'must name the devices of a trainer\'s replicas, such as ["cuda:0", "cuda:1"]'
+        raise ConfigError("dense.devices", rule, dense.devices)
+    for device in dense.devices:
+        check_device("dense.devices", device)
+    if dense.device != "auto":
+        raise ConfigError("dense.device", "leave it out: dense.devices names them all", dense.device)
+
+
+def _check_tensor(config: RunConfig) -> None:
+    dense, trainers = config.dense, config.cluster.trainers
+    if trainers % dense.tensor_size:
+        rule = f"must divide cluster.trainers, which is {trainers}"
+        raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
+    if dense.net not in NETS and not dense.tensor_plan:
+        rule = 'must say how the layers of a net of your own are split, such as "head.0 = colwise_gathered"'
+        raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
+    if dense.compile != "none":
+        raise ConfigError("dense.compile", 'must be none where dense.parallel is "tensor"', dense.compile)
+    if dense.optimizer in _OF_WHOLE_MATRICES:
+        rule = 'looks at whole matrices, of which a trainer has a part where dense.parallel is "tensor"'
+        raise ConfigError("dense.optimizer", rule, dense.optimizer)
+
+
+def why_not_onednn(config: RunConfig) -> str:
+    """Why no product of the dense nets can be oneDNN's, as a rule for ``dense.matmul``; else nothing."""
+    if config.train.dtype != "float32":
+        return f"must be torch or auto where train.dtype is {config.train.dtype}: oneDNN has none of it"
+    if config.dense.autocast != "none":
+        return "must be torch or auto with dense.autocast: torch's products of bfloat16 are oneDNN's"
+    if config.dense.parallel == "tensor":
+        return 'must be torch or auto where dense.parallel is "tensor": torch splits no other products'
+    return ""
+
+
+def _check_train(train: TrainSection) -> None:
+    if train.update == "async":
+        rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
+        if train.clip_norm is not None:
+            raise ConfigError("train.clip_norm", rule, train.clip_norm)
+        if train.non_finite == "skip":
+            raise ConfigError("train.non_finite", rule, train.non_finite)
+
+
+def _check_patience(config: RunConfig) -> None:
+    patience = config.train.patience
+    if not patience:
+        return
+    if config.checkpoint.keep_best == "none":
+        rule = "must name a metric where train.patience ends the run by it"
+        raise ConfigError("checkpoint.keep_best", rule, "none")
+    if not config.data.test_path and not config.data.test_fraction:
+        rule = "needs test rows to evaluate on: set data.test_path, or data.test_fraction above 0"
+        raise ConfigError("train.patience", rule, patience)
+
+
+def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
+    """ConfigError where a table may be placed on a worker that there is not."""
+    for index in workers:
+        if not 0 <= index < num_workers:
+            rule = f"must hold worker indices from 0 to {num_workers - 1}"
+            raise ConfigError(f"tables.{table}.workers", rule, index)
+
+
+def _check_first_rows(name: str, table: TableSection) -> None:
+    for key in ("optimizer", "learning_rate", "all_rows"):
+        if table.frozen and (value := getattr(table, key)) is not None:
+            raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
+    whole = table.initial and not table.initial.endswith(".parquet")
+    if whole and (table.init != "uniform" or table.init_scale):
+        rule = "leave init and init_scale out: there are no random rows beside those of this file"
+        raise ConfigError(f"tables.{name}.initial", rule, table.initial)
+    if table.init == "zeros" and table.init_scale:
+        raise ConfigError(f"tables.{name}.init_scale", "is not read where init is zeros", table.init_scale)
+
+
+def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:
+    """The table of each column that a section [tables.NAME] lists; ConfigError where two list one."""
+    owner: dict[str, str] = {}
+    for name, table in tables.items():
+        for column in table.features or (name,):
+            if column in owner:
+                rule = f"must not hold a column that tables.{owner[column]} reads already"
+                raise ConfigError(f"tables.{name}.features", rule, column)
+            owner[column] = name
+    return owner
+
+
+def check_schedule(section: ScheduleSection, end: int | None) -> None:
+    """ConfigError where the keys of a schedule do not fit together.
+
+    Args:
+        end: the steps of the whole schedule; None while they are not known.
+    """
+    if not section.warmup_steps:
+        return
+    if section.kind == "one_cycle":
+        rule = "must be 0 with schedule.kind = one_cycle, which rises by itself over schedule.peak_fraction"
+        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
+    if end is not None and section.kind in SCHEDULES_THAT_END and section.warmup_steps >= end:
+        rule = f"must be less than the steps of the whole schedule, {end}"
+        raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)

@@ -1,0 +1,301 @@
+"""Chunks of a split that lies elsewhere, fetched before they are read, in a local file of bounded size.
+
+The file has slots for so many chunks. An array of the split has a part of the file to itself, so that it can
+be mapped like any other; a row's number in it follows from the slot that its chunk is in::
+
+    rows of the split    | chunk 0 | chunk 1 | chunk 2 | ...
+    slots                | chunk 7 |    -    | chunk 1 |      row 4096 + r of the split is 2 * 4097 + r here
+
+A slot has room for one row more than a chunk, since R rows have R + 1 offsets, and for as many ids as any
+chunk has. A chunk that is *pinned* stays in its slot; of the others, the one longest unused makes room.
+
+The file has no name from the beginning, so that nothing of it is left, however its process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout
+from hybrid.data.dataset.sample_order import CHUNK_ROWS
+from hybrid.errors import DataError, OutageError
+
+FETCH_THREADS = 8
+_RANGE_BYTES = 8 << 20  # of neighbouring chunks that are asked for at once
+_SLOT_ROWS = CHUNK_ROWS + 1
+_WAIT_SECONDS = 0.1  # after which a wait looks up
+_CLOSE_SECONDS = 5.0
+_GIVE_UP_SECONDS = 120.0
+
+_Run: TypeAlias = tuple[int, int]  # chunks from one to before another
+_Tasks: TypeAlias = SimpleQueue[partial[None] | None]  # None ends a thread
+
+
+class FarFile(Protocol):
+    """A file of chunks that lies elsewhere; its text says where."""
+
+    def read_range(self, start: int, stop: int) -> bytes:
+        """Its bytes from ``start`` to ``stop``; raises HybridError where they cannot be had."""
+        ...
+
+
+class Residence:
+    """Chunks of a file of them, as far as they are here.
+
+    Args:
+        file: where they are fetched from.
+        layout, index: of it.
+        num_rows: of the split.
+        folder: where the local file is.
+        num_bytes: that it may take.
+
+    Attributes:
+        arrays: each array of the split, of which the rows :meth:`local` are valid.
+        lock: held by whoever asks for room and pins, of several readers of the split.
+        num_chunks: of the split.
+        num_slots: how many of them there is room for.
+        slot_bytes: what one takes.
+        bytes_fetched: since the beginning.
+    """
+
+    def __init__(
+        self,
+        file: FarFile,
+        layout: ChunkLayout,
+        index: ChunkIndex,
+        num_rows: int,
+        folder: Path,
+        num_bytes: int,
+    ) -> None:
+        self._file, self._layout, self._index, self._num_rows = file, layout, index, num_rows
+        self._folder = folder
+        self._most_ids = index.most_ids
+        self.slot_bytes = sum(self._slot_rows(array) * array.row_bytes for array in layout.arrays)
+        self.num_chunks = index.num_chunks
+        self.num_slots = min(index.num_chunks, num_bytes // max(1, self.slot_bytes))
+        self.bytes_fetched = 0
+        self._slots_C = np.full(index.num_chunks, -1, np.int64)
+        self._free = list(range(self.num_slots))
+        self._arrivals: dict[int, Future[None]] = {}
+        self._pins: Counter[int] = Counter()
+        self._unused: OrderedDict[int, None] = OrderedDict()  # chunks that are not pinned, the longest first
+        self._tasks: _Tasks = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._tasks)
+        self._count_lock = threading.Lock()
+        self.lock = threading.Lock()
+        self._map()
+
+    def fits(self, chunks: Iterable[int]) -> bool:
+        """Whether there is room to pin these chunks too."""
+        return len(self._pins.keys() | set(chunks)) <= self.num_slots
+
+    def pin(self, chunks: Iterable[int]) -> None:
+        """Begin to fetch those of these chunks that are not here, and keep them until they are unpinned."""
+        missing = []
+        for chunk in sorted(chunks):
+            if not self._pins[chunk] and chunk in self._arrivals and _has_failed(self._arrivals[chunk]):
+                self._free.append(self._forget(chunk))
+            self._pins[chunk] += 1
+            self._unused.pop(chunk, None)
+            if chunk not in self._arrivals:
+                missing.append(chunk)
+        for chunk in missing:
+            self._slots_C[chunk] = self._free.pop() if self._free else self._evict()
+            self._arrivals[chunk] = Future()
+        for run in self._runs(missing):
+            arrivals = {chunk: self._arrivals[chunk] for chunk in range(*run)}
+            self._tasks.put(partial(self._fetch_run, run, arrivals))
+        while missing and len(self._threads) < FETCH_THREADS:
+            thread = threading.Thread(target=_work, args=(self._tasks,), name="chunk fetcher", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def unpin(self, chunks: Iterable[int]) -> None:
+        """Let go of chunks as often as they are named here."""
+        for chunk in chunks:
+            self._pins[chunk] -= 1
+            if not self._pins[chunk]:
+                del self._pins[chunk]
+                self._unused[chunk] = None
+
+    def wait(self, chunks: Iterable[int], seconds: float, is_over: threading.Event) -> bool:
+        """Return once these chunks, which are pinned, are here; False where it is over before.
+
+        Raises:
+            OutageError: one did not come in ``seconds``.
+            DataError: one is altered.
+            HybridError: it cannot be fetched.
+        """
+        for arrival in [self._arrivals[chunk] for chunk in chunks]:
+            deadline = time.monotonic() + seconds
+            while not is_over.is_set() and not arrival.done():
+                if time.monotonic() > deadline:
+                    raise OutageError(f"{self._file}: nothing came in {seconds:.0f} s")
+                wait([arrival], timeout=_WAIT_SECONDS)
+            if is_over.is_set():
+                return False
+            arrival.result()
+        return True
+
+    def local(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where rows of the split, whose chunks are pinned and here, are in the arrays."""
+        slots = self._slots_C[rows // CHUNK_ROWS]
+        assert slots.min(initial=0) >= 0, "a chunk is waited for before its rows are read"
+        return slots * _SLOT_ROWS + rows % CHUNK_ROWS
+
+    def close(self) -> None:
+        """End the threads that fetch; what is asked for again is fetched again."""
+        _end(self._tasks)
+        for thread in self._threads:
+            thread.join(timeout=_CLOSE_SECONDS)
+        self._threads = []
+
+    def _map(self) -> None:
+        """Make the file, and map the arrays that lie in it."""
+        sizes = [self.num_slots * self._slot_rows(array) * array.row_bytes for array in self._layout.arrays]
+        starts = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]).tolist()
+        try:
+            self._local = tempfile.TemporaryFile(dir=self._folder, prefix="hybrid-")  # noqa: SIM115
+            weakref.finalize(self, self._local.close)
+            self._local.truncate(max(mmap.PAGESIZE, starts[-1]))
+            memory = mmap.mmap(self._local.fileno(), 0, prot=mmap.PROT_READ)
+        except OSError as error:
+            raise self._refused(error) from error
+        self._starts = {array.name: start for array, start in zip(self._layout.arrays, starts, strict=False)}
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        for array in self._layout.arrays:
+            shape = self.num_slots * self._slot_rows(array), *array.row_shape
+            count = int(np.prod(shape, dtype=np.int64))
+            values = np.frombuffer(memory, array.dtype, count, self._starts[array.name])
+            self.arrays[array.name] = values.reshape(shape)
+
+    def _slot_rows(self, array: ChunkArray) -> int:
+        """How many rows of an array a slot has room for."""
+        return _SLOT_ROWS if array.bag is None else self._most_ids[array.bag]
+
+    def _evict(self) -> int:
+        """The slot of the chunk that is unused for the longest time, which is forgotten."""
+        for chunk in self._unused:
+            if self._arrivals[chunk].done() or self._arrivals[chunk].cancel():
+                return self._forget(chunk)
+        chunk = next(iter(self._unused))  # all of them are on their way, though nobody waits any more
+        if wait([self._arrivals[chunk]], timeout=_GIVE_UP_SECONDS).not_done:
+            raise OutageError(f"{self._file}: nothing came in {_GIVE_UP_SECONDS:.0f} s")
+        return self._forget(chunk)
+
+    def _forget(self, chunk: int) -> int:
+        """Have a chunk fetched anew where it is wanted again; the slot that it had."""
+        slot, self._slots_C[chunk] = int(self._slots_C[chunk]), -1
+        self._unused.pop(chunk, None)
+        del self._arrivals[chunk]
+        return slot
+
+    def _runs(self, chunks: Sequence[int]) -> Iterator[_Run]:
+        """Neighbours among rising chunks, together as long as they are no larger than a range."""
+        edges = self._index.edges
+        first = previous = -1
+        for chunk in chunks:
+            if first >= 0 and (chunk != previous + 1 or edges[chunk + 1] - edges[first] > _RANGE_BYTES):
+                yield first, previous + 1
+                first = chunk
+            first = chunk if first < 0 else first
+            previous = chunk
+        if first >= 0:
+            yield first, previous + 1
+
+    def _fetch_run(self, run: _Run, arrivals: Mapping[int, Future[None]]) -> None:
+        """Fetch those chunks of a run that are still wanted; in a thread."""
+        chunks = [chunk for chunk, arrival in arrivals.items() if arrival.set_running_or_notify_cancel()]
+        try:
+            if chunks:
+                self._fetch(run, chunks)
+        except BaseException as error:  # raised where the chunk is waited for
+            for chunk in chunks:
+                arrivals[chunk].set_exception(error)
+        else:
+            for chunk in chunks:
+                arrivals[chunk].set_result(None)
+
+    def _fetch(self, run: _Run, chunks: Sequence[int]) -> None:
+        """Bring chunks of a run into their slots."""
+        edges = self._index.edges
+        first, last = edges[run[0]], edges[run[1]]
+        data = memoryview(self._read(first, last))
+        for chunk in chunks:
+            part = data[edges[chunk] - first : edges[chunk + 1] - first]
+            if not self._index.fits(chunk, part):
+                part = memoryview(self._read(edges[chunk], edges[chunk + 1]))
+                if not self._index.fits(chunk, part):
+                    where = f"bytes {edges[chunk]:,} to {edges[chunk + 1]:,}"
+                    raise DataError(
+                        f"{self._file}: altered since it was prepared, {where}; delete its folder"
+                    )
+            self._put(chunk, part)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        data = self._file.read_range(start, stop)
+        with self._count_lock:
+            self.bytes_fetched += len(data)
+        return data
+
+    def _put(self, chunk: int, data: memoryview) -> None:
+        slot = int(self._slots_C[chunk])
+        num_rows = min(CHUNK_ROWS, self._num_rows - chunk * CHUNK_ROWS)
+        bag = iter(self._most_ids)
+        for array, rows in self._layout.unpack(data, num_rows, self._index.num_ids(chunk)):
+            values = rows + slot * next(bag) if array.is_offsets else rows
+            at = self._starts[array.name] + slot * self._slot_rows(array) * array.row_bytes
+            try:
+                _write(self._local.fileno(), memoryview(values.tobytes()), at)
+            except OSError as error:
+                raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> DataError:
+        return DataError(
+            f"{self._folder}: cannot hold prepared data ({error.strerror}); "
+            "set data.local_cache_folder, or data.local_cache_gb"
+        )
+
+
+def _has_failed(arrival: Future[None]) -> bool:
+    return arrival.done() and (arrival.cancelled() or arrival.exception() is not None)
+
+
+def _work(tasks: _Tasks) -> None:
+    """What a thread does until it is told to end; between tasks it holds on to nothing else."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task
+
+
+def _end(tasks: _Tasks) -> None:
+    """Have all threads end that do such tasks, and none of these that has not begun."""
+    with suppress(Empty):
+        while (task := tasks.get_nowait()) is not None:
+            for arrival in task.args[1].values():
+                arrival.cancel()
+    for _ in range(FETCH_THREADS):
+        tasks.put(None)
+
+
+def _write(descriptor: int, data: memoryview, at: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, at)
+        data, at = data[written:], at + written

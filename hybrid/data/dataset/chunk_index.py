@@ -1,0 +1,182 @@
+"""A split of a prepared data set as chunks of rows, each of which can be read alone: how they are stored.
+
+The arrays of prepared_dataset.py hold a split column by column; whoever reads some rows from afar would
+ask for a range of each. Here a chunk of 4096 rows (those of sample_order.py) is one range of one file::
+
+    samples          | chunk 0                                            | chunk 1 ...
+                     | dense | ids | labels | bag_0 offsets | bag_0 ids |
+    samples.npy      where each chunk begins, its checksum, and where the ids of its bags begin
+
+``weights`` has those of the samples once more, alone, since every trainer needs them of the whole step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.data.dataset.sample_order import CHUNK_ROWS
+from hybrid.errors import DataError
+from hybrid.input_spec import InputSpec
+
+SAMPLES, WEIGHTS = "samples", "weights"
+_CHECKSUM_WORDS = 4  # of 64 bits: SHA-256
+_FIRST_BAG = 1 + _CHECKSUM_WORDS  # column of the index
+
+
+class ChunkArray(NamedTuple):
+    """An array, of which each chunk has a part.
+
+    Attributes:
+        name: as in hybrid/data/dataset/prepared_dataset.py.
+        dtype, row_shape: of its rows.
+        bag: the number of the bag whose ids, or whose weights, it holds; None where it has a row a sample.
+        is_offsets: whether it is the offsets of a bag; each chunk has one more, and its first is 0.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    bag: int | None = None
+    is_offsets: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        return int(self.dtype.itemsize * np.prod(self.row_shape, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """The arrays of a file of chunks, in their order within each.
+
+    Attributes:
+        bags: the multi-hot features, by their numbers in the names of the arrays.
+    """
+
+    arrays: tuple[ChunkArray, ...]
+    bags: tuple[int, ...]
+
+    @classmethod
+    def of_samples(cls, spec: InputSpec, targets: Sequence[ChunkArray]) -> ChunkLayout:
+        """All that :meth:`PreparedDataset.gather` reads.
+
+        Args:
+            targets: labels, and weights and groups where there are any.
+        """
+        features = spec.sparse_features
+        bags = tuple(k for k, feature in enumerate(features) if feature.multi_hot)
+        arrays = [
+            ChunkArray("dense", np.dtype(np.float32), (len(spec.dense_features),)),
+            ChunkArray("ids", np.dtype(np.int32), (len(features) - len(bags),)),
+            *targets,
+        ]
+        for number, k in enumerate(bags):
+            arrays.append(ChunkArray(f"bag_{k}_offsets", np.dtype(np.int64), (), is_offsets=True))
+            arrays.append(ChunkArray(f"bag_{k}_ids", np.dtype(np.int32), (), number))
+            if features[k].weighted:
+                arrays.append(ChunkArray(f"bag_{k}_weights", np.dtype(np.float32), (), number))
+        return cls(tuple(arrays), bags)
+
+    def pack(self, arrays: Mapping[str, npt.NDArray[Any]], chunk: int, num_rows: int) -> bytes:
+        """Chunk number ``chunk`` of a split of ``num_rows``."""
+        start, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, num_rows)
+        parts = []
+        for array in self.arrays:
+            values = arrays[array.name]
+            if array.bag is not None:
+                offsets = arrays[f"bag_{self.bags[array.bag]}_offsets"]
+                part = values[offsets[start] : offsets[stop]]
+            elif array.is_offsets:
+                part = values[start : stop + 1] - values[start]
+            else:
+                part = values[start:stop]
+            parts.append(np.ascontiguousarray(part, array.dtype).tobytes())
+        return b"".join(parts)
+
+    def unpack(
+        self, data: memoryview, num_rows: int, num_ids: Sequence[int]
+    ) -> Iterator[tuple[ChunkArray, npt.NDArray[Any]]]:
+        """The parts of each array in a chunk.
+
+        Args:
+            num_rows: in it.
+            num_ids: of each bag in it.
+        """
+        at = 0
+        for array in self.arrays:
+            count = num_rows + array.is_offsets if array.bag is None else num_ids[array.bag]
+            size = count * array.row_bytes
+            yield array, np.frombuffer(data[at : at + size], array.dtype).reshape(count, *array.row_shape)
+            at += size
+
+
+class ChunkIndex:
+    """Where the chunks of a file lie, and their checksums.
+
+    Args:
+        table: int64 (C + 1, 5 + K) for C chunks and K bags: the byte where each begins, its SHA-256 in four
+            words, and the id where each of its bags begins; the last line has the ends.
+    """
+
+    def __init__(self, table: npt.NDArray[np.int64]) -> None:
+        self.table = table
+        self.num_chunks = len(table) - 1
+        self.edges: list[int] = table[:, 0].tolist()
+
+    @classmethod
+    def read(cls, stored: bytes, layout: ChunkLayout, num_rows: int, name: str) -> ChunkIndex:
+        """Out of its bytes; DataError where these are of another split."""
+        table = np.frombuffer(stored, np.int64)
+        shape = (-(-num_rows // CHUNK_ROWS) + 1, _FIRST_BAG + len(layout.bags))
+        if table.size != shape[0] * shape[1]:
+            raise DataError(f"{name}: is no index of {num_rows:,} rows")
+        return cls(table.reshape(shape))
+
+    @property
+    def total_ids(self) -> list[int]:
+        """How many ids each bag has."""
+        ids: list[int] = self.table[-1, _FIRST_BAG:].tolist()
+        return ids
+
+    @property
+    def most_ids(self) -> list[int]:
+        """How many ids of each bag a chunk has at most."""
+        most: list[int] = np.diff(self.table[:, _FIRST_BAG:], axis=0).max(0, initial=0).tolist()
+        return most
+
+    def num_ids(self, chunk: int) -> list[int]:
+        """How many ids of each bag a chunk has."""
+        found: list[int] = (self.table[chunk + 1] - self.table[chunk])[_FIRST_BAG:].tolist()
+        return found
+
+    def fits(self, chunk: int, data: memoryview) -> bool:
+        """Whether these are the bytes of a chunk."""
+        return bool((_checksum(data) == self.table[chunk, 1:_FIRST_BAG]).all())
+
+
+class IndexBuilder:
+    """Makes the index of a file while its chunks are written."""
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], layout: ChunkLayout, num_rows: int) -> None:
+        starts = np.append(np.arange(0, num_rows, CHUNK_ROWS), num_rows)
+        self._table = np.zeros((len(starts), _FIRST_BAG + len(layout.bags)), np.int64)
+        for number, k in enumerate(layout.bags):
+            self._table[:, _FIRST_BAG + number] = arrays[f"bag_{k}_offsets"][starts]
+
+    def add(self, chunk: int, data: bytes) -> None:
+        """Note the next chunk."""
+        self._table[chunk, 1:_FIRST_BAG] = _checksum(data)
+        self._table[chunk + 1, 0] = self._table[chunk, 0] + len(data)
+
+    def stored(self) -> bytes:
+        """What :meth:`ChunkIndex.read` reads."""
+        return self._table.tobytes()
+
+
+def _checksum(data: bytes | memoryview) -> npt.NDArray[np.int64]:
+    return np.frombuffer(hashlib.sha256(data).digest(), np.int64)

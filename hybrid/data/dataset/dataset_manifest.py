@@ -1,0 +1,192 @@
+"""What is known of a prepared data set: its columns, its rows, where they come from, and its checksums."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid.data.encode.unknown_values import UnknownValues
+from hybrid.data.parse import checksums
+from hybrid.data.parse.input_files import InputFile
+from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.errors import DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.files import read_bytes
+from hybrid.storage.remote_path import Place
+
+FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
+FILE_NAME = "manifest.json"
+COPY_NAME = "data.json"  # in a checkpoint
+NO_BAD_ROWS = BadRowReport({}, ())
+
+
+@dataclass(frozen=True, slots=True)
+class LabelReport:
+    """What is known about the labels of one task in a split.
+
+    Attributes:
+        name: of the task.
+        kind: of it.
+        count: samples that count for it.
+        mean, lowest, highest: of the labels of these; None where there are none.
+        best_auc, best_log_loss: what the true probabilities reach on them, where they are known.
+    """
+
+    name: str
+    kind: str
+    count: int
+    mean: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    best_auc: float | None = None
+    best_log_loss: float | None = None
+
+    @property
+    def only(self) -> float | None:
+        """The label that all of these have, of a task that tells labels apart; None where there are more."""
+        return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
+
+
+@dataclass(frozen=True)
+class DatasetReport:
+    """What is known about a split.
+
+    Attributes:
+        num_rows: samples.
+        labels: of each task; empty without labels.
+        bad_rows: rows of the input that were skipped (those of a held-out split are in "train").
+        unknown: categorical values without a row of their own, by column; empty for synthetic data.
+    """
+
+    num_rows: int
+    labels: tuple[LabelReport, ...]
+    bad_rows: BadRowReport
+    unknown: tuple[UnknownValues, ...] = ()
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> DatasetReport:
+        """Out of JSON."""
+        bad_rows = BadRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
+        unknown = tuple(UnknownValues(**column) for column in content["unknown"])
+        labels = tuple(LabelReport(**task) for task in content["labels"])
+        return cls(**{**content, "labels": labels, "bad_rows": bad_rows, "unknown": unknown})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a prepared data set: its size in bytes, and checksums of it."""
+
+    size: int
+    sampled: str
+    whole: str
+
+
+@dataclass(frozen=True)
+class DataManifest:
+    """The file that makes a folder a whole data set.
+
+    Attributes:
+        input_spec: columns of the batches.
+        splits: what is known about each.
+        inputs: the files that each was read from; a held-out split has none of its own.
+        stored: every other file, by its path in the folder.
+    """
+
+    input_spec: InputSpec
+    splits: dict[str, DatasetReport]
+    inputs: dict[str, tuple[InputFile, ...]]
+    stored: dict[str, StoredFile]
+
+    @classmethod
+    def write(
+        cls,
+        folder: Path,
+        spec: InputSpec,
+        splits: dict[str, DatasetReport],
+        inputs: dict[str, tuple[InputFile, ...]] | None = None,
+    ) -> None:
+        """Make ``folder``, to which everything else has been written, a whole data set."""
+        stored = {
+            str(path.relative_to(folder)): StoredFile(
+                path.stat().st_size, checksums.sampled(path), checksums.whole(path)
+            )
+            for path in sorted(folder.rglob("*"))
+            if path.is_file()
+        }
+        content = {"format": FORMAT_VERSION, **asdict(cls(spec, splits, inputs or {}, stored))}
+        (folder / FILE_NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Place, rule: str = "") -> DataManifest:
+        """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version.
+
+        Args:
+            rule: what to do where it is of another version, if the caller does not say it of every error.
+        """
+        try:
+            return cls.parse(read_bytes(path), str(path), rule)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+
+    @classmethod
+    def parse(cls, data: bytes, path: str, rule: str = "") -> DataManifest:
+        """Out of its bytes, which are of ``path``; DataError where they are of another version."""
+        try:
+            content = json.loads(data)
+            if content["format"] != FORMAT_VERSION:
+                raise DataError(f"{path}: made by another version of this program" + (rule and f"; {rule}"))
+            spec = content["input_spec"]
+            features = tuple(FeatureSpec(**feature) for feature in spec["sparse_features"])
+            return cls(
+                InputSpec(tuple(spec["dense_features"]), features),
+                {split: DatasetReport.of(report) for split, report in content["splits"].items()},
+                {split: tuple(InputFile(**f) for f in files) for split, files in content["inputs"].items()},
+                {name: StoredFile(**file) for name, file in content["stored"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{path}: cannot be read ({error})") from error
+
+    def check(self, folder: Path, split: str) -> None:
+        """Compare the size of each file of a split, and samples of it, with what was written.
+
+        Raises:
+            DataError: one is missing or altered, or there is no such split.
+        """
+        if split not in self.splits:
+            raise DataError(f"{folder / FILE_NAME}: has no split {split}")
+        for name, file in self.stored.items():
+            if Path(name).parts[0] not in self.splits or Path(name).parts[0] == split:
+                _compare(folder / name, file.sampled, checksums.sampled)
+
+    def verify(self, folder: Path) -> None:
+        """Compare all of every file with what was written; DataError where one is missing or altered."""
+        for name, file in self.stored.items():
+            _compare(folder / name, file.whole, checksums.whole)
+
+    def check_same(self, now: DataManifest, remedy: str) -> None:
+        """DataError, which names the file and ends with ``remedy``, where ``now`` has other samples."""
+        if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
+            return
+        for split, before in self.inputs.items():
+            files = now.inputs.get(split, ())
+            for then, file in zip(before, files, strict=False):
+                if not file.has_content_of(then):
+                    raise DataError(f"{file.path}: has changed since the run began; {remedy}")
+            if len(files) != len(before):
+                known = f"{len(files)} {split} file(s), and {len(before)} when the run began"
+                raise DataError(f"data.path and data.test_path name {known}; {remedy}")
+        raise DataError(
+            f"the data section makes other samples of its files than when the run began; {remedy}"
+        )
+
+
+def _compare(path: Path, expected: str, checksum: Callable[[Path], str]) -> None:
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if found != expected:
+        raise DataError(f"{path}: altered since it was prepared")

@@ -1,0 +1,127 @@
+"""The input files of a run: which they are, and whether they still are what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hybrid.config import DataSection
+from hybrid.data.parse import checksums
+from hybrid.errors import ConfigError, DataError, StorageError
+from hybrid.storage import files as storage
+from hybrid.storage.remote_path import Place, RemotePath, place
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """What tells a file from what may take its place.
+
+    Attributes:
+        path: as the user names it; of a store, its URL.
+        real_path: without links.
+        size, modified_ns: as the system, or the store, has them.
+        sampled: see :func:`hybrid.data.parse.checksums.sampled`; in a store, what this calls the content
+            (:func:`hybrid.storage.files.tag`), where it does.
+        whole: a checksum of all of it (``data.checksum = whole``), or empty.
+    """
+
+    path: str
+    real_path: str
+    size: int
+    modified_ns: int
+    sampled: str
+    whole: str
+
+    @classmethod
+    def of(cls, path: Place, is_whole: bool) -> InputFile:
+        """What is at ``path`` now; DataError or StorageError where it cannot be read."""
+        try:
+            found = storage.existing(path)
+            whole = storage.checksum(path) if is_whole else ""
+            if isinstance(path, RemotePath):
+                real_path, sampled = str(path), storage.tag(path) or checksums.sampled(path)
+            else:
+                real_path, sampled = str(path.resolve()), checksums.sampled(path)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error}); check the file and data.path") from error
+        return cls(str(path), real_path, found.size, found.mtime_ns, sampled, whole)
+
+    def has_content_of(self, other: InputFile) -> bool:
+        """Whether both hold the same, as far as their checksums tell."""
+        both_whole = bool(self.whole and other.whole)
+        return self.sampled == other.sampled and (self.whole == other.whole or not both_whole)
+
+
+def list_files(paths: Sequence[str], key: str) -> tuple[Place, ...]:
+    """The files that ``paths`` name, a folder standing for its files by name; hidden ones are left out.
+
+    Args:
+        paths: of this machine, or URLs.
+
+    Raises:
+        ConfigError: ``paths`` is empty; the message names ``key``, the configuration key they come from.
+        DataError: a path does not exist, or a folder holds no file, or folders too.
+        StorageError: a store refuses.
+    """
+    if not paths:
+        raise ConfigError(key, "must name at least one file or folder")
+    files: list[Place] = []
+    for path in map(place, paths):
+        found = storage.entry(path)
+        if found is None:
+            raise DataError(f"{path}: no such file or folder; check {key}")
+        files += _files_in(path, key) if found.is_folder else [path]
+    return tuple(files)
+
+
+def _files_in(folder: Place, key: str) -> list[Place]:
+    found = {path: is_folder for path, is_folder in _inside(folder) if path.name[0] not in "._"}
+    # What they are for is not to be guessed: more of the same, days, or the test files.
+    for path, is_folder in found.items():
+        if is_folder:
+            raise DataError(
+                f"{path}: is a folder in a folder, which is not read; name it in {key} if it is to be"
+            )
+    if not found:
+        raise DataError(f"{folder}: the folder holds no files; check {key}")
+    return sorted(found, key=lambda path: path.name)
+
+
+def _inside(folder: Place) -> Iterator[tuple[Place, bool]]:
+    """What is in a folder, links to nothing too, and whether it is a folder."""
+    if isinstance(folder, RemotePath):
+        yield from ((each.place, each.is_folder) for each in storage.entries(folder))
+    else:
+        yield from ((path, path.is_dir()) for path in folder.iterdir())
+
+
+def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:
+    """The training files and the test files of ``data``, as they are now.
+
+    Raises:
+        ConfigError: a key names no files, or a test file is a training file.
+        DataError: as :func:`list_files`, or a file cannot be read.
+    """
+    if data.format == "synthetic":
+        return (), ()
+    is_whole = data.checksum == "whole"
+    paths = list_files(data.path, "data.path")
+    test_paths = list_files(data.test_path, "data.test_path") if data.test_path else ()
+    found = storage.of_each(lambda path: InputFile.of(path, is_whole), (*paths, *test_paths))
+    train, test = tuple(found[: len(paths)]), tuple(found[len(paths) :])
+    for file in test:
+        same = (t for t in train if t.real_path == file.real_path or (t.size and t.has_content_of(file)))
+        if (twin := next(same, None)) is not None:
+            rule = f"holds what the training file {twin.path} holds; a test on training rows tells nothing"
+            raise ConfigError("data.test_path", rule, file.path)
+    return train, test
+
+
+def check_unchanged(files: Sequence[InputFile]) -> None:
+    """DataError where a file is not any more what it was when ``files`` were listed."""
+    now = storage.of_each(lambda file: InputFile.of(place(file.path), bool(file.whole)), files)
+    for file, found in zip(files, now, strict=True):
+        if found != file:
+            raise DataError(f"{file.path}: has changed while it was read; start again once it is complete")

@@ -1,0 +1,4 @@
+"""Input files to a prepared data set: made once, resumed after a kill, shared by concurrent runs.
+
+Begin with ``preparation``.
+"""

@@ -1,0 +1,215 @@
+"""Writing the arrays of a split (prepared_dataset.py has what they are). Free of torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.config import TaskSection
+from hybrid.data.dataset.dataset_manifest import NO_BAD_ROWS, DatasetReport, LabelReport
+from hybrid.data.encode.feature_encoder import EncodedBlock
+from hybrid.data.encode.unknown_values import UnknownValues
+from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.targets import Targets, TargetSpec
+from hybrid.input_spec import InputSpec
+
+
+class SplitPlace(NamedTuple):
+    """A place in the arrays of a split.
+
+    Attributes:
+        row: samples before it.
+        bag_ends: ids of each multi-hot feature before it.
+    """
+
+    row: int
+    bag_ends: tuple[int, ...]
+
+
+class _ArrayPart:
+    """A part of a ``.npy`` file, written from its first row on.
+
+    Args:
+        row: where it begins.
+        is_end: whether the array ends with it; its shape is written then.
+    """
+
+    def __init__(
+        self, path: Path, dtype: npt.DTypeLike, row_shape: tuple[int, ...], row: int, *, is_end: bool
+    ) -> None:
+        self._dtype = np.dtype(dtype)
+        self._row_shape = row_shape
+        self._num_rows = row
+        self._is_end = is_end
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
+        self._file.seek(len(self._header()) + row * self._dtype.itemsize * math.prod(row_shape))
+
+    def append(self, rows: npt.NDArray[Any]) -> None:
+        self._file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self._num_rows += len(rows)
+
+    def close(self) -> None:
+        if self._is_end:
+            self._file.seek(0)
+            self._file.write(self._header())
+        self._file.close()
+
+    def _header(self) -> bytes:
+        """It is as long for any number of rows: numpy pads it so that the first axis can grow in place."""
+        header = BytesIO()
+        shape = (self._num_rows, *self._row_shape)
+        fields = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(header, fields)
+        return header.getvalue()
+
+
+class LabelSums(NamedTuple):
+    """What is summed up of the labels of T tasks, of the samples of a block that count for each."""
+
+    counts_T: npt.NDArray[np.int64]
+    sums_T: npt.NDArray[np.float64]
+    lowest_T: npt.NDArray[np.float64]
+    highest_T: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, targets: Targets) -> LabelSums:
+        """Those of B samples."""
+        labels_BT = targets.labels_BT.astype(np.float64)
+        counts_BT = np.ones(labels_BT.shape, np.bool_)
+        if targets.weights_BT is not None:
+            counts_BT = targets.weights_BT > 0
+        return cls(
+            counts_BT.sum(0),
+            np.where(counts_BT, labels_BT, 0).sum(0),
+            np.where(counts_BT, labels_BT, np.inf).min(0, initial=np.inf),
+            np.where(counts_BT, labels_BT, -np.inf).max(0, initial=-np.inf),
+        )
+
+
+def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums]) -> tuple[LabelReport, ...]:
+    """What the labels of each task are, which are summed up by block."""
+    size = len(tasks)
+    counts_T, sums_T = np.zeros(size, np.int64), np.zeros(size)
+    lowest_T, highest_T = np.full(size, np.inf), np.full(size, -np.inf)
+    for block in blocks:
+        counts_T += block.counts_T
+        sums_T += block.sums_T
+        lowest_T = np.minimum(lowest_T, block.lowest_T)
+        highest_T = np.maximum(highest_T, block.highest_T)
+    reports = []
+    for t, (name, task) in enumerate(tasks.items()):
+        count = int(counts_T[t])
+        known = (sums_T[t] / count, lowest_T[t], highest_T[t]) if count else ()
+        reports.append(LabelReport(name, task.kind, count, *map(float, known)))
+    return tuple(reports)
+
+
+class SplitWriter:
+    """Writes one split of a prepared data set, or a part of it, block by block; to be closed.
+
+    Args:
+        targets: which labels, weights and groups there are; None where there are none.
+        start: where the part begins; at the beginning, if nothing is said.
+        is_end: whether the split ends with it.
+
+    Attributes:
+        label_sums: of each block.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        spec: InputSpec,
+        targets: TargetSpec | None,
+        start: SplitPlace | None = None,
+        *,
+        is_end: bool = True,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._files = ExitStack()
+        self._is_end = is_end
+        features = spec.sparse_features
+        multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
+        first, ends = start or SplitPlace(0, (0,) * len(multi_hot))
+        self._num_rows = first
+        self._targets = targets
+        self.label_sums: list[LabelSums] = []
+        array = partial(self._array, first)
+        if targets is not None:
+            size = len(targets.tasks)
+            self._labels = array("labels", np.uint8 if targets.is_binary else np.float32, size)
+            self._weights = array("weights", np.float32, size) if targets.has_weights else None
+            self._groups = array("groups", np.int64) if targets.has_groups else None
+        self._dense = array("dense", np.float32, len(spec.dense_features))
+        self._ids = array("ids", np.int32, len(features) - len(multi_hot))
+        self._source_rows = array("source_rows", np.int64)
+        self._bag_offsets = [array(f"bag_{k}_offsets", np.int64) for k in multi_hot]
+        self._bag_ids = [
+            self._array(end, f"bag_{k}_ids", np.int32) for k, end in zip(multi_hot, ends, strict=True)
+        ]
+        self._bag_weights = [
+            self._array(end, f"bag_{k}_weights", np.float32) if features[k].weighted else None
+            for k, end in zip(multi_hot, ends, strict=True)
+        ]
+        self._bag_ends = list(ends)
+        for offsets, end in zip(self._bag_offsets, ends, strict=True):
+            offsets.append(np.array([end]))
+
+    def append(
+        self,
+        block: EncodedBlock,
+        targets: Targets | None,
+        source_rows_B: npt.NDArray[np.int64],
+    ) -> None:
+        """Add B samples."""
+        self._dense.append(block.dense_BF)
+        self._ids.append(block.ids_BK)
+        self._source_rows.append(source_rows_B)
+        self._num_rows += len(source_rows_B)
+        if self._targets is not None:
+            assert targets is not None
+            self._append_targets(targets)
+        for i, bag in enumerate(block.bags):
+            self._bag_ids[i].append(bag.ids_L)
+            if (weights := self._bag_weights[i]) is not None:
+                assert bag.weights_L is not None
+                weights.append(bag.weights_L)
+            self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
+            self._bag_ends[i] += len(bag.ids_L)
+
+    def _append_targets(self, targets: Targets) -> None:
+        self._labels.append(targets.labels_BT)
+        if self._weights is not None:
+            assert targets.weights_BT is not None
+            self._weights.append(targets.weights_BT)
+        if self._groups is not None:
+            assert targets.groups_B is not None
+            self._groups.append(targets.groups_B)
+        self.label_sums.append(LabelSums.of(targets))
+
+    def close(self) -> None:
+        """Write how long the arrays have become, if the split ends here."""
+        self._files.close()
+
+    def report(
+        self, bad_rows: BadRowReport = NO_BAD_ROWS, unknown: tuple[UnknownValues, ...] = ()
+    ) -> DatasetReport:
+        """What was written, with what else is known of the split."""
+        labels = () if self._targets is None else label_reports(self._targets.tasks, self.label_sums)
+        return DatasetReport(self._num_rows, labels, bad_rows, unknown)
+
+    def _array(self, row: int, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _ArrayPart:
+        path = self._folder / f"{name}.npy"
+        array = _ArrayPart(path, dtype, row_shape, row, is_end=self._is_end)
+        self._files.callback(array.close)
+        return array

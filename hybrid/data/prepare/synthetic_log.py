@@ -1,0 +1,178 @@
+"""The built-in click log: Criteo's shape, a planted truth, and so a known best score.
+
+The label of a sample is drawn with probability sigmoid(logit), where::
+
+    logit = bias + effects of three numeric columns (two linear, one bent)
+                 + an effect of each id of the columns that matter
+                 + products of factors of the ids of some of them (a factorisation machine of rank 1)
+
+The click is the column ``label``. Three more can be labels: ``converted``, of a click, ``spent``, a number,
+and ``stars``, a class from 0 to 4; ``weight`` can be ``data.weight``, any categorical column ``data.group``.
+
+The rest of the columns, up to 100,000 rows, mean nothing: they exercise size and cost a good model nothing.
+Ids are skewed as in real logs: u uniform, id = floor(rows * u**3). Everything follows from the seed.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.config import RunConfig
+from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
+from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.parse.column_layout import CRITEO_DENSE, CRITEO_SPARSE
+from hybrid.data.values.scaling import DenseEncoding
+from hybrid.data.values.targets import Targets, TargetSpec
+from hybrid.errors import ConfigError
+
+# fmt: off
+TABLE_ROWS = (
+    10, 20, 30, 40,                                                       # effects and products
+    100, 300, 1_000,                                                      # effects
+    50, 60, 80, 100, 150, 200, 200, 300, 300, 400, 500, 600, 800, 1_000,  # no effect
+    2_000, 5_000, 10_000, 30_000, 100_000,
+)
+# fmt: on
+NUM_PRODUCTS = 4
+NUM_EFFECTS = 7
+PRODUCT_SCALE = 0.7
+EFFECT_SCALE = 0.4
+BIAS = -1.6
+BLOCK_ROWS = 65_536
+CLICKED, CONVERTED, SPENT, STARS, WEIGHT = "label", "converted", "spent", "stars", "weight"
+NUM_STARS = 5
+_LABELS = {"binary": (CLICKED, CONVERTED), "regression": (SPENT,), "classes": (STARS,)}
+
+_TRUTH_STREAM = 0
+_SAMPLE_STREAMS = {"train": 1, "test": 2}
+
+
+class SyntheticBlock(NamedTuple):
+    """B samples, their rows (int64), clicks (uint8), the true logits of these (float32), and more columns."""
+
+    samples: EncodedBlock
+    rows_B: npt.NDArray[np.int64]
+    labels_B: npt.NDArray[np.uint8]
+    logits_B: npt.NDArray[np.float32]
+    others: dict[str, npt.NDArray[np.float32]]
+
+    def targets(self, spec: TargetSpec) -> Targets:
+        """What ``spec`` names, out of these columns."""
+        named = {CLICKED: self.labels_B.astype(np.float32), **self.others}
+        tasks, data = spec.tasks.values(), spec.data
+        labels_BT = np.stack([named[task.label] for task in tasks], axis=1)
+        weights_BT, groups_B = None, None
+        if spec.has_weights:
+            counts = [named[task.mask] if task.mask else np.ones_like(self.logits_B) for task in tasks]
+            weights_BT = np.stack(counts, axis=1)
+            if data.weight:
+                weights_BT = weights_BT * named[data.weight][:, None]
+        if spec.has_groups:
+            groups_B = self.samples.ids_BK[:, CRITEO_SPARSE.index(data.group)].astype(np.int64)
+        return Targets(labels_BT, weights_BT, groups_B)
+
+
+def targets(config: RunConfig) -> TargetSpec:
+    """The columns of the click log that a run names; ConfigError where there are none, or of another kind."""
+    spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
+    for name, task in spec.tasks.items():
+        if task.label not in (wanted := _LABELS[task.kind]):
+            rule = f"must be {' or '.join(wanted)} of the built-in click log where kind is {task.kind}"
+            raise ConfigError(f"tasks.{name}.label", rule, task.label)
+        if task.mask not in ("", *_LABELS["binary"]):
+            rule = f"must be {' or '.join(_LABELS['binary'])} of the built-in click log"
+            raise ConfigError(f"tasks.{name}.mask", rule, task.mask)
+        if task.kind == "classes" and task.classes != NUM_STARS:
+            rule = f"must be {NUM_STARS}, of {STARS} of the built-in click log"
+            raise ConfigError(f"tasks.{name}.classes", rule, task.classes)
+    for key, column, known in (
+        ("weight", spec.data.weight, (WEIGHT,)),
+        ("group", spec.data.group, CRITEO_SPARSE),
+    ):
+        if column not in ("", *known):
+            rule = f"must be a column of the built-in click log, one of {', '.join(known)}"
+            raise ConfigError(f"data.{key}", rule, column)
+    return spec
+
+
+class ClickLog:
+    """The click log of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        rng = np.random.default_rng((seed, _TRUTH_STREAM))
+        self._effects = [_planted(rng, EFFECT_SCALE, rows) for rows in TABLE_ROWS[:NUM_EFFECTS]]
+        self._factors = [_planted(rng, PRODUCT_SCALE, rows) for rows in TABLE_ROWS[:NUM_PRODUCTS]]
+
+    @property
+    def encoder(self) -> FeatureEncoder:
+        """The columns: numbers as they are, and categorical values that are rows already."""
+        sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
+        return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
+
+    def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
+        """``num_rows`` samples of the split "train" or "test", block by block."""
+        for block, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
+            rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
+            size = min(BLOCK_ROWS, num_rows - start)
+            dense_BF = rng.standard_normal((size, len(CRITEO_DENSE)), np.float32)
+            ids_KB = np.stack([_skewed_ids(rng, rows, size) for rows in TABLE_ROWS])
+            logits_B = self._logits(dense_BF, ids_KB)
+            labels_B = (rng.random(size, np.float32) < sigmoid(logits_B)).astype(np.uint8)
+            rows_B = np.arange(start, start + size)
+            others = _others(rng, dense_BF, labels_B, logits_B)
+            yield SyntheticBlock(EncodedBlock(dense_BF, ids_KB.T), rows_B, labels_B, logits_B, others)
+
+    def _logits(
+        self, dense_BF: npt.NDArray[np.float32], ids_KB: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.float32]:
+        x = dense_BF.T
+        logits_B: npt.NDArray[np.float32] = BIAS + 0.5 * x[0] - 0.4 * x[1] + 0.4 * np.tanh(x[2])
+        for effect, ids_B in zip(self._effects, ids_KB, strict=False):
+            logits_B += effect[ids_B]
+        # The sum of the products of all pairs, as in Rendle's factorisation machines (2010, equation 5).
+        factors_KB = np.stack([factor[ids_B] for factor, ids_B in zip(self._factors, ids_KB, strict=False)])
+        logits_B += 0.5 * (factors_KB.sum(0) ** 2 - (factors_KB**2).sum(0))
+        return logits_B
+
+
+def _others(
+    rng: np.random.Generator,
+    dense_BF: npt.NDArray[np.float32],
+    labels_B: npt.NDArray[np.uint8],
+    logits_B: npt.NDArray[np.float32],
+) -> dict[str, npt.NDArray[np.float32]]:
+    """What more there is of samples, drawn after all else, so that clicks are what they would be without."""
+    size, x = len(labels_B), dense_BF.T
+    converts_B = rng.random(size, np.float32) < sigmoid(np.float32(0.8) * x[3] + np.float32(0.6) * x[0])
+    noise_B = rng.standard_normal(size, np.float32)
+    spent_B = 2 + np.float32(0.5) * logits_B + np.float32(0.7) * x[4] + np.float32(0.5) * noise_B
+    return {
+        CONVERTED: (converts_B & (labels_B == 1)).astype(np.float32),
+        SPENT: spent_B,
+        STARS: np.clip(np.rint(spent_B), 0, NUM_STARS - 1),
+        WEIGHT: np.float32(0.5) + rng.random(size, np.float32),
+    }
+
+
+def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """exp(x) / (1 + exp(x))."""
+    odds_B: npt.NDArray[np.float32] = np.exp(logits_B)
+    return odds_B / (1 + odds_B)
+
+
+def _planted(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
+    """Values for each id, of mean 0 and deviation ``scale`` over skewed ids, whatever the seed."""
+    share = np.diff(np.cbrt(np.arange(rows + 1) / rows))
+    values = rng.standard_normal(rows)
+    values -= share @ values
+    return (scale * values / np.sqrt(share @ values**2)).astype(np.float32)
+
+
+def _skewed_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int32]:
+    u = rng.random(size, np.float32)
+    # u < 1, yet num_rows * u**3 may round up to num_rows.
+    return np.minimum((num_rows * u * u * u).astype(np.int32), num_rows - 1)

@@ -1,0 +1,162 @@
+"""Rows that break a rule: counted and reported, or fatal, as the configuration says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hybrid.errors import DataError
+from hybrid.storage.remote_path import Place
+
+MAX_EXAMPLES = 10
+MAX_SHOWN = 60
+HOPELESS_ROWS = 10_000
+
+
+class Reason(StrEnum):
+    """What is wrong with a row; the values are the keys of a report."""
+
+    COLUMNS = "wrong_column_count"
+    LABEL = "unknown_label"
+    NUMBER = "not_a_number"
+    TEXT = "broken_text"
+    INEXACT = "inexact_id"
+    LONG = "too_long_value"
+    TARGET = "unusable_label"
+    WEIGHT = "unusable_weight"
+    GROUP = "no_group"
+    DATE = "not_a_date"
+    ID_WEIGHT = "wrong_weight"
+    MANY = "too_many_ids"
+    SPLIT = "no_split_value"
+
+
+# Told which rows are bad, why, in which column of the file, and what was expected there.
+Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
+
+_ADVICE = {
+    Reason.COLUMNS: "check data.columns and data.delimiter",
+    Reason.LABEL: "set data.positive_labels and data.negative_labels",
+    Reason.NUMBER: "check data.dense and data.missing",
+    Reason.TEXT: "the file must be UTF-8 text with every quote closed on its line",
+    Reason.INEXACT: "write ids as integers or as text",
+    Reason.LONG: "check data.sparse, data.delimiter and data.multi_hot_separator",
+    Reason.TARGET: "check label, kind and classes of the section [tasks.NAME]",
+    Reason.WEIGHT: "check data.weight",
+    Reason.GROUP: "check data.group and data.missing",
+    Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
+    Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
+    Reason.MANY: "set max_ids higher, or too_many_ids of the column",
+    Reason.SPLIT: "check data.split and data.split_column",
+}
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used.
+
+    Attributes:
+        line: its line, 1-based.
+        reason: why.
+        found: what was found.
+        last: its last line where it takes several, else 0.
+    """
+
+    line: int
+    reason: Reason
+    found: str
+    last: int = 0
+
+    def after(self, lines: int) -> BadRow:
+        """The same row where so many lines come before."""
+        return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
+
+    @property
+    def text(self) -> str:
+        """What was found, with its last line where there are several."""
+        return f"{self.found}, to line {self.last}" if self.last else self.found
+
+
+def shown(value: object) -> str:
+    """A value of a file as it is shown in a message: on one line, and not at length."""
+    text = str(value).strip()
+    return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
+
+
+@dataclass(frozen=True)
+class BadRowReport:
+    """How many rows were skipped, by reason, and the first of them as ``FILE:LINE: what is wrong``."""
+
+    counts: dict[str, int]
+    examples: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+class BadRowLog:
+    """Collects the bad rows of one pass over the files of a split.
+
+    Args:
+        fail: raise DataError at the first bad row.
+        max_fraction: ``finish`` raises DataError where more rows than this share are bad.
+    """
+
+    def __init__(self, fail: bool, max_fraction: float) -> None:
+        self._fail = fail
+        self._max_fraction = max_fraction
+        self._counts: Counter[Reason] = Counter()
+        self._examples: list[str] = []
+        self._good = 0
+        self.start_file()
+
+    def start_file(self) -> None:
+        """The rows that follow are those of another file."""
+        self._file_good = 0
+        self._file_bad: Counter[Reason] = Counter()
+        self._file_first: dict[Reason, BadRow] = {}
+
+    def add(self, path: Place, num_good: int, bad: Sequence[BadRow]) -> None:
+        """Record a block of ``path``, which comes after the blocks recorded before."""
+        self._good += num_good
+        self._file_good += num_good
+        for row in sorted(bad):
+            example = f"{path}:{row.line}: {row.text}"
+            if self._fail:
+                raise DataError(
+                    f"{example}; {_ADVICE[row.reason]}, or skip such rows with data.bad_rows = skip"
+                )
+            if len(self._examples) < MAX_EXAMPLES:
+                self._examples.append(example)
+            self._counts[row.reason] += 1
+            self._file_bad[row.reason] += 1
+            self._file_first.setdefault(row.reason, row)
+        if self._file_good == 0 and self._file_bad.total() >= HOPELESS_ROWS:
+            self.finish_file(path)
+
+    def finish_file(self, path: Place) -> None:
+        """Raise DataError where ``path`` held bad rows only: then the configuration is at fault."""
+        if self._file_good or not self._file_bad:
+            return
+        reason, count = self._file_bad.most_common(1)[0]
+        first = self._file_first[reason]
+        raise DataError(
+            f"{path}: no row can be used, {count} of {self._file_bad.total()} as line {first.line}: "
+            f"{first.text}; {_ADVICE[reason]}"
+        )
+
+    def finish(self) -> BadRowReport:
+        """The report of the pass; DataError where there were too many bad rows."""
+        bad = self._counts.total()
+        if bad > self._max_fraction * (self._good + bad):
+            raise DataError(
+                f"{bad} of {self._good + bad} rows are bad, more than data.max_bad_fraction = "
+                f"{self._max_fraction}; the first: {self._examples[0]}"
+            )
+        return BadRowReport({str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples))

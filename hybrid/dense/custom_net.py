@@ -1,0 +1,72 @@
+"""What is asked of a dense net of the user's own before anything is trained."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from hybrid.dense.compilation import undisturbed
+from hybrid.dense.layer_names import name_layer
+from hybrid.errors import ConfigError
+from hybrid.models.dense_net import DenseNet
+from hybrid.user_code.tracebacks import words_of
+
+# A trainer's share of the last batch may be empty.
+_NUMBERS_OF_SAMPLES = (2, 0)
+
+
+def check_own_net(
+    net: DenseNet, name: str, widths: Sequence[int], dtype: torch.dtype, num_outputs: int = 1
+) -> None:
+    """See that every parameter has values, that the stages fit together, and how many outputs a sample has.
+
+    Args:
+        name: "module:function", which has built it.
+        widths: of what it is given: numeric columns, pooled embeddings, and what a remote net gives the
+            head where there is one.
+        dtype: of its inputs.
+        num_outputs: what there must be of a sample.
+
+    Raises:
+        ConfigError: one of these is not so.
+    """
+    for path, tensor in (*net.named_parameters(), *net.named_buffers()):
+        if is_lazy(tensor):
+            reason = f"has {path} of no size yet; give its lazy layer all sizes, or run the net once"
+            raise ConfigError("dense.net", reason, name)
+        if tensor.is_meta:
+            raise ConfigError("dense.net", f"has {path} on the device meta, without values", name)
+    with undisturbed(net, ()), torch.no_grad():
+        net.eval()
+        for size in _NUMBERS_OF_SAMPLES:
+            inputs = [torch.zeros(size, width, dtype=dtype) for width in widths]
+            _check_passes(net, name, inputs, num_outputs)
+
+
+def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor], num_outputs: int) -> None:
+    dense_BF, pooled_BE, *remote_BH = inputs
+    bottom_BH = _output(net, "bottom", name, dense_BF)
+    hidden_BH = _output(net, "interaction", name, bottom_BH, pooled_BE)
+    given_BH = remote_BH[0] if remote_BH else hidden_BH
+    outputs_BO = _output(net, "head", name, given_BH)
+    size = len(dense_BF)
+    shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
+    if list(outputs_BO.shape) not in shapes:
+        found = f"gives {list(outputs_BO.shape)} for {size} samples, not {' or '.join(map(str, shapes))}"
+        wanted = "one logit a sample" if num_outputs == 1 else f"{num_outputs} outputs a sample, by task"
+        raise ConfigError("dense.net", f"the head {found}: {wanted}", name)
+
+
+def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
+    shapes = " and ".join(str(list(tensor.shape)) for tensor in inputs)
+    module: nn.Module = getattr(net, stage)
+    try:
+        output: Tensor = module(*inputs)
+    except Exception as error:  # the user's own code, which may raise anything
+        name_layer(error, net)
+        reason = f"the {stage} fails where it is given {shapes}: {words_of(error)}"
+        raise ConfigError("dense.net", " ".join(reason.split()), name) from error
+    if not isinstance(output, Tensor):
+        raise ConfigError("dense.net", f"the {stage} gives a {type(output).__name__}, not a tensor", name)
+    return output

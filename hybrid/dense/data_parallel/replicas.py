@@ -1,0 +1,199 @@
+"""Copies of a module that compute at the same time, each on a device of its own; CPUs count as devices.
+
+A call of :class:`DataParallel`::
+
+    inputs ── scatter ───► a share for each device ───┐
+                                                       parallel_apply ── gather ──► outputs
+    module ── replicate ─► a replica for each device ─┘
+
+This is what ``torch.nn.parallel`` does for accelerators alone. Here a list of devices may mix CUDA
+devices and CPUs, and name a device twice.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.nn.parameter import is_lazy
+
+from hybrid.dense.data_parallel.parallel_apply import parallel_apply
+from hybrid.dense.data_parallel.scatter_gather import Device, gather, resolve_device, scatter, scatter_kwargs
+from hybrid.dense.parameter_substitution import shadow
+
+__all__ = [
+    "DataParallel",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "shadow",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replicate(module: M, devices: Sequence[Device], detach: bool = False) -> list[M]:
+    """A replica of ``module`` for each device, see :func:`shadow`.
+
+    Replica 0 shares the memory of parameters and buffers that are on its device already, so that what
+    it changes in place changes ``module``; everything else is copied. Gradients of the replicas add up in
+    the parameters, and in buffers that require one, in the order of ``devices``. A backward pass that
+    reaches any parameter gives the others zeros.
+
+    Args:
+        devices: may be empty, and may name a device twice.
+        detach: whether the replicas are apart from ``module`` for autograd.
+
+    Raises:
+        RuntimeError: the module has parameters without a shape yet, or :func:`shadow` refuses it.
+    """
+    tensors = list(chain(module.parameters(), module.buffers()))
+    if any(is_lazy(tensor) for tensor in tensors):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    targets = [resolve_device(device) for device in devices]
+    tracked = [tensor for tensor in tensors if tensor.requires_grad and not detach]
+    constant = [tensor for tensor in tensors if detach or not tensor.requires_grad]
+    # One function for all: a function for each would leave unused parameters without a gradient.
+    copies = _Broadcast.apply(targets, *tracked) if tracked else ()  # type: ignore[no-untyped-call]
+    constant_copies = _copies(constant, targets)
+    return [
+        shadow(
+            module,
+            dict(zip(tracked, copies[place :: len(targets)], strict=True))
+            | dict(zip(constant, constant_copies[place :: len(targets)], strict=True)),
+        )
+        for place in range(len(targets))
+    ]
+
+
+def _copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> tuple[Tensor, ...]:
+    """Of the first tensor one for each device, then of the next; those of the first device may be aliases."""
+    return tuple(
+        tensor.detach().to(device, copy=place > 0)
+        for tensor in tensors
+        for place, device in enumerate(devices)
+    )
+
+
+class _Broadcast(torch.autograd.Function):
+    """Copies of all tensors; the gradients of a tensor's copies add up."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, devices: Sequence[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # dense zeros would make a sparse gradient dense
+        # For the form of gradients only; their values may change before the backward pass.
+        ctx.originals = [tensor.detach() for tensor in tensors]  # type: ignore[attr-defined]
+        return _copies(tensors, devices)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        num_copies = len(grads) // len(ctx.originals)
+        of_tensors = [grads[start : start + num_copies] for start in range(0, len(grads), num_copies)]
+        return None, *(_sum(*each) for each in zip(ctx.originals, of_tensors, strict=True))
+
+
+def _sum(original: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
+    """The sum in order, recorded for a second derivative; zeros where there is no gradient."""
+    arrived = [grad.to(original.device) for grad in grads if grad is not None]
+    if not arrived:
+        return torch.zeros_like(original)
+    total = arrived[0]
+    for grad in arrived[1:]:
+        # torch can add a sparse tensor to a dense one, but not the other way round.
+        total = grad + total if total.is_sparse and not grad.is_sparse else total + grad
+    return total
+
+
+class DataParallel(nn.Module):
+    """Calls ``module`` with a share of every batch on each of several devices, in one process.
+
+    Tensors among the arguments are split along ``dim``, in containers too; all else goes to every device.
+    A batch of fewer samples than devices uses fewer of them, and an empty batch, or a call without
+    arguments, one. With a single device, the call is that of ``module``.
+
+    Replicas are made anew in each call and run in threads of their own, so the module must make no remote
+    calls, and what its forward pass assigns to itself is lost; what it changes in place in its buffers
+    is kept on the first device. On CPUs replicas draw random numbers, for dropout say, from one generator
+    in no certain order.
+
+    Args:
+        module: has its parameters and buffers on ``devices[0]``.
+        devices: where to compute; None means all CUDA devices, or the CPU where there are none.
+        output_device: where to put the outputs; None means ``devices[0]``.
+        dim: the dimension of samples, in inputs and outputs.
+
+    Raises:
+        ValueError: there are no devices, or this machine does not have one of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        if devices is None:
+            devices = range(torch.cuda.device_count()) or ["cpu"]
+        if not devices:
+            raise ValueError("there must be a device to compute on")
+        self.devices = [resolve_device(device) for device in devices]
+        self.output_device = self.devices[0] if output_device is None else resolve_device(output_device)
+        self.dim = dim
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What ``module`` gives for the whole batch; an output without dimensions becomes one a device.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on ``devices[0]``.
+        """
+        _check_device(self.module, self.devices[0])
+        args, keywords = scatter_kwargs(inputs, kwargs, self.devices, self.dim)
+        if not args:
+            args, keywords = ((),), ({},)
+        if len(self.devices) == 1:
+            outputs = [self.module(*args[0], **keywords[0])]
+            if self.output_device == self.devices[0]:
+                return outputs[0]
+        else:
+            used = self.devices[: len(args)]
+            outputs = parallel_apply(replicate(self.module, used), args, keywords, used)
+        return gather(outputs, self.output_device, self.dim)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    devices: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """One call of ``module`` as :class:`DataParallel` makes it.
+
+    Args:
+        inputs: a tuple of positional arguments, or else the only one; None means none.
+        module_kwargs: keyword arguments.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    return DataParallel(module, devices, output_device, dim)(*inputs, **(module_kwargs or {}))
+
+
+def _check_device(module: nn.Module, device: torch.device) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device != device:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {device} (devices[0]) "
+                f"but found one of them on device: {tensor.device}"
+            )

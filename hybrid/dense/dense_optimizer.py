@@ -1,0 +1,211 @@
+"""Optimizers of the dense nets: any class of ``torch.optim``, handed its gradients."""
+
+import difflib
+import inspect
+import math
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.dense.parameter_groups import ParameterGroup
+from hybrid.errors import CheckpointError, ConfigError, first_line
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.storage.remote_path import Place
+
+_OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
+
+_CANNOT_STEP = {
+    "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",
+    "LBFGS": "computes the loss several times within a step, which is not possible here; take another class",
+}
+_REFUSED_OPTIONS = {
+    "lr": "is dense.learning_rate",
+    "maximize": "would raise the loss that the tables lower; leave it out",
+    "differentiable": "is for gradients of the step itself, which training does not take; leave it out",
+    "capturable": "is for steps inside CUDA graphs, and there are none here; leave it out",
+}
+_OPTIONS = "dense.optimizer_options"
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter],
+    name: str,
+    learning_rate: float,
+    options: Sequence[str] = (),
+    groups: Sequence[ParameterGroup] = (),
+) -> torch.optim.Optimizer:
+    """An optimizer by the name of its class in ``torch.optim``.
+
+    Args:
+        options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
+        groups: those of the parameters that are trained otherwise.
+
+    Raises:
+        ConfigError: there is no such class, it cannot train these parameters, or it refuses an option.
+    """
+    cls = _optimizer_class(name)
+    arguments = _arguments(cls, name, options, _OPTIONS)
+    parameters = list(parameters)
+    like = parameters[0] if parameters else torch.ones(0)
+    _try(cls, name, arguments, like, options, _OPTIONS)
+    settings: list[dict[str, Any]] = []
+    for group in groups:
+        own = _arguments(cls, name, group.options, group.key)
+        _try(cls, name, {**arguments, **own}, like, group.options, group.key)
+        rate = learning_rate if group.learning_rate is None else group.learning_rate
+        settings.append({**own, "lr": rate})
+    try:
+        return cls(
+            _runs(parameters, groups, settings) if groups else parameters, lr=learning_rate, **arguments
+        )
+    except (ValueError, RuntimeError) as error:
+        rule = f"cannot train this net; take another class ({first_line(error)})"
+        raise ConfigError("dense.optimizer", rule, name) from error
+
+
+def _try(
+    cls: _OptimizerClass,
+    name: str,
+    arguments: Mapping[str, object],
+    like: Tensor,
+    options: Sequence[str],
+    key: str,
+) -> None:
+    """ConfigError where ``cls`` refuses arguments, which several classes look at only when they step."""
+    if not arguments:
+        return
+    tried = nn.Parameter(like.new_ones(2, 2))
+    tried.grad = torch.ones_like(tried)
+    try:
+        cls([tried], **arguments).step()
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise ConfigError(
+            key, f"torch.optim.{name} refuses this: {first_line(error)}", list(options)
+        ) from error
+
+
+def _runs(
+    parameters: Sequence[nn.Parameter], groups: Sequence[ParameterGroup], settings: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Parameter groups of torch that leave the parameters in their order, by which state is stored."""
+    number_of = {id(each): number for number, group in enumerate(groups) for each in group.parameters}
+    runs = groupby(parameters, key=lambda each: number_of.get(id(each)))
+    return [{"params": list(run), **({} if number is None else settings[number])} for number, run in runs]
+
+
+def _optimizer_class(name: str) -> _OptimizerClass:
+    cls = getattr(torch.optim, name, None)
+    if name in _CANNOT_STEP:
+        raise ConfigError("dense.optimizer", _CANNOT_STEP[name], name)
+    if _is_optimizer(cls):
+        return cls
+    classes = (n for n, value in sorted(vars(torch.optim).items()) if _is_optimizer(value))
+    names = {n.lower(): n for n in classes if n not in _CANNOT_STEP}
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.8)
+    hint = f"did you mean {names[close[0]]!r}?" if close else f"choose from {', '.join(names.values())}"
+    raise ConfigError("dense.optimizer", f"is not a class of torch.optim; {hint}", name)
+
+
+def _is_optimizer(cls: object) -> TypeGuard[_OptimizerClass]:
+    base = torch.optim.Optimizer
+    return isinstance(cls, type) and issubclass(cls, base) and cls is not base
+
+
+def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str], option_key: str) -> dict[str, object]:
+    """The options as keyword arguments of ``cls``, each of the type that its default has."""
+    defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
+    valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
+    arguments: dict[str, object] = {}
+    for text in options:
+        key, value = _parse(text, option_key)
+        if key in defaults and key in _REFUSED_OPTIONS:
+            raise ConfigError(option_key, f"{key} {_REFUSED_OPTIONS[key]}", text)
+        if key not in valid:
+            rule = f"{key} is not an argument of torch.optim.{name}; choose from {', '.join(valid)}"
+            raise ConfigError(option_key, rule, text)
+        if key in arguments:
+            raise ConfigError(option_key, f"must give {key} once", text)
+        kind = _kind(defaults[key])
+        if kind and kind != _kind(value):
+            raise ConfigError(option_key, f"{key} must be {kind}, as its default {defaults[key]} is", text)
+        arguments[key] = value
+    return arguments
+
+
+def _parse(text: str, option_key: str) -> tuple[str, object]:
+    """Key and value of one option."""
+    try:
+        ((key, value),) = tomllib.loads(text).items()
+    except ValueError as error:  # of TOML, or of other than one key
+        raise ConfigError(option_key, 'must hold texts such as "momentum = 0.9"', text) from error
+    value = tuple(value) if isinstance(value, list) else value
+    elements = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(e, str) or (isinstance(e, int | float) and math.isfinite(e)) for e in elements):
+        raise ConfigError(option_key, f"{key} must be true, false, a finite number, text, or a list", text)
+    return key, value
+
+
+def _kind(value: object) -> str:
+    """What a value is, in words; empty where there is none to go by."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    return "a list" if isinstance(value, tuple) else ""
+
+
+class DenseOptimizer:
+    """A ``torch.optim`` optimizer that is handed its gradients and whose rates follow a schedule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+        self.optimizer = optimizer
+        self._schedule = schedule
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Take step number ``step`` with ``gradients`` times ``scale``; parameters without one stay."""
+        factor = self._schedule.factor(step)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+            for parameter in group["params"]:
+                gradient = gradients.get(parameter)
+                parameter.grad = gradient if gradient is None or scale == 1.0 else gradient * scale
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def load(self, state: dict[int, dict[str, Tensor]], folder: Place) -> None:
+        """Take the state of every parameter from a checkpoint; settings stay those of now.
+
+        Raises:
+            CheckpointError: it is of other parameters; names ``folder``.
+        """
+        parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
+        for place, values in state.items():
+            if place >= len(parameters) or not all(_is_of(parameters[place], v) for v in values.values()):
+                raise CheckpointError(f"{folder}: is of another model: optimizer state {place} does not fit")
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _is_of(parameter: Tensor, state: Tensor) -> bool:
+    """Whether state may be of a parameter: of the whole, of its elements, or of its rows or columns."""
+    sizes = zip(state.shape, parameter.shape, strict=False)
+    return state.dim() == 0 or (
+        state.dim() == parameter.dim() and all(mine in (1, its) for mine, its in sizes)
+    )
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> float:
+    """The square of the norm of all ``gradients`` together."""
+    detached = [gradient.detach() for gradient in gradients]
+    if not detached:
+        return 0.0
+    total = float(torch.stack(torch._foreach_norm(detached)).double().square().sum())
+    if math.isfinite(total):
+        return total
+    # Large values overflow in their own precision, and are finite yet.
+    return float(torch.stack(torch._foreach_norm(detached, dtype=torch.float64)).square().sum())

@@ -1,0 +1,52 @@
+"""Which devices a trainer computes on, and how trainers reduce their gradients."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from hybrid.config import DenseSection
+from hybrid.config.validation import check_device
+from hybrid.errors import ConfigError
+
+
+def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
+    """The devices on which a trainer computes; the first is where its parameters are.
+
+    They are ``dense.devices``, for replicas, or else the one that ``dense.device`` means: ``auto`` takes
+    a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as torchrun sets it) or
+    SLURM_LOCALID, or else by trainer index; ``cuda`` does the same and insists.
+
+    Raises:
+        ConfigError: a setting is not a device, or there is no such device here.
+    """
+    if section.devices:
+        return [_find("dense.devices", setting) for setting in section.devices]
+    num_gpus = _num_gpus()
+    if section.device == "auto" and not num_gpus:
+        return [torch.device("cpu")]
+    if section.device in ("auto", "cuda") and num_gpus:
+        local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or trainer)
+        return [torch.device("cuda", local_rank % num_gpus)]
+    return [_find("dense.device", section.device)]
+
+
+def _find(key: str, setting: str) -> torch.device:
+    check_device(key, setting)
+    num_gpus = _num_gpus()
+    if setting != "cpu" and setting not in [f"cuda:{index}" for index in range(num_gpus)]:
+        raise ConfigError(key, f"this machine has {num_gpus} GPU(s)", setting)
+    return torch.device(setting)
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def choose_backend(devices: Sequence[str]) -> str:
+    """The process group backend for trainers on ``devices``, each "host/device".
+
+    NCCL needs a GPU of its own for every trainer; gloo serves everything else, shared GPUs too.
+    """
+    own_gpus = len(set(devices)) == len(devices) and all("/cuda" in device for device in devices)
+    return "nccl" if own_gpus else "gloo"

@@ -1,0 +1,156 @@
+"""A dense net on a worker, shared by all trainers and updated once a step, as the tables are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from hybrid.checkpoint.checkpoint_files import REMOTE_FILE
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
+from hybrid.dense.dense_optimizer import DenseOptimizer, squared_norm
+from hybrid.dense.parameter_substitution import shadow
+from hybrid.errors import NonFiniteError
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.server.barrier import UpdateBarrier
+from hybrid.server.hosted_module import Hosted
+from hybrid.storage.remote_path import Place
+
+
+class HostedNet(Hosted):
+    """Holds a net for all trainers; their gradients meet in trainer order and make one optimizer step.
+
+    Args:
+        net: what trainers call, eager or TorchScript. Calls run at the same time, unless there are
+            buffers: as the net runs these may change, as running statistics do, and one call changes
+            them after the other.
+        optimizer: over the parameters of ``net``.
+        rules: how gradients become updates.
+        form: what runs in the place of ``net``: a compiled form over the same parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        rules: UpdateRules,
+        form: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self._form = form or net
+        self.optimizer = DenseOptimizer(optimizer, rules.schedule)
+        self.parameter_list = list(net.parameters())
+        self._names = [name for name, _ in net.named_parameters()]
+        self._rules = rules
+        has_buffers = any(True for _ in net.buffers())
+        self._running: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
+        # Autograd records a use of the parameters only if an input of it requires a gradient.
+        self._anchor = torch.zeros(0, requires_grad=True)
+        self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
+
+    def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
+        """The net's output for ``hidden_BH`` once it has seen as many updates as the ticket says."""
+        return self.barrier.when(ticket, lambda: self.forward(ticket, hidden_BH))
+
+    def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
+        """As :meth:`call`, with the parameters as they are now."""
+        # Each call runs a net of its own, over the same buffers: those would change in several calls at once.
+        with self._running:
+            if ticket.purpose is Purpose.PREDICT:
+                with torch.no_grad():
+                    predicted: Tensor = shadow(self._form, {}).eval()(hidden_BH)
+                return predicted
+            parameters = _Parameters.apply(self._anchor, self, ticket)  # type: ignore[no-untyped-call]
+            with self.clock.span("remote net", ticket.step):
+                net = shadow(self._form, dict(zip(self.parameter_list, parameters, strict=True))).train()
+                output: Tensor = net(hidden_BH)
+            self._keep_buffers(net)
+            return output
+
+    def _keep_buffers(self, net: nn.Module) -> None:
+        """Take over from a call's net what it has put in the place of buffers, instead of changing those."""
+        for path, owner in self.net.named_modules():
+            for name, buffer in list(owner.named_buffers(recurse=False)):
+                left = getattr(_submodule(net, path), name)
+                if left is not buffer:
+                    for each in (self.net, self._form):
+                        setattr(_submodule(each, path), name, left)
+
+    @property
+    def is_stepped_meanwhile(self) -> bool:
+        """Whether another trainer's update may fall between a forward pass and its backward pass."""
+        return self._rules.mode is UpdateMode.ASYNC
+
+    def load(self, folder: Place, step: int) -> None:
+        """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
+        net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
+        load_state(self.net, net, folder)
+        self.optimizer.load(state, folder)
+        self.barrier.restart(step)
+
+    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+        # Always copies: a dense net is small.
+        state = self.optimizer.optimizer.state_dict()["state"]
+        return {REMOTE_FILE: pack_dense(self.net.state_dict(), state)}
+
+    def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:
+        merged = [gradient.clone() for gradient in contributions[0]]
+        for contribution in contributions[1:]:
+            torch._foreach_add_(merged, list(contribution))
+        if self._rules.check_finite:
+            for name, gradient in zip(self._names, merged, strict=True):
+                if not gradient.isfinite().all():
+                    raise NonFiniteError(
+                        f"step {step}: the gradient of the remote net's {name} is not finite"
+                    )
+        return NetUpdate(self, step, merged)
+
+
+def _submodule(module: nn.Module, path: str) -> Any:
+    # TorchScript has no get_submodule.
+    return attrgetter(path)(module) if path else module
+
+
+class NetUpdate:
+    """One step's merged gradients of a net."""
+
+    def __init__(self, hosted: HostedNet, step: int, gradients: list[Tensor]) -> None:
+        self._hosted = hosted
+        self._step = step
+        self._gradients = gradients
+
+    def squared_norm(self) -> float:
+        return squared_norm(self._gradients)
+
+    def apply(self, scale: float) -> None:
+        gradients: dict[Tensor, Tensor] = dict(zip(self._hosted.parameter_list, self._gradients, strict=True))
+        self._hosted.optimizer.step(self._step, gradients, scale)
+
+
+class _Parameters(torch.autograd.Function):
+    """The parameters, whose gradients go to the update barrier once all of them are there."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, hosted: HostedNet, ticket: Ticket
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = hosted, ticket, hosted.version  # type: ignore[attr-defined]
+        # Views would do in step with the others; a copy stays what it was until the backward pass.
+        if hosted.is_stepped_meanwhile:
+            return tuple(parameter.detach().clone() for parameter in hosted.parameter_list)
+        return tuple(parameter.detach() for parameter in hosted.parameter_list)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
+        hosted, ticket, read_at = ctx.arguments  # type: ignore[attr-defined]
+        hosted.barrier.contribute(ticket, grads, read_at)
+        return None, None, None

@@ -1,0 +1,137 @@
+"""The dense nets that a configuration names: those that are built in, and the user's own."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from hybrid.config import RunConfig
+from hybrid.config.sections import NETS
+from hybrid.dense.custom_net import check_own_net
+from hybrid.dense.matmul import use_onednn
+from hybrid.dense.vector_layout import VectorPlaces
+from hybrid.errors import ConfigError
+from hybrid.input_spec import InputSpec
+from hybrid.models.dcn_v2 import DCNv2
+from hybrid.models.deepfm import DeepFM
+from hybrid.models.dense_net import Concatenation, DenseNet
+from hybrid.models.dlrm import DLRM
+from hybrid.models.mlp import mlp
+from hybrid.models.mmoe import MMoE
+from hybrid.models.ple import PLE
+from hybrid.models.wide_deep import WideAndDeep
+from hybrid.user_code.function_names import load_function
+
+
+def extra_columns(net_name: str) -> int:
+    """Columns that a net needs in every table beyond the embedding: 1 for a first-order weight, else 0."""
+    return int(net_name in ("deepfm", "wide_deep"))
+
+
+def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    """The dense net of ``dense.net``; its weights depend on the arguments alone (``run.seed``).
+
+    Where ``dense.remote_mlp`` is set, the head takes the remote net's output. A net of the user's own is what
+    ``function(config, input_spec, widths)`` of their module returns. Its products are those of
+    ``dense.matmul``; torch's where that is still to be decided.
+
+    Args:
+        widths: of what there is of each sparse feature, extra columns included. Nets that are built in take
+            each vector of a sequence as that of a feature of its own.
+
+    Raises:
+        ConfigError: the tables' widths do not suit the net, the user's own net cannot be had, or there is no
+            oneDNN.
+    """
+    with _seeded(config.run.seed, "dense net"):
+        if config.dense.net in NETS:
+            net = _built_in_net(config, input_spec, widths)
+        else:
+            net = _own_net(config, input_spec, widths)
+    if config.dense.matmul == "onednn":
+        use_onednn(net)
+    return net
+
+
+def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
+    """The layers of ``dense.remote_mlp``, which take the interaction's output and feed the head."""
+    net = build_dense_net(config, input_spec, widths)
+    width = _hidden_width(net, input_spec, widths)
+    with _seeded(config.run.seed, "remote dense net"):
+        remote_net = mlp((width, *config.dense.remote_mlp))
+    if config.dense.matmul == "onednn":
+        use_onednn(remote_net)
+    return remote_net
+
+
+def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    places = VectorPlaces(config, input_spec, widths)
+    net = _model(config, len(input_spec.dense_features), places.widths)
+    net.interaction = places.of_vectors(net.interaction)
+    return net
+
+
+def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
+    """One of ``hybrid.models``, over vectors of these widths."""
+    dense, num_sparse = config.dense, len(widths)
+    ends = {"num_outputs": config.num_outputs, "remote_width": sum(dense.remote_mlp[-1:])}
+    match dense.net:
+        case "dlrm":
+            dim = _common_width(config, widths)
+            if num_sparse + bool(num_dense) < 2:
+                rule = "must name a column, since dlrm interacts two vectors or more"
+                raise ConfigError("data.dense", rule)
+            return DLRM(num_dense, num_sparse, dim, dense.bottom_mlp, dense.top_mlp, **ends)
+        case "dcn_v2":
+            return DCNv2(num_dense + sum(widths), dense.cross_layers, dense.top_mlp, **ends)
+        case "deepfm":
+            dim = _common_width(config, widths) - 1
+            return DeepFM(num_dense, num_sparse, dim, dense.top_mlp, **ends)
+        case "wide_deep":
+            return WideAndDeep(num_dense, [width - 1 for width in widths], dense.top_mlp, **ends)
+        case _:
+            model = {"mmoe": MMoE, "ple": PLE}[dense.net]
+            width = ends["remote_width"] or num_dense + sum(widths)
+            tasks = [task.num_outputs for task in config.all_tasks.values()]
+            head = model(width, tasks, dense.experts, dense.expert_mlp, dense.top_mlp)
+            return DenseNet(nn.Identity(), Concatenation(), head)
+
+
+def _hidden_width(net: DenseNet, input_spec: InputSpec, widths: Sequence[int]) -> int:
+    """H of the ``hidden_BH`` that its interaction gives."""
+    parameters = (*net.bottom.parameters(), *net.interaction.parameters())
+    dtype = next((parameter.dtype for parameter in parameters), torch.float32)
+    with torch.no_grad():
+        bottom_BH = net.bottom(torch.zeros(0, len(input_spec.dense_features), dtype=dtype))
+        return int(net.interaction(bottom_BH, torch.zeros(0, sum(widths), dtype=dtype)).size(1))
+
+
+def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
+    if len(set(widths)) != 1:
+        dims = sorted({width - extra_columns(config.dense.net) for width in widths})
+        rule = f"must be the same for all tables, since dense.net is {config.dense.net}"
+        raise ConfigError("tables.*.dim", rule, dims)
+    return widths[0]
+
+
+def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+    build = load_function("dense.net", config.dense.net, ("config", "input_spec", "widths"))
+    net = build(config, input_spec, widths)
+    if not isinstance(net, DenseNet):
+        reason = f"must return a hybrid.models.dense_net.DenseNet, not a {type(net).__name__}"
+        raise ConfigError("dense.net", reason, config.dense.net)
+    dtype: torch.dtype = getattr(torch, config.train.dtype)
+    given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
+    check_own_net(net.to(dtype), config.dense.net, given, dtype, config.num_outputs)
+    return net
+
+
+@contextmanager
+def _seeded(seed: int, purpose: str) -> Iterator[None]:
+    """In here, torch's CPU generator is a function of ``seed`` and ``purpose``; outside it is untouched."""
+    digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+        yield

@@ -1,0 +1,101 @@
+"""Rows of a table in a Parquet file of the user's own, each beside the value of a column that it is for.
+
+The file has two columns: values, as the column of the data has them, and vectors, lists of numbers. Which row
+of the table a value has, the prepared data say. Rows of values that the file lacks stay as they are; of two
+rows for one value the later counts.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from torch import Tensor
+
+from hybrid.data.encode.sparse_encoding import SparseEncoding
+from hybrid.data.parse.parquet_blocks import opened
+from hybrid.data.prepare.dataset_location import read_encoder
+from hybrid.data.values.column_values import is_list, values
+from hybrid.embedding.table_spec import TableSpec
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.remote_path import place
+
+_BLOCK_ROWS = 16_384
+
+
+def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int) -> None:
+    """Fill those of the rows ``index``, ``index + count``, ... of a table that ``table.initial`` has.
+
+    Raises:
+        DataError: it is no such file, has vectors of another width or that are not finite, or no value that
+            has a row.
+        StorageError: its store refuses.
+    """
+    (feature,) = table.features
+    encoder = read_encoder(table.keys)
+    encoding = next(each for each in encoder.sparse if each.name == feature)
+    if encoding.vocabulary == "buckets":
+        raise DataError(f"{table.initial}: column {feature} holds buckets of numbers, which go by no value")
+    num_values, num_known = 0, 0
+    with (
+        _as_data_error(table.initial),
+        opened(place(table.initial)) as source,
+        pq.ParquetFile(source) as file,
+    ):
+        if (width := len(file.schema_arrow.names)) != 2:
+            raise DataError(f"{table.initial}: has {width} columns, not one of values and one of vectors")
+        for batch in file.iter_batches(_BLOCK_ROWS, use_threads=False):
+            rows_B = _rows(encoding, batch.column(0))
+            vectors_BD = _vectors(table, num_values + 1, batch.column(1))
+            num_values += len(rows_B)
+            num_known += int((rows_B > 0).sum())
+            own_B = (rows_B > 0) & (rows_B % count == index)
+            # Of rows that come twice numpy keeps the last, which torch does not promise.
+            out_RD.numpy()[rows_B[own_B] // count] = vectors_BD[own_B]
+    if not num_known:
+        raise DataError(
+            f"{table.initial}: none of its {num_values:,} values is one that column {feature} has in training"
+        )
+
+
+@contextmanager
+def _as_data_error(source: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
+
+
+def _rows(encoding: SparseEncoding, keys: Any) -> npt.NDArray[np.int64]:
+    """The row of the table for each value; 0 where there is none."""
+    coded = values(keys, ()).coded
+    rows_D = np.append(encoding.rows(coded.dictionary), 0).astype(np.int64)
+    return rows_D.take(np.asarray(coded.indices.fill_null(len(rows_D) - 1)))
+
+
+def _vectors(table: TableSpec, first: int, vectors: Any) -> npt.NDArray[np.float64]:
+    """(B, D); DataError where they are not."""
+    if not is_list(vectors) or not _is_numeric(vectors.type.value_type):
+        raise DataError(f"{table.initial}: its second column holds {vectors.type}, and no lists of numbers")
+    lengths_B = np.asarray(pc.fill_null(pc.list_value_length(vectors), 0))
+    if (wrong_B := lengths_B != table.dim).any():
+        place = int(wrong_B.argmax())
+        raise DataError(
+            f"{table.initial}: the vector of row {first + place} has {lengths_B[place]} numbers, and "
+            f"those of table {table.name} {table.dim}"
+        )
+    vectors_BD = vectors.flatten().cast(pa.float64()).to_numpy(zero_copy_only=False).reshape(-1, table.dim)
+    if (not_finite_B := ~np.isfinite(vectors_BD).all(axis=1)).any():
+        place = int(not_finite_B.argmax())
+        raise DataError(f"{table.initial}: the vector of row {first + place} is not finite")
+    return np.asarray(vectors_BD)
+
+
+def _is_numeric(kind: Any) -> bool:
+    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind))

@@ -1,0 +1,124 @@
+"""Rows of a table in a file of the user's own: safetensors, or NumPy's ``.npy``.
+
+A source is the file's path or URL; where a safetensors file holds several tensors, ``path#name`` is one of
+them. Files are read block by block: whoever holds some rows of a table reads all, and keeps its own. Of a
+store, each fetches the file first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybrid.errors import DataError, StorageError, first_line
+from hybrid.storage.files import local
+from hybrid.storage.remote_path import is_url, place
+
+_BLOCK_BYTES = 16 << 20
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        shape: its sizes.
+        rows: gives those from one to another.
+    """
+
+    shape: tuple[int, ...]
+    rows: Callable[[int, int], Tensor]
+
+    @classmethod
+    def of_safetensors(cls, file: Any, name: str) -> StoredTensor:
+        """One of those in an open file."""
+        part = file.get_slice(name)
+        return cls(tuple(part.get_shape()), lambda start, stop: part[start:stop])
+
+    def of_shard(self, index: int, count: int) -> Iterator[tuple[int, Tensor]]:
+        """The rows ``index``, ``index + count``, ... of a matrix in blocks, each by its place among them."""
+        num_rows, dim = self.shape
+        # A multiple of the shards: each block has the same place for the first row of a shard.
+        step = max(1, _BLOCK_BYTES // (8 * dim)) * count
+        for start in range(0, num_rows, step):
+            yield start // count, self.rows(start, min(start + step, num_rows))[index::count]
+
+
+def absolute(source: str | Path) -> str:
+    """A source as every process finds it, in whatever folder it runs."""
+    return str(source) if is_url(str(source)) else os.path.abspath(source)
+
+
+def shape_of(source: str) -> tuple[int, int]:
+    """Rows and columns of a source.
+
+    Raises:
+        DataError: it is no file of a matrix; names it.
+        StorageError: its store refuses.
+    """
+    with _opened(source) as matrix:
+        num_rows, dim = matrix.shape
+        return num_rows, dim
+
+
+def read_rows(source: str, out_RD: Tensor, index: int, count: int) -> None:
+    """Fill ``out_RD`` with the rows ``index``, ``index + count``, ... of a source.
+
+    Raises:
+        DataError: see :func:`shape_of`; or it is of another size than it was.
+    """
+    with _opened(source) as matrix:
+        num_rows, dim = matrix.shape
+        if (len(range(index, num_rows, count)), dim) != tuple(out_RD.shape):
+            raise DataError(f"{source}: has {num_rows} x {dim} values now, which do not fit the table")
+        for start, own_RD in matrix.of_shard(index, count):
+            out_RD[start : start + len(own_RD)] = own_RD
+
+
+@contextmanager
+def _opened(source: str) -> Iterator[StoredTensor]:
+    """The matrix that a source is."""
+    from safetensors import SafetensorError, safe_open  # late: the bench's other systems come without it
+
+    path, _, name = source.partition("#")
+    try:
+        if path.endswith(".parquet"):
+            raise LookupError("Parquet has rows by value, which a table of prepared data alone has")
+        with local(place(path)) as here:
+            if path.endswith(".npy"):
+                yield _checked(source, _of_numpy(here))
+            else:
+                with safe_open(here, framework="pt") as file:
+                    yield _checked(source, _of_safetensors(file, name))
+    except StorageError:
+        raise
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
+        raise DataError(f"{source}: cannot be read as rows of a table: {first_line(error)}") from error
+
+
+def _of_numpy(path: Path) -> StoredTensor:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    return StoredTensor(array.shape, lambda start, stop: torch.from_numpy(np.array(array[start:stop])))
+
+
+def _of_safetensors(file: Any, name: str) -> StoredTensor:
+    names = list(file.keys())
+    if not name and len(names) > 1:
+        raise LookupError(f"it holds several tensors; add one of #{', #'.join(sorted(names))}")
+    if (name or names[0]) not in names:
+        raise LookupError(f"it holds no {name!r}, but {', '.join(sorted(names))}")
+    return StoredTensor.of_safetensors(file, name or names[0])
+
+
+def _checked(source: str, matrix: StoredTensor) -> StoredTensor:
+    if len(matrix.shape) != 2 or 0 in matrix.shape:
+        raise DataError(f"{source}: holds a tensor of shape {list(matrix.shape)}, and no rows of a table")
+    if not matrix.rows(0, 1).is_floating_point():
+        raise DataError(f"{source}: holds {matrix.rows(0, 1).dtype}, and no floating point")
+    return matrix

@@ -1,0 +1,249 @@
+"""Optimizers of table rows: each updates the rows that a step touched, or all rows of a table.
+
+With w a touched row, g its gradient summed over the samples of the step, and r the learning rate of the
+step (that of the table times the factor of the schedule):
+
+=============== =========================================== ========= =========== =========================
+name            update of a touched row                     state     decay       source
+=============== =========================================== ========= =========== =========================
+frozen          none                                        0
+sgd             w -= r g                                    0         L2          torch.optim.SGD
+momentum        b = momentum b + g;  w -= r b               D         L2          torch.optim.SGD
+adagrad         s += g^2;  w -= r g / (sqrt(s) + eps)       D         L2          Duchi et al. 2011
+rowwise_adagrad s += mean(g^2);  w as adagrad               1         L2          Gupta et al. 2014
+adam            n += 1;  m += (1 - beta1) (g - m);          2 D + 1   L2          Kingma & Ba 2015
+                v = beta2 v + (1 - beta2) g^2;
+                w -= r m' / (sqrt(v') + eps), where
+                m' = m / (1 - beta1^n) and
+                v' = v / (1 - beta2^n)
+adamw           as adam                                     2 D + 1   apart       Loshchilov & Hutter 2019
+ftrl            see :class:`FTRL`                           2 D       closed form McMahan et al. 2013
+=============== =========================================== ========= =========== =========================
+
+``state`` is values per row of width D. ``decay`` is what ``weight_decay`` does: L2 adds weight_decay * w to g
+first, "apart" multiplies w by 1 - r * weight_decay first, "closed form" is an L2 penalty on w. Only touched
+rows decay. Likewise the buffer of ``momentum`` and the means of ``adam`` and ``adamw`` rest while their row
+does, and these two count the steps of each row by itself, so that a rare row's first steps are corrected as
+first steps. A row's update does not depend on which other rows a step touches.
+
+With ``all_rows``, every row takes every step, with a gradient of zero where it is not touched: an exact L2,
+and means that never rest. A step then goes through the whole table. What a row has missed could be caught up
+on when it is next read for ``sgd`` at a constant rate alone.
+
+Where torch has the optimizer, rows that take every step are those of its single-tensor code, bit for bit.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softshrink
+
+from hybrid.embedding.table_spec import OptimizerSpec
+from hybrid.embedding.worker.row_blocks import add, put, take
+from hybrid.primitives.huge_pages import zeros_in_large_pages
+
+
+class RowOptimizer(ABC):
+    """Updates rows of one weight matrix in place; its state lies in tensors beside the rows.
+
+    Attributes:
+        state: named tensors, of the matrix's type; the first dimension of each counts rows.
+    """
+
+    values_state: ClassVar[tuple[str, ...]] = ()
+    row_state: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
+        self.spec = spec
+        self.weight_RD = weight_RD
+        dtype = weight_RD.dtype
+        self.state = {name: zeros_in_large_pages(weight_RD.shape, dtype) for name in self.values_state}
+        self.state |= {name: zeros_in_large_pages(weight_RD.shape[:1], dtype) for name in self.row_state}
+
+    def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+        """Apply one step to the distinct rows ``rows_U`` with gradients ``grad_UD``.
+
+        Args:
+            factor: of the learning rate in this step; see ``hybrid/protocol/learning_rate_schedule.py``.
+        """
+        if not len(rows_U):
+            return
+        wholes = (self.weight_RD, *self.state.values())
+        weight_UD, *parts = (take(whole, rows_U) for whole in wholes)
+        state = dict(zip(self.state, parts, strict=True))
+        self.update(weight_UD, grad_UD, self.spec.learning_rate * factor, state)
+        for whole, part in zip(wholes, (weight_UD, *parts), strict=True):
+            put(whole, rows_U, part)
+
+    def step_all(self, first: int, last: int, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+        """Apply one step to all rows from ``first`` to ``last``, in place.
+
+        Args:
+            rows_U, grad_UD: the distinct rows among them that the step touches, and their gradients; those of
+                the others are zero.
+            factor: see :meth:`step`.
+        """
+        weight_RD = self.weight_RD[first:last]
+        grad_RD = torch.zeros_like(weight_RD)
+        put(grad_RD, rows_U - first, grad_UD)
+        state = {name: whole[first:last] for name, whole in self.state.items()}
+        self.update(weight_RD, grad_RD, self.spec.learning_rate * factor, state)
+
+    @abstractmethod
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        """Update rows and their state in place, with learning rate ``rate``."""
+
+    def _with_decay(self, grad_UD: Tensor, weight_UD: Tensor) -> Tensor:
+        decay = self.spec.weight_decay
+        return grad_UD.add(weight_UD, alpha=decay) if decay else grad_UD
+
+
+class Frozen(RowOptimizer):
+    """None: rows stay as they are, and their gradients are dropped before they are merged."""
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        raise AssertionError("nobody updates what is frozen")
+
+
+class SGD(RowOptimizer):
+    def step(self, rows_U: Tensor, grad_UD: Tensor, factor: float = 1.0) -> None:
+        if self.spec.weight_decay:
+            super().step(rows_U, grad_UD, factor)
+        else:  # the same bits, without a copy of the rows
+            add(self.weight_RD, rows_U, grad_UD.contiguous(), -self.spec.learning_rate * factor)
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        weight_UD.add_(self._with_decay(grad_UD, weight_UD), alpha=-rate)
+
+
+class Momentum(RowOptimizer):
+    values_state = ("buffer",)
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        grad_UD = self._with_decay(grad_UD, weight_UD)
+        buffer_UD = state["buffer"].mul_(self.spec.momentum).add_(grad_UD)
+        weight_UD.add_(buffer_UD, alpha=-rate)
+
+
+class Adagrad(RowOptimizer):
+    values_state = ("sum",)
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        grad_UD = self._with_decay(grad_UD, weight_UD)
+        sum_UD = state["sum"].addcmul_(grad_UD, grad_UD)
+        weight_UD.addcdiv_(grad_UD, sum_UD.sqrt().add_(self.spec.eps), value=-rate)
+
+
+class RowwiseAdagrad(RowOptimizer):
+    row_state = ("sum",)
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        grad_UD = self._with_decay(grad_UD, weight_UD)
+        sum_U = state["sum"].add_(grad_UD.square().mean(1))
+        weight_UD.addcdiv_(grad_UD, sum_U.sqrt().add_(self.spec.eps).unsqueeze(1), value=-rate)
+
+
+class Adam(RowOptimizer):
+    values_state = ("mean", "square")
+    row_state = ("steps",)
+
+    def __init__(self, spec: OptimizerSpec, weight_RD: Tensor) -> None:
+        super().__init__(spec, weight_RD)
+        self._corrections = BiasCorrections(spec.betas)
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        self._move(weight_UD, self._with_decay(grad_UD, weight_UD), rate, state)
+
+    def _move(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        beta1, beta2 = self.spec.betas
+        mean_UD = state["mean"].lerp_(grad_UD, 1 - beta1)
+        square_UD = state["square"].mul_(beta2).addcmul_(grad_UD, grad_UD, value=1 - beta2)
+        correction_U1, root_U1 = self._corrections.of(state["steps"].add_(1))
+        denominator_UD = square_UD.sqrt().div_(root_U1.to(square_UD.dtype)).add_(self.spec.eps)
+        # torch turns a number over a tensor into a product with the reciprocal, which rounds twice.
+        move_U1 = (correction_U1.new_tensor(-rate) / correction_U1).to(mean_UD.dtype)
+        weight_UD.add_((mean_UD * move_U1).div_(denominator_UD))
+
+
+class AdamW(Adam):
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        if self.spec.weight_decay:
+            weight_UD.mul_(1 - rate * self.spec.weight_decay)
+        self._move(weight_UD, grad_UD, rate, state)
+
+
+class BiasCorrections:
+    """1 - beta1^n and sqrt(1 - beta2^n) for rows that differ in n, as exact as torch has them for one n.
+
+    In float32, 1 - 0.999^n would lose half its digits while n is small, and torch's own powers of a tensor
+    differ in the last bit from Python's. So this is a table, which grows with the largest n asked for.
+    """
+
+    def __init__(self, betas: tuple[float, float]) -> None:
+        self._betas = betas
+        largest = max(betas)
+        # From here on both powers are below half a unit in the last place of 1.
+        self._settled = 1 + int(-54 * math.log(2) / math.log(largest)) if largest > 0 else 1
+        self.table_N2 = torch.empty(0, 2, dtype=torch.float64)
+
+    def of(self, steps_U: Tensor) -> tuple[Tensor, Tensor]:
+        """Both corrections, float64 and of shape (U, 1); ``steps_U`` holds at least one n, all from 1 up."""
+        index_U = steps_U.long().clamp_(max=self._settled)
+        if (largest := int(index_U.max())) >= len(self.table_N2):
+            beta1, beta2 = self._betas
+            more = range(len(self.table_N2), largest + 1024)
+            rows = [(1 - beta1**n, (1 - beta2**n) ** 0.5) for n in more]
+            self.table_N2 = torch.cat([self.table_N2, torch.tensor(rows, dtype=torch.float64)])
+        correction_U1, root_U1 = self.table_N2.index_select(0, index_U).split(1, dim=1)
+        return correction_U1, root_U1
+
+
+class FTRL(RowOptimizer):
+    """FTRL-Proximal per coordinate (McMahan et al. 2013, algorithm 1), for each value w with its z and n.
+
+    With sigma = (sqrt(n + g^2) - sqrt(n)) / r, and a = (beta + sqrt(n + g^2)) / r + weight_decay::
+
+        z += g - sigma w;  n += g^2;  w = 0 if |z| <= l1 else -(z - sign(z) l1) / a
+
+    Two things differ from the paper. Rows start at their initial values instead of zero, and r may change
+    with a schedule. Both ask for a z of which the present w is the solution, and there is just one for a w
+    other than zero: -w ((beta + sqrt(n)) / r + weight_decay) - sign(w) l1. Each step starts from that z, and
+    from the stored one where w is zero. For rows that start at zero and a constant r it is the paper's
+    algorithm; otherwise a first step, or a change of r, moves w by its gradient only. A zero gradient leaves
+    its value as it is, and a learning rate of zero everything.
+    """
+
+    values_state = ("z", "n")
+    # Below this, 1 / r could leave the range of float32, and w would not move by a visible amount.
+    smallest_rate: ClassVar[float] = 1e-20
+
+    def update(self, weight_UD: Tensor, grad_UD: Tensor, rate: float, state: Mapping[str, Tensor]) -> None:
+        if rate < self.smallest_rate:
+            return
+        spec, l1 = self.spec, self.spec.ftrl_l1
+        n_UD = state["n"].addcmul_(grad_UD, grad_UD)
+        scale_UD = n_UD.sqrt().add_(spec.ftrl_beta).div_(rate).add_(spec.weight_decay)
+        # z as of w, less sigma w, is z with the new n.
+        z_UD = state["z"].masked_fill_(weight_UD != 0, 0.0).addcmul_(weight_UD, scale_UD, value=-1)
+        if l1:
+            z_UD.sub_(weight_UD.sign(), alpha=l1)
+        z_UD.add_(grad_UD)
+        solution_UD = softshrink(z_UD, l1).div_(scale_UD.neg_())
+        # Computed from z, a value with a zero gradient would be off by a rounding at every step.
+        torch.where(grad_UD == 0, weight_UD, solution_UD, out=weight_UD)
+
+
+OPTIMIZERS: dict[str, type[RowOptimizer]] = {
+    "frozen": Frozen,
+    "sgd": SGD,
+    "momentum": Momentum,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowwiseAdagrad,
+    "adam": Adam,
+    "adamw": AdamW,
+    "ftrl": FTRL,
+}

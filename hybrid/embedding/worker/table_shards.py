@@ -1,0 +1,221 @@
+"""The worker's side: the tables it holds, looked up by trainers and updated step by step."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from hybrid.checkpoint.checkpoint_files import earlier_file
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.embedding.bags import Bags, Item, pool, pool_recorded
+from hybrid.embedding.placement import Placement, Shard
+from hybrid.embedding.worker.pre_update_rows import EarlierRows
+from hybrid.embedding.worker.table_groups import TableGroup, TableUpdate
+from hybrid.errors import ClusterError
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
+from hybrid.server.barrier import UpdateBarrier
+from hybrid.server.hosted_module import Hosted
+from hybrid.storage.remote_path import Place
+
+
+class Gradients(NamedTuple):
+    """What one trainer hands in for one lookup.
+
+    Attributes:
+        items: those of the lookup, each with the gradient of its result.
+        is_closing: see :class:`Ticket`.
+    """
+
+    items: list[tuple[int, Bags, Tensor]]
+    is_closing: bool
+
+
+class TableShards(Hosted):
+    """All tables of one worker. Created by the master as a ``RemoteModule``; trainers look rows up.
+
+    Fill them before use: ``initialise`` for a new model, ``load`` for one out of a checkpoint.
+
+    Args:
+        placement: where every table lies.
+        worker: index of this worker.
+        rules: how gradients become updates.
+        dtype: of rows and optimizer state.
+        wire_dtype: of vectors that are answered for training, and of their gradients; None for ``dtype``.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        worker: int,
+        rules: UpdateRules,
+        dtype: torch.dtype = torch.float32,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._wire_dtype = wire_dtype or dtype
+        self.groups = [TableGroup(group, dtype) for group in placement.groups(worker)]
+        self._rules = rules
+        # Autograd records a lookup only if one of its inputs requires a gradient.
+        self._anchor = torch.zeros(0, dtype=dtype, requires_grad=True)
+        # What was looked up ahead, until its gradients come: by trainer, step and part.
+        self._prefetched: dict[tuple[int, int, int], tuple[list[Item], int]] = {}
+        self._earlier: EarlierRows | None = None  # than the last update, where that was a closing one
+        self._worker = worker
+        self.barrier = UpdateBarrier[Gradients](rules, self._merge, self.clock)
+
+    def initialise(self, seed: int) -> None:
+        """Fill every table with its initial rows, which depend on ``seed`` and the table's name alone."""
+        for group in self.groups:
+            group.initialise(seed)
+
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Future[list[Tensor]]:
+        """Pooled vectors, one tensor an item, once the tables have seen as many updates as the ticket says.
+
+        For ``Purpose.TRAIN`` the results carry gradients: the backward pass must reach each lookup exactly
+        once, and hands its gradients to the update of the ticket's step. For ``Purpose.PREFETCH`` they are
+        values, and :meth:`receive` takes their gradients.
+        """
+        return self.barrier.when(ticket, lambda: self.forward(ticket, items), ticket.flow(self._worker))
+
+    def forward(self, ticket: Ticket, items: Sequence[Item]) -> list[Tensor]:
+        """As :meth:`lookup`, against the rows as they are now."""
+        if ticket.purpose is Purpose.PREDICT:
+            return [pool(self.groups[group].weight_RD, bags) for group, bags in items]
+        with self.clock.span("pool", ticket.step, flow=ticket.flow(self._worker)):
+            if ticket.purpose is Purpose.TRAIN:
+                return list(_Lookup.apply(self._anchor, self, ticket, items))  # type: ignore[no-untyped-call]
+            earlier = self._earlier_for(ticket)
+            version = self.version if earlier is None else earlier.step
+            pooled, recorded = self.pool_recorded(items, earlier)
+            self._prefetched[ticket.trainer, ticket.step, ticket.part] = recorded, version
+            return pooled
+
+    def _earlier_for(self, ticket: Ticket) -> EarlierRows | None:
+        """What a lookup ahead reads that came after an update which it must not see, as in a resumed run."""
+        earlier = self._earlier
+        return earlier if earlier is not None and ticket.version == earlier.step < self.version else None
+
+    def pool_recorded(
+        self, items: Sequence[Item], earlier: EarlierRows | None = None
+    ) -> tuple[list[Tensor], list[Item]]:
+        """Pooled vectors, and the items with what their gradients will need.
+
+        Args:
+            earlier: what other rows are to be read than those of now, if any.
+        """
+        pooled, recorded = [], []
+        for group, bags in items:
+            weight_RD = self.groups[group].weight_RD
+            if earlier is None:
+                vectors_BD, bags_then = pool_recorded(weight_RD, bags)
+            else:
+                vectors_BD, bags_then = earlier.pool_recorded(weight_RD, group, bags)
+            pooled.append(vectors_BD.to(self._wire_dtype))
+            recorded.append((group, bags_then))
+        return pooled, recorded
+
+    def receive(self, ticket: Ticket, grads: Sequence[Tensor], *, updates_here: bool = False) -> None:
+        """Take the gradients of a prefetched lookup's vectors, in their order.
+
+        Args:
+            updates_here: see :meth:`UpdateBarrier.contribute`.
+        """
+        key = (ticket.trainer, ticket.step, ticket.part)
+        if key not in self._prefetched:
+            raise ClusterError(f"trainer {ticket.trainer} sent gradients of step {ticket.step} twice")
+        items, read_at = self._prefetched.pop(key)
+        self.contribute(ticket, items, grads, read_at, updates_here=updates_here)
+
+    def contribute(
+        self,
+        ticket: Ticket,
+        items: Sequence[Item],
+        grads: Sequence[Tensor],
+        read_at: int,
+        *,
+        updates_here: bool = False,
+    ) -> None:
+        """Hand one trainer's gradients of one lookup to the update barrier.
+
+        Args:
+            read_at, updates_here: see :meth:`UpdateBarrier.contribute`.
+
+        Raises:
+            ClusterError: they are not of the vectors that were looked up.
+        """
+        for (group, bags), grad in zip(items, grads, strict=True):
+            if grad.shape != (bags.num_bags, self.groups[group].group.dim):
+                raise ClusterError(
+                    f"trainer {ticket.trainer} sent gradients of shape {list(grad.shape)} for "
+                    f"{bags.num_bags} vectors of {self.groups[group].group.dim}"
+                )
+        gradients = [
+            (group, bags, grad.to(self.groups[group].weight_RD.dtype))
+            for (group, bags), grad in zip(items, grads, strict=True)
+        ]
+        self.barrier.contribute(
+            ticket, Gradients(gradients, ticket.closing), read_at, updates_here=updates_here
+        )
+
+    def shard_tensors(self, shard: Shard) -> dict[str, Tensor]:
+        """The rows and optimizer state of one shard, as views."""
+        group = next(g for g in self.groups if shard in g.group.shards)
+        return group.shard_tensors(shard)
+
+    def load(self, folder: Place, step: int) -> None:
+        """Read every shard from a checkpoint and go on as after ``step`` steps."""
+        checkpoint = Checkpoint.open(folder)
+        for shard in (shard for group in self.groups for shard in group.group.shards):
+            checkpoint.load_rows(shard.table.name, shard.index, shard.count, self.shard_tensors(shard))
+        self._prefetched.clear()
+        self._earlier = None
+        if self._rules.mode is UpdateMode.PIPELINED:
+            self._earlier = EarlierRows.read(checkpoint, [group.group for group in self.groups], self._dtype)
+        self.barrier.restart(step)
+
+    def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
+        files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
+        if self._earlier is not None:
+            files[earlier_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
+        return files
+
+    def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:
+        # Where all rows take every step, they take those too that touch none.
+        parts: dict[int, list[tuple[Bags, Tensor]]] = {
+            number: [] for number, group in enumerate(self.groups) if group.steps_all_rows
+        }
+        for gradients in contributions:
+            for group, bags, grad_BD in gradients.items:
+                if not self.groups[group].is_frozen:
+                    parts.setdefault(group, []).append((bags, grad_BD))
+        merged = {g: (self.groups[g], self.groups[g].merge(of_group)) for g, of_group in parts.items()}
+        self._earlier = EarlierRows(step) if any(each.is_closing for each in contributions) else None
+        factor = self._rules.schedule.factor(step)
+        return TableUpdate(merged, step, factor, self._rules.check_finite, self._earlier)
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooling whose backward hands the gradients to the update barrier, without a sparse tensor."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        anchor: Tensor,
+        shards: TableShards,
+        ticket: Ticket,
+        items: Sequence[Item],
+    ) -> tuple[Tensor, ...]:
+        read_at = shards.version
+        pooled, recorded = shards.pool_recorded(items)
+        ctx.arguments = shards, ticket, recorded, read_at  # type: ignore[attr-defined]
+        return tuple(pooled)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[None, ...]:
+        shards, ticket, recorded, read_at = ctx.arguments  # type: ignore[attr-defined]
+        shards.contribute(ticket, recorded, grads, read_at)
+        return None, None, None, None

@@ -1,0 +1,204 @@
+"""The steps of one trainer: its batches in micro-batches, with their lookups started in time.
+
+::
+
+    sync             step s     look up s ── compute s
+                     step s+1                          look up s+1 ── compute s+1
+
+    pipelined,       step s     compute s, send its gradients with the ids of s+2
+    async            step s+1   compute s+1, send its gradients with the ids of s+3
+
+Pipelined, the rows of step s+2 have all updates up to that of step s. A run that goes on from a checkpoint
+after step s+1 asks for the same: the checkpoint has what the rows were before the update of that step.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+from hybrid import transport
+from hybrid.embedding.trainer.lookup import Lookup
+from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.protocol.update_rules import UpdateMode
+from hybrid.server.barrier import UpdateBarrier
+
+# A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
+_STEPS_AHEAD = 2
+Ids_co = TypeVar("Ids_co", covariant=True)
+Ids_contra = TypeVar("Ids_contra", contravariant=True)
+AnySamples = TypeVar("AnySamples", bound="Samples[Any]")
+
+
+class Samples(Protocol[Ids_co]):
+    """What a feed must know of a batch."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def sparse_features(self) -> Ids_co:
+        """What of it is looked up."""
+        ...
+
+    def split(self, parts: int) -> Sequence[Self]: ...
+
+
+class Lookups(Protocol[Ids_contra]):
+    """Where vectors come from."""
+
+    def lookup(self, ids: Ids_contra, ticket: Ticket, after: Lookup | None = None, /) -> Lookup: ...
+
+    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup: ...
+
+    def settle(self) -> None: ...
+
+
+class StepInput(NamedTuple, Generic[AnySamples]):
+    """What one trainer computes in one step."""
+
+    batch: AnySamples
+    micro_batches: list[MicroBatch[AnySamples]]
+
+
+class _Step(NamedTuple, Generic[AnySamples]):
+    """A step, and its lookups where they are under way, one a micro-batch."""
+
+    input: StepInput[AnySamples]
+    lookups: list[Lookup]
+
+
+class Feed(Generic[AnySamples]):
+    """Iterates over the steps of one trainer.
+
+    Args:
+        embeddings: where vectors come from.
+        hosted: the workers that expect gradients for their tables.
+        trainer: its index.
+        mode, parts: see :class:`hybrid.protocol.update_rules.UpdateRules`.
+        clock: counts the time spent here, and is told of each step that begins.
+    """
+
+    def __init__(
+        self,
+        embeddings: Lookups[Any],
+        hosted: Sequence[transport.RemoteHosted[Any]],
+        trainer: int,
+        mode: UpdateMode,
+        parts: int,
+        clock: StepClock,
+    ) -> None:
+        self._embeddings = embeddings
+        self._hosted = hosted
+        self._trainer = trainer
+        self._mode = mode
+        self._looks_ahead = mode is not UpdateMode.SYNC
+        self._parts = parts
+        self._clock = clock
+        self._has_ended = False
+        self.begin(iter(()), 0)
+
+    def begin(self, batches: Iterator[AnySamples], step: int, *, is_within: bool = False) -> None:
+        """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead.
+
+        Args:
+            is_within: whether they are the rest of others, so that this step would have been looked up ahead.
+        """
+        self._batches = batches
+        self._step = step
+        self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
+        self._last_step: int | None = None
+        self._ahead: deque[_Step[AnySamples]] = deque()  # looked up already
+
+    def take(self, num_steps: int) -> Iterator[StepInput[AnySamples]]:
+        """The next steps, or as many as there are; a checkpoint may follow the last of them."""
+        self._last_step = self._step + num_steps - 1
+        return islice(self, num_steps)
+
+    def rejoin(self) -> None:
+        """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
+
+        Nobody may go on until every trainer has called this: one that did could miss this one's gradients.
+        """
+        if self._has_ended:
+            self._has_ended = False
+            transport.gather(
+                [each.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for each in self._hosted]
+            )
+
+    def settle(self) -> None:
+        """Return once the workers have the gradients of all steps that were taken.
+
+        They leave by messages that nobody waits for, but for the lookups that leave with them.
+        """
+        for step in self._ahead:
+            for lookup in step.lookups:
+                lookup.settle()
+        self._embeddings.settle()
+
+    def __iter__(self) -> Iterator[StepInput[AnySamples]]:
+        return self
+
+    def __next__(self) -> StepInput[AnySamples]:
+        self._clock.begin_step(self._step)
+        if self._looks_ahead:
+            current = self._next_of_ahead()
+        elif (batch := self._read()) is not None:
+            current = self._step_of(batch, self._step)
+        else:
+            raise StopIteration
+        self._step += 1
+        return current.input
+
+    def _next_of_ahead(self) -> _Step[AnySamples]:
+        """The step of now. With its gradients, the step after the next is looked up."""
+        while len(self._ahead) < _STEPS_AHEAD and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
+        if not self._ahead:
+            raise StopIteration
+        current = self._ahead.popleft()
+        for lookup in current.lookups:
+            lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
+            lookup.is_closing = self._mode is UpdateMode.PIPELINED and self._step == self._last_step
+        if self._ahead and (batch := self._read()) is not None:
+            self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
+        return current
+
+    def _read(self) -> AnySamples | None:
+        with self._clock.phase("data"):
+            return next(self._batches, None)
+
+    def _step_of(self, batch: AnySamples, step: int, after: Sequence[Lookup] = ()) -> _Step[AnySamples]:
+        if batch.ended and not self._has_ended:
+            self._has_ended = True
+            transport.gather(
+                [each.call_barrier(UpdateBarrier.finish, self._trainer, step) for each in self._hosted]
+            )
+        lookups: list[Lookup] = []
+        micro_batches = []
+        for part, samples in enumerate(batch.split(self._parts)):
+            ticket = Ticket(self._trainer, step, step, part)
+            start = partial(self._start, samples, ticket)
+            if self._looks_ahead:
+                lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
+                start = partial(_given, lookups[part])
+            micro_batches.append(MicroBatch(samples, ticket, start))
+        return _Step(StepInput(batch, micro_batches), lookups)
+
+    def _look_ahead(self, samples: AnySamples, ticket: Ticket, after: Lookup | None) -> Lookup:
+        version = max(self._first_version, ticket.step - 1)
+        ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
+        with self._clock.phase("lookup"):
+            return self._start(samples, ticket, after)
+
+    def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+        if samples.ended:
+            return self._embeddings.nothing(ticket, after)
+        return self._embeddings.lookup(samples.sparse_features, ticket, after)
+
+
+def _given(lookup: Lookup) -> Lookup:
+    return lookup

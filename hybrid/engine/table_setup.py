@@ -1,0 +1,164 @@
+"""From configuration and data set to table specs."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
+from hybrid.config.data_sections import UNPOOLED
+from hybrid.config.resolved_columns import sequence_length
+from hybrid.config.validation import table_of_column
+from hybrid.dense.net_builder import extra_columns
+from hybrid.embedding.placement import Placement, place
+from hybrid.embedding.pretrained_by_position import absolute, shape_of
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
+from hybrid.errors import ConfigError
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.remote_path import is_url
+
+
+def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0) -> tuple[TableSpec, ...]:
+    """One table a sparse feature, or one for several where a [tables.NAME] section lists them.
+
+    Args:
+        extra_columns: columns beyond ``embedding.dim`` that the dense net wants of every table.
+
+    Raises:
+        ConfigError: a [tables.NAME] section is of no feature, two claim one feature, one is named after a
+            feature that it leaves out, or a feature of one id a sample is to be a sequence.
+    """
+    features = {f.name: f for f in input_spec.sparse_features}
+    owner = table_of_column(config.tables)
+    for name, section in config.tables.items():
+        if section.features and name in features and name not in section.features:
+            rule = f"must list column {name!r}, or the table be renamed"
+            raise ConfigError(f"tables.{name}.features", rule)
+        for feature in section.features or (name,):
+            if feature not in features:
+                raise ConfigError(f"tables.{name}", f"there is no sparse column {feature!r}")
+    readers: dict[str, list[FeatureSpec]] = {}
+    for feature_spec in input_spec.sparse_features:
+        readers.setdefault(owner.get(feature_spec.name, feature_spec.name), []).append(feature_spec)
+    return tuple(_table_spec(config, name, specs, extra_columns) for name, specs in readers.items())
+
+
+def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra_columns: int) -> TableSpec:
+    section = config.tables.get(name, TableSection())
+    shared = config.embedding
+    num_rows = max(f.num_rows for f in features)
+    pooling = Pooling(section.pooling or shared.pooling)
+    poolings = tuple(_pooling(config, name, feature, pooling) for feature in features)
+    sequences = tuple(_sequence(config, feature) for feature in features)
+    return TableSpec(
+        name=name,
+        num_rows=num_rows,
+        dim=(section.dim or shared.dim) + extra_columns,
+        pooling=pooling,
+        features=tuple(f.name for f in features),
+        optimizer=_optimizer(shared, section),
+        # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
+        init_scale=section.init_scale or num_rows**-0.5,
+        placement=section.placement or shared.placement,
+        pooled_by=section.pooled_by or shared.pooled_by,
+        workers=section.workers,
+        bytes_per_value=8 if config.train.dtype == "float64" else 4,
+        initial=absolute(section.initial) if section.initial else "",
+        init=section.init,
+        poolings=poolings if {*poolings} != {pooling} else (),
+        sequences=sequences if any(sequences) else (),
+    )
+
+
+def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pooling) -> Pooling:
+    """That of a feature; ConfigError where there is none such."""
+    own = config.columns.get(feature.name, ColumnSection()).pooling
+    if own == UNPOOLED:
+        return of_table  # of which a sequence makes no use
+    found = Pooling(own or of_table)
+    if feature.weighted and found is Pooling.MAX:
+        of_tables = (
+            f"tables.{table}.pooling"
+            if config.tables.get(table, TableSection()).pooling
+            else "embedding.pooling"
+        )
+        rule = f"must be sum or mean, since the ids of column {feature.name} have weights"
+        raise ConfigError(f"columns.{feature.name}.pooling" if own else of_tables, rule, found.value)
+    return found
+
+
+def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
+    """Of how many ids at most a feature is a sequence; ConfigError where it holds one id a sample."""
+    length = sequence_length(feature.name, config.columns.get(feature.name, ColumnSection()))
+    if length and not feature.multi_hot:
+        rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
+        raise ConfigError(f"columns.{feature.name}.pooling", rule, UNPOOLED)
+    return length
+
+
+def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec:
+    if section.frozen:
+        return OptimizerSpec("frozen", 0.0)
+    return OptimizerSpec(
+        name=section.optimizer or shared.optimizer,
+        learning_rate=section.learning_rate or shared.learning_rate,
+        eps=shared.eps,
+        betas=(shared.beta1, shared.beta2),
+        momentum=shared.momentum,
+        weight_decay=shared.weight_decay,
+        ftrl_beta=shared.ftrl_beta,
+        ftrl_l1=shared.ftrl_l1,
+        all_rows=shared.all_rows if section.all_rows is None else section.all_rows,
+    )
+
+
+def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:
+    """``table`` with all that is to be known of the file of its first rows."""
+    if not table.initial:
+        return table
+    key = f"tables.{table.name}.initial"
+    found = table.initial if is_url(table.initial) else os.path.relpath(table.initial)
+    if table.initial.endswith(".parquet"):
+        if len(table.features) > 1:
+            rule = "must not be Parquet, whose rows go by value, for a table of several columns"
+            raise ConfigError(key, rule, found)
+        return replace(table, keys=data_source or "")
+    shape = shape_of(table.initial)
+    if shape != (table.num_rows, table.dim):
+        rule = (
+            f"must have {table.num_rows} rows of {table.dim}, as the table has, not {shape[0]} of {shape[1]}"
+        )
+        raise ConfigError(key, rule, found)
+    return table
+
+
+def place_tables(
+    config: RunConfig,
+    input_spec: InputSpec,
+    ids_per_sample: Mapping[str, float],
+    data_source: str | None = None,
+) -> tuple[tuple[TableSpec, ...], Placement]:
+    """The tables of a run, where its workers hold their rows, and who pools their bags.
+
+    Args:
+        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on, and who
+            pools them.
+        data_source: where the prepared data are, where there are any.
+
+    Raises:
+        ConfigError: as from :func:`table_specs`, or a file of first rows does not fit its table.
+        DataError: such a file cannot be read.
+    """
+    tables = table_specs(config, input_spec, extra_columns(config.dense.net))
+    tables = tuple(_with_rows(table, data_source) for table in tables)
+    known = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
+    return tables, place(tables, config.cluster.workers, *known)
+
+
+def samples_of_lookup(config: RunConfig) -> float:
+    """How many samples a trainer looks up at once, in the mean."""
+    return config.train.batch_size / config.cluster.trainers / config.train.micro_batches
+
+
+def wire_bytes_per_value(config: RunConfig) -> int | None:
+    """Of vectors and gradients in training; None for that of the rows."""
+    return 2 if config.embedding.wire_dtype == "bfloat16" else None

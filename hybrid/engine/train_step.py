@@ -1,0 +1,92 @@
+"""One training step, and one forward pass without training."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hybrid.batch import Batch
+from hybrid.dense.dense_optimizer import DenseOptimizer
+from hybrid.embedding.trainer.embeddings import Embeddings
+from hybrid.engine.backward import Graph, recorded_graph
+from hybrid.engine.ddp import DdpModel
+from hybrid.engine.hybrid_model import MicroBatch
+from hybrid.engine.losses import Objective
+from hybrid.engine.update_guard import Guard
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Ticket
+
+
+class StepResult(NamedTuple):
+    """What one trainer has after a step.
+
+    Attributes:
+        loss: this trainer's part of the global batch's mean loss; the parts add up to it.
+        outputs: ``outputs_BO`` before the update, on the CPU; ``outputs_B`` where there is one of a sample.
+        is_skipped: whether no update was made, on any side, since a loss or gradient was not finite.
+    """
+
+    loss: float
+    outputs: Tensor
+    is_skipped: bool
+
+
+def train_step(
+    model: DdpModel,
+    micro_batches: Sequence[MicroBatch[Batch]],
+    objective: Objective,
+    optimizer: DenseOptimizer,
+    guard: Guard,
+    step: int,
+    clock: StepClock,
+    spans_processes: bool,
+) -> StepResult:
+    """One step of training, called by every trainer with its share of the global batch.
+
+    Tables and remote nets are updated at their workers, by the gradients that each backward pass
+    delivers there; the trainers' own net by ``optimizer``, with those of all micro-batches together.
+
+    Args:
+        objective: what is minimised.
+        spans_processes: whether lookups or a remote net are part of the graph.
+    """
+    losses, outputs = [], []
+    for micro in micro_batches:
+        is_last = micro is micro_batches[-1]
+        with model.reducing(is_last), recorded_graph(model.net, spans_processes) as graph:
+            outputs_BO = model.module(micro, clock)
+            with clock.phase("dense"), clock.span("loss"):
+                loss = objective(outputs_BO, micro.batch)
+            with clock.phase("backward"):
+                _backward(model, graph, loss)
+                model.collect(graph.gradients(), is_last)
+        losses.append(loss.item())
+        outputs.append(outputs_BO.detach().cpu())
+        guard.check_loss(step, losses[-1], model.first_not_finite)
+    with clock.phase("update"):
+        with clock.span("decide"):
+            scale = guard.decide(step, sum(losses), model.squared_norm(), model.gradient_not_finite)
+        if scale is not None:
+            with clock.span("optimizer"):
+                optimizer.step(step, model.gradients, scale)
+    return StepResult(sum(losses), torch.cat(outputs), scale is None)
+
+
+def _backward(model: DdpModel, graph: Graph, loss: Tensor) -> None:
+    try:
+        graph.backward(loss)
+    except RuntimeError:
+        model.raise_of_backward()
+        raise
+
+
+def predict_step(
+    model: nn.Module, embeddings: Embeddings, batch: Batch, ticket: Ticket, clock: StepClock
+) -> Tensor:
+    """``outputs_BO`` of a batch, on the CPU; the ticket's purpose must be to predict."""
+    micro = MicroBatch(batch, ticket, partial(embeddings.lookup, batch.sparse_features, ticket))
+    with torch.no_grad():
+        outputs_BO: Tensor = model(micro, clock)
+        return outputs_BO.cpu()

@@ -1,0 +1,103 @@
+"""What a checkpoint of a configured run holds, for whoever uses the model without a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.dense_state import load_state, unpack_dense
+from hybrid.config import ColumnSection, RunConfig
+from hybrid.config.loading import CONFIG_FILE
+from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
+from hybrid.dense.net_builder import extra_columns
+from hybrid.engine.model_builder import Blueprint
+from hybrid.engine.table_setup import table_specs
+from hybrid.errors import CheckpointError
+from hybrid.models.dense_net import DenseNet
+from hybrid.storage import files as storage
+from hybrid.storage.remote_path import Place
+from hybrid.user_code.run_signature import load_run_config
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A model in a checkpoint; the rows of its tables stay in their files.
+
+    Attributes:
+        stored: the checkpoint.
+        config: of its run.
+        encoder: makes numbers of raw values, as it did in training.
+    """
+
+    stored: Checkpoint
+    config: RunConfig
+    encoder: FeatureEncoder
+
+    @classmethod
+    def read(cls, folder: Place, say: Callable[[str], object], trust_code: bool = False) -> Trained:
+        """The model of a run's best checkpoint, or of one that is named.
+
+        Args:
+            folder: of the run, or of one of its checkpoints.
+            say: told, in one line, of checkpoints that are damaged.
+            trust_code: whether code that it names may be run though the user has not signed it.
+
+        Raises:
+            CheckpointError: there is no checkpoint, it is broken, or of a loop of the user's own.
+            ConfigError: it names code that may not be run.
+        """
+        stored = Checkpoint.best_good(folder, say)
+        if not storage.exists(stored.parts / FILE_NAME):
+            rule = "its module is known to your code alone: hybrid.load(FOLDER, MODULE) takes both"
+            raise CheckpointError(f"{stored.folder}: was saved by a loop of your own; {rule}")
+        config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code)
+        encoder = FeatureEncoder.load(stored.parts)
+        return cls(stored, _with_weights(config, encoder), encoder)
+
+    @property
+    def origin(self) -> str:
+        """The checkpoint, and what it is among those of its run, in words."""
+        stored = self.stored
+        return f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
+
+    @cached_property
+    def blueprint(self) -> Blueprint:
+        """What nets are built by, and the tables, each of them whole."""
+        spec = self.encoder.input_spec
+        tables = table_specs(self.config, spec, extra_columns(self.config.dense.net))
+        whole = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
+        return Blueprint(self.config, spec, whole)
+
+    def with_torchs_products(self) -> Trained:
+        """The same, whose nets are of torch's own operators alone (``dense.matmul``)."""
+        return dataclasses.replace(
+            self, config=self.config.replace(dense=dataclasses.replace(self.config.dense, matmul="torch"))
+        )
+
+    def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
+        """The dense net, and the remote one where there is one, as they were trained, to predict."""
+        net, remote_net = self.blueprint.dense_net(), self.blueprint.remote_net()
+        self._fill(net, DENSE_FILE)
+        if remote_net is not None:
+            self._fill(remote_net, REMOTE_FILE)
+        return net, remote_net
+
+    def _fill(self, net: nn.Module, file: str) -> None:
+        load_state(net, unpack_dense(self.stored.tensors(file))[0], self.stored.folder)
+        net.eval()
+
+
+def _with_weights(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:
+    """``config``, with a column of weighted ids for each feature that had such in the user's own batches."""
+    weighted = {
+        each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
+        for each in encoder.sparse
+        if each.weighted
+    }
+    return config.replace(columns={**config.columns, **weighted}) if weighted else config

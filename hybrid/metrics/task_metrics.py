@@ -1,0 +1,126 @@
+"""What a task is measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid.config import TaskSection
+from hybrid.config.task_sections import METRICS
+from hybrid.errors import ConfigError
+from hybrid.metrics.binary_metrics import binary_metrics, mean, probabilities
+from hybrid.metrics.ranking_metrics import Ranking
+from hybrid.user_code.function_names import load_function
+from hybrid.user_code.tracebacks import words_of
+
+# Values by name; of several tasks, names begin with that of the task.
+Metrics: TypeAlias = Mapping[str, float]
+
+
+def task_metrics(
+    name: str,
+    task: TaskSection,
+    outputs_N: Tensor,
+    labels_N: Tensor,
+    groups_N: Tensor | None,
+    weights_N: Tensor | None = None,
+) -> dict[str, float]:
+    """All metrics of one task, computed in float64; NaN where there are no samples.
+
+    Args:
+        outputs_N: of the dense net; (N, C) of C classes.
+        groups_N: of the samples, where metrics want groups.
+        weights_N: of the samples, above 0, in the metrics of its kind; in no others. None for all the same.
+
+    Raises:
+        ConfigError: a function of the user's own fails, or gives no number.
+    """
+    if not len(labels_N):
+        return {**dict.fromkeys(task.metric_names, float("nan")), "num_samples": 0}
+    found = _common_metrics(task, outputs_N, labels_N, weights_N)
+    said_N = predicted(task, outputs_N)
+    ranking = None
+    for metric in task.metrics:
+        if ":" in metric:
+            found[metric.rpartition(":")[2]] = _own_metric(name, metric, said_N, labels_N)
+            continue
+        assert groups_N is not None, "data.group is set where metrics want groups"
+        if said_N.isnan().any():
+            found[metric] = float("nan")
+            continue
+        ranking = ranking or Ranking.of(said_N.numpy(), labels_N.double().numpy(), groups_N.numpy())
+        found[metric] = _group_metric(ranking, metric)
+    return found
+
+
+def check_own_metrics(tasks: Mapping[str, TaskSection]) -> None:
+    """ConfigError where a metric of the user's own cannot be had."""
+    for name, task in tasks.items():
+        for metric in task.metrics:
+            if ":" in metric:
+                _own_function(name, metric)
+
+
+def score(task: TaskSection, outputs_N: Tensor, labels_N: Tensor) -> float:
+    """The metric that a task is judged by where no other is chosen; NaN where there are no samples."""
+    return _common_metrics(task, outputs_N, labels_N)[task.score] if len(labels_N) else float("nan")
+
+
+def predicted(task: TaskSection, outputs_N: Tensor) -> Tensor:
+    """What is predicted, in float64: probabilities, (N, C) of C classes, or numbers."""
+    if task.kind == "binary":
+        return probabilities(outputs_N)
+    outputs_N = outputs_N.detach().double()
+    return outputs_N if task.kind == "regression" else outputs_N.softmax(dim=1)
+
+
+def _common_metrics(
+    task: TaskSection, outputs_N: Tensor, labels_N: Tensor, weights_N: Tensor | None = None
+) -> dict[str, float]:
+    if task.kind == "binary":
+        return binary_metrics(outputs_N, labels_N, weights_N).as_dict()
+    outputs_N, labels_N = outputs_N.detach().double(), labels_N.double()
+    weights_N = None if weights_N is None else weights_N.double()
+    if task.kind == "regression":
+        error_N = outputs_N - labels_N
+        values = (mean(error_N.square(), weights_N).sqrt(), mean(error_N.abs(), weights_N))
+    else:
+        is_right_N = (outputs_N.argmax(dim=1) == labels_N).double()
+        is_right = mean(is_right_N, weights_N)
+        if weights_N is None:
+            values = (is_right, F.cross_entropy(outputs_N, labels_N.long()))
+        else:
+            losses_N = F.cross_entropy(outputs_N, labels_N.long(), reduction="none")
+            values = (is_right, mean(losses_N, weights_N))
+    numbers = [value.item() for value in values]
+    return dict(zip(METRICS[task.kind], [*numbers, len(labels_N)], strict=True))
+
+
+def _group_metric(ranking: Ranking, metric: str) -> float:
+    kind, _, k = metric.partition("@")
+    match kind:
+        case "gauc":
+            return ranking.gauc()
+        case "mrr":
+            return ranking.mrr()
+        case "ndcg":
+            return ranking.ndcg(int(k))
+    return ranking.recall(int(k))
+
+
+def _own_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -> float:
+    key = f"tasks.{name}.metrics"
+    function = _own_function(name, metric)
+    try:
+        value = function(predicted_N, labels_N)
+        return float(value)
+    except Exception as error:  # the user's own code, which may raise anything
+        reason = f"fails, or gives no number: {words_of(error)}"
+        raise ConfigError(key, " ".join(reason.split()), metric) from error
+
+
+def _own_function(name: str, metric: str) -> Callable[..., Any]:
+    return load_function(f"tasks.{name}.metrics", metric, ("predictions", "labels"))

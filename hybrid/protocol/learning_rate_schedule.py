@@ -1,0 +1,83 @@
+"""Learning-rate schedules: the factor of every step, for tables and dense nets alike.
+
+A schedule is a plain value. Trainers and workers hold the same one and compute the factor of a step each
+for themselves, so that none travels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybrid.config import ScheduleSection
+from hybrid.config.validation import SCHEDULES_THAT_END, check_schedule
+from hybrid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The factor of the learning rate at every step; without arguments it is 1 throughout.
+
+    During a warm-up it rises linearly from ``initial_factor`` to 1. Then, t steps later, with T the steps
+    from there to the end and f the ``final_factor``, it is
+
+    ========== ================================================= ==================================
+    kind       factor                                            in torch.optim.lr_scheduler
+    ========== ================================================= ==================================
+    constant   1
+    step       decay_factor ** (t // decay_every)                StepLR
+    cosine     f + (1 - f) (1 + cos(pi t / T)) / 2               CosineAnnealingLR
+    polynomial f + (1 - f) (1 - t / T) ** power                  PolynomialLR, where f = 0
+    one_cycle  half a cosine from initial_factor to 1, then      OneCycleLR, two phases, cos,
+               another from 1 to f                               cycle_momentum=False
+    ========== ================================================= ==================================
+
+    Attributes:
+        section: the kind and its settings.
+        end: the steps of the whole schedule, warm-up included; constant and step have no end and ignore it.
+    """
+
+    section: ScheduleSection = ScheduleSection()
+    end: int = 0
+
+    @classmethod
+    def of(cls, section: ScheduleSection, run_steps: int) -> Schedule:
+        """The schedule of a run that takes ``run_steps`` steps in all.
+
+        Raises:
+            ConfigError: the schedule ends before the run, or its warm-up does not.
+        """
+        end = section.steps or run_steps
+        check_schedule(section, end)
+        if section.kind in SCHEDULES_THAT_END and run_steps > end:
+            rule = f"must be at least the steps of the run, {run_steps}, or 0 to take these"
+            raise ConfigError("schedule.steps", rule, section.steps)
+        return cls(section, end)
+
+    def factor(self, step: int) -> float:
+        """The factor at ``step``, counted from 0; past the end the last one stays."""
+        section = self.section
+        if section.kind == "one_cycle":
+            return self._one_cycle(min(step, self.end - 1))
+        since = step - section.warmup_steps
+        if since < 0:
+            return section.initial_factor + (1 - section.initial_factor) * step / section.warmup_steps
+        if section.kind == "constant":
+            return 1.0
+        if section.kind == "step":
+            return float(section.decay_factor ** (since // section.decay_every))
+        done = min(1.0, since / (self.end - section.warmup_steps))
+        if section.kind == "cosine":
+            return _half_cosine(1.0, section.final_factor, done)
+        return float(section.final_factor + (1 - section.final_factor) * (1 - done) ** section.power)
+
+    def _one_cycle(self, step: int) -> float:
+        # As in torch, the peak may lie between two steps, or before the first.
+        peak, last = self.section.peak_fraction * self.end - 1, self.end - 1
+        if step < peak:
+            return _half_cosine(self.section.initial_factor, 1.0, step / peak)
+        return _half_cosine(1.0, self.section.final_factor, (step - peak) / (last - peak))
+
+
+def _half_cosine(start: float, stop: float, done: float) -> float:
+    return stop + (start - stop) * (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,84 @@
+"""How gradients become updates: what the workers of a run go by, and what they have measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from hybrid.config import RunConfig
+from hybrid.protocol.learning_rate_schedule import Schedule
+
+
+class UpdateMode(StrEnum):
+    """How the trainers' gradients become updates of the tables."""
+
+    SYNC = "sync"
+    PIPELINED = "pipelined"
+    ASYNC = "async"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRules:
+    """How gradients become updates; the same on every worker of a run.
+
+    Attributes:
+        num_trainers: how many trainers make a synchronous step.
+        mode: sync, pipelined or async.
+        parts: contributions of each trainer to a step, one a micro-batch.
+        clip_norm: the largest norm of all gradients of a step together; None for any.
+        check_finite: whether a loss or gradient that is not finite is an error; else its step is skipped.
+        timeout_seconds: how long a step may wait for its last trainer, or for the decision.
+        schedule: how learning rates change from step to step.
+    """
+
+    num_trainers: int
+    mode: UpdateMode = UpdateMode.SYNC
+    parts: int = 1
+    clip_norm: float | None = None
+    check_finite: bool = True
+    timeout_seconds: float = 60.0
+    schedule: Schedule = field(default_factory=Schedule)
+
+    @classmethod
+    def of(cls, config: RunConfig, schedule: Schedule, num_trainers: int | None = None) -> UpdateRules:
+        """The rules of a run.
+
+        Args:
+            num_trainers: those of the configuration by default.
+        """
+        train = config.train
+        return cls(
+            num_trainers=config.cluster.trainers if num_trainers is None else num_trainers,
+            mode=UpdateMode(train.update),
+            parts=train.micro_batches,
+            clip_norm=train.clip_norm,
+            check_finite=train.non_finite == "stop",
+            timeout_seconds=config.cluster.step_timeout_seconds,
+            schedule=schedule,
+        )
+
+    @property
+    def decided(self) -> bool:
+        """Whether a step waits for the trainers' decision how it is applied (update_guard.py)."""
+        return self.clip_norm is not None or not self.check_finite
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How many updates came between reading rows and updating them by what was computed from them.
+
+    Attributes:
+        count: contributions measured.
+        total, largest: over all of them.
+    """
+
+    count: int = 0
+    total: int = 0
+    largest: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def __add__(self, other: Staleness) -> Staleness:
+        return Staleness(self.count + other.count, self.total + other.total, max(self.largest, other.largest))

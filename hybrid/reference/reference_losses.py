@@ -1,0 +1,136 @@
+"""The loss of a step in plain torch: of each task, the weighted mean over all samples of a global batch, and
+over all of its groups."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.config import TaskSection
+from hybrid.user_code.function_names import load_function
+
+
+class ReferenceLoss:
+    """The loss of a run.
+
+    Args:
+        tasks: what is predicted, in the order of labels and outputs.
+    """
+
+    def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
+        self._tasks = list(tasks.values())
+        self._own = {
+            t: load_function(f"tasks.{name}.loss", task.loss)
+            for t, (name, task) in enumerate(tasks.items())
+            if ":" in task.loss
+        }
+
+    def parts(self, outputs: Sequence[Tensor], shares: Sequence[Batch]) -> list[Tensor]:
+        """What each trainer's samples add to the loss of all of them.
+
+        What ranking losses add comes last, of the whole batch: here a group may have samples anywhere in it.
+
+        Args:
+            outputs: of each trainer's samples, (samples, outputs).
+            shares: each trainer's samples.
+        """
+        has_weights = any(share.weights is not None for share in shares)
+        num_outputs = [task.num_outputs for task in self._tasks]
+        totals = [sum(_weights(s, t).sum().item() for s in shares) or 1.0 for t in range(len(num_outputs))]
+        parts = []
+        for outputs_BO, share in zip(outputs, shares, strict=True):
+            if not len(share.labels):
+                parts.append(outputs_BO.sum())
+                continue
+            columns = outputs_BO.split(num_outputs, dim=1)
+            of_tasks = [
+                self._part(t, columns[t], share, totals[t], has_weights) * _weight(task)
+                for t, task in enumerate(self._tasks)
+            ]
+            parts.append(torch.stack(of_tasks).sum())
+        whole_BO, first = torch.cat(list(outputs)), 0
+        for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
+            if task.ranking_loss:
+                order = _order(task.ranking_loss, whole_BO[:, first], shares, t)
+                parts.append(order * task.weight * task.ranking_share)
+            first += number
+        return parts
+
+    def _part(self, t: int, outputs_BO: Tensor, share: Batch, total: float, has_weights: bool) -> Tensor:
+        labels_B = _column(share.labels, t).to(outputs_BO.dtype)
+        if not has_weights:
+            return self._loss(t, outputs_BO, labels_B, "mean") * (len(labels_B) / total)
+        values_B = self._loss(t, outputs_BO, labels_B, "none")
+        return torch.dot(_weights(share, t).to(values_B), values_B) / total
+
+    def _loss(self, t: int, outputs_BO: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
+        task = self._tasks[t]
+        if task.kind == "classes":
+            if t in self._own:
+                return _reduced(self._own[t](outputs_BO, labels_B.long()), reduction)
+            return F.cross_entropy(outputs_BO, labels_B.long(), reduction=reduction)
+        outputs_B = outputs_BO.squeeze(1)
+        if t in self._own:
+            return _reduced(self._own[t](outputs_B, labels_B), reduction)
+        match task.loss_name:
+            case "log_loss":
+                return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
+            case "focal":
+                right_B = torch.where(labels_B > 0.5, outputs_B, -outputs_B).sigmoid()
+                return _reduced(-((1 - right_B) ** task.focal_gamma) * right_B.log(), reduction)
+            case "squared":
+                return F.mse_loss(outputs_B, labels_B, reduction=reduction)
+            case name:
+                assert name == "huber", name
+                return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.huber_delta)
+
+
+def _weight(task: TaskSection) -> float:
+    """Of the loss of a task's samples."""
+    return task.weight * (1 - task.ranking_share if task.ranking_loss else 1.0)
+
+
+def _order(loss: str, scores_N: Tensor, shares: Sequence[Batch], t: int) -> Tensor:
+    """The mean over all groups of the batch that have something to put in order, each by its mean weight."""
+    labels_N = torch.cat([_column(share.labels, t) for share in shares]).to(scores_N)
+    weights_N = torch.cat([_weights(share, t) for share in shares]).to(scores_N)
+    groups = [share.groups for share in shares if share.groups is not None]
+    groups_N = torch.cat([torch.empty(0, dtype=torch.int64), *groups])
+    weighted, total = scores_N.sum() * 0, 0.0
+    for group in set(groups_N.tolist()):
+        mine_N = (groups_N == group) & (weights_N > 0)
+        s, y, w = scores_N[mine_N], labels_N[mine_N], weights_N[mine_N]
+        if len(set(y.tolist())) > 1:
+            value = _pairwise(s, y, w) if loss == "pairwise" else _listwise(s, y, w)
+            weighted, total = weighted + w.mean() * value, total + w.mean().item()
+    return weighted / (total or 1.0)
+
+
+def _pairwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """RankNet's loss of the pairs of a group, from the matrix of all of them."""
+    is_pair = (y[:, None] > y[None, :]).to(s)
+    weights = is_pair * w[:, None] * w[None, :]
+    behind = s[None, :] - s[:, None]
+    return (weights * torch.logaddexp(torch.zeros_like(behind), behind)).sum() / weights.sum()
+
+
+def _listwise(s: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    """The cross-entropy of a group's labels and the softmax of its scores."""
+    return -(w * y * s.log_softmax(0)).sum() / (w * y).sum()
+
+
+def _reduced(values_B: Tensor, reduction: str) -> Tensor:
+    return values_B.mean() if reduction == "mean" else values_B
+
+
+def _column(values: Tensor, t: int) -> Tensor:
+    return values if values.dim() == 1 else values[:, t]
+
+
+def _weights(share: Batch, t: int) -> Tensor:
+    """How much each sample counts for task ``t``, in float64."""
+    if share.weights is None or not len(share.labels):
+        return torch.ones(len(share.labels), dtype=torch.float64)
+    return _column(share.weights, t).double()

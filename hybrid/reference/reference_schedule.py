@@ -1,0 +1,65 @@
+"""Learning rates of the one-process reference, by torch's own schedulers.
+
+Nothing here is shared with ``learning_rate_schedule.py``, which has the formulas, and is compared with this.
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import chain, count, islice, repeat
+
+import torch
+from torch.optim import lr_scheduler
+
+from hybrid.config import ScheduleSection
+
+
+def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
+    """What learning rates are multiplied by in each step, without end, by torch's own schedulers.
+
+    The rate rises in the first ``warmup_steps``, then falls as ``kind`` says until the schedule's last
+    step, and stays there.
+    """
+    rising = lr_scheduler.LinearLR(_unit_rate(), section.initial_factor, total_iters=section.warmup_steps)
+    return chain(islice(_rates(rising), section.warmup_steps), _falling_factors(section, total_steps))
+
+
+def _falling_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
+    # A run may end before its warm-up does.
+    steps = max(1, (section.steps or total_steps) - section.warmup_steps)
+    final = section.final_factor
+    match section.kind:
+        case "step":
+            return _rates(lr_scheduler.StepLR(_unit_rate(), section.decay_every, section.decay_factor))
+        case "cosine":
+            return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps, eta_min=final), steps)
+        case "polynomial":
+            falling = _rates(lr_scheduler.PolynomialLR(_unit_rate(), steps, section.power), steps)
+            return (final + (1 - final) * factor for factor in falling)
+        case "one_cycle" if section.peak_fraction * steps <= 1:
+            # No step is left to rise in; torch's own would divide by zero.
+            return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps - 1, eta_min=final), steps - 1)
+        case "one_cycle":
+            cycle = lr_scheduler.OneCycleLR(
+                _unit_rate(),
+                max_lr=1.0,
+                total_steps=steps,
+                pct_start=section.peak_fraction,
+                div_factor=1 / section.initial_factor,
+                final_div_factor=section.initial_factor / final if final else math.inf,
+                cycle_momentum=False,
+            )
+            return _rates(cycle, steps - 1)
+    return repeat(1.0)
+
+
+def _unit_rate() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(())], lr=1.0)
+
+
+def _rates(scheduler: lr_scheduler.LRScheduler, last_step: float = math.inf) -> Iterator[float]:
+    """The rate of each step; after ``last_step``, where torch's formulas would turn round, its rate."""
+    for step in count():
+        yield float(scheduler.get_last_lr()[0])
+        if step < last_step:
+            scheduler.optimizer.step()  # torch warns of a scheduler that runs ahead of its optimizer
+            scheduler.step()

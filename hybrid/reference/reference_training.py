@@ -1,0 +1,300 @@
+"""The same training in one process of plain torch: what the cluster is measured against.
+
+No arithmetic is shared with the system: ordinary autograd, ``F.embedding`` and ``F.embedding_bag``,
+``torch.optim`` and its schedulers, ``clip_grad_norm_``. Only the nets are given, and with them their layers'
+products, those of ``dense.matmul``. Every trainer's share of a step is computed here, one after another, and
+one backward pass goes through all of them. Rows that a step touches are leaves of their own, so that tables
+of millions of rows have no gradients of their size, unless all of their rows take every step.
+"""
+
+import copy
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybrid.batch import Batch, SparseFeatures
+from hybrid.config import DenseSection, RunConfig
+from hybrid.embedding.table_spec import TableSpec
+from hybrid.errors import ConfigError, NonFiniteError
+from hybrid.input_spec import InputSpec
+from hybrid.models.dense_net import DenseNet
+from hybrid.reference.reference_losses import ReferenceLoss
+from hybrid.reference.reference_rows import WholeTable, initial_state, update_rows
+from hybrid.reference.reference_schedule import learning_rate_factors
+
+
+class _Touched(NamedTuple):
+    """The rows of one table that a step, or a prediction, reads."""
+
+    ids_U: Tensor
+    rows_UD: Tensor
+
+
+class Reference:
+    """Trains the job of a configuration in this process.
+
+    Args:
+        config: the job.
+        input_spec: the features, in the order of the batches.
+        tables: one spec a table.
+        rows: initial rows by table; copied.
+        net: the dense net that every trainer starts from; copied.
+        remote_net: what stands between interaction and head, or None; copied.
+        total_steps: steps of the whole run, which its schedule may depend on.
+
+    Attributes:
+        tables: rows by table, with all updates.
+        table_states: state of the tables' optimizers by table and name, as the workers name it.
+        nets: the dense net of each trainer; stages that trainers share are the same modules.
+        remote_net: as the argument, trained.
+        optimizer: of all dense parameters: torch's treats each by itself, so one serves all nets.
+        skipped_steps: steps that were not applied, since a loss or gradient was not finite.
+
+    Raises:
+        ConfigError: ``train.update`` is async, which no order of steps in one process equals.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        input_spec: InputSpec,
+        tables: Sequence[TableSpec],
+        rows: Mapping[str, Tensor],
+        net: DenseNet,
+        remote_net: nn.Module | None,
+        total_steps: int,
+    ) -> None:
+        if config.train.update == "async":
+            raise ConfigError("train.update", "must be sync or pipelined to be compared", "async")
+        self._config = config
+        self._specs = tables
+        self._features = input_spec.sparse_features
+        self._table_of = {name: table.read_by(name) for table in tables for name in table.features}
+        self._dtype: torch.dtype = getattr(torch, config.train.dtype)
+
+        self.tables = {table.name: rows[table.name].to(self._dtype, copy=True) for table in tables}
+        self.table_states = {t.name: initial_state(t.optimizer, self.tables[t.name]) for t in tables}
+        self._whole = {
+            t.name: WholeTable(t.optimizer, self.tables[t.name], self.table_states[t.name])
+            for t in tables
+            if t.optimizer.all_rows
+        }
+        # What a step reads: in pipelined mode the tables without their last update.
+        self._visible = self.tables
+        self._last_updated: dict[str, Tensor] = {}  # ids_U by table
+        if config.train.update == "pipelined":
+            self._visible = {name: table_RD.clone() for name, table_RD in self.tables.items()}
+
+        self.nets = _nets(net, config.dense, config.cluster.trainers)
+        self.remote_net = copy.deepcopy(remote_net)
+        # Of a module of modules, torch gives each parameter once, shared or not.
+        self._dense = nn.ModuleList(self.nets)
+        if self.remote_net is not None:
+            self._dense.append(self.remote_net)
+        self._dense.to(self._dtype)
+        self.optimizer = _dense_optimizer(self.nets, self.remote_net, config)
+        self._rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._factors = learning_rate_factors(config.schedule, total_steps)
+        self._loss = ReferenceLoss(config.all_tasks)
+        self.skipped_steps = 0
+
+    def step(self, shares: Sequence[Batch]) -> float:
+        """One optimizer step of all trainers together; the loss of their samples, before it.
+
+        Args:
+            shares: the batch of each trainer; any may be empty.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite, and ``train.non_finite`` is stop.
+        """
+        factor = next(self._factors)
+        touched = self._touch(shares, self._visible)
+        for spec in self._specs:
+            touched[spec.name].rows_UD.requires_grad_(spec.optimizer.name != "frozen")
+        self._dense.train()
+        self.optimizer.zero_grad()
+        outputs = [self._forward(t, share, touched) for t, share in enumerate(shares)]
+        loss = torch.stack(self._loss.parts(outputs, shares)).sum()
+        loss.backward()
+        self.see_all_updates()  # but for this step's, which is still to come
+        if self._is_finite(loss, touched):
+            self._update(touched, factor)
+        elif self._config.train.non_finite == "stop":
+            raise NonFiniteError("the loss or a gradient of the reference is not finite")
+        else:
+            self.skipped_steps += 1
+        return loss.item()
+
+    def see_all_updates(self) -> None:
+        """Let the next step read every update so far, as the first step of an epoch does."""
+        for name, ids_U in self._last_updated.items():
+            self._visible[name][ids_U] = self.tables[name][ids_U]
+
+    @torch.no_grad()
+    def outputs(self, batch: Batch, trainer: int = 0) -> Tensor:
+        """``outputs_BO`` (``outputs_B`` of one) of a trainer's net for test samples, with all updates."""
+        self._dense.eval()
+        outputs_BO = self._forward(trainer, batch, self._touch([batch], self.tables))
+        return outputs_BO.squeeze(1)
+
+    @property
+    def parameter_names(self) -> tuple[list[str], list[str]]:
+        """Names of the parameters of a trainer's net, and of the remote net, in the order of optimizers."""
+        remote = self.remote_net or nn.Module()
+        return [n for n, _ in self.nets[0].named_parameters()], [n for n, _ in remote.named_parameters()]
+
+    def dense_state(self, module: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of each parameter of one of the nets, by the parameter's name in it."""
+        return {name: self.optimizer.state.get(p, {}) for name, p in module.named_parameters()}
+
+    def _touch(self, batches: Sequence[Batch], tables: Mapping[str, Tensor]) -> dict[str, _Touched]:
+        """Copies of the rows of each table that ``batches`` name."""
+        ids: dict[str, list[Tensor]] = {name: [] for name in self.tables}
+        for batch in batches:
+            for k, feature in enumerate(self._features):
+                ids[self._table_of[feature.name].name].append(_bags(batch.sparse_features, k)[0])
+        touched = {}
+        for name, table_RD in tables.items():
+            ids_U = torch.cat(ids[name]).unique()
+            touched[name] = _Touched(ids_U, table_RD[ids_U])
+        return touched
+
+    def _forward(self, trainer: int, batch: Batch, touched: Mapping[str, _Touched]) -> Tensor:
+        net = self.nets[trainer]
+        sparse = batch.sparse_features
+        with self._autocast():
+            bottom_BH = net.bottom(batch.dense_features.to(self._dtype))
+        pooled_BE = torch.cat([self._pool(sparse, k, touched) for k in range(len(self._features))], dim=1)
+        with self._autocast():
+            hidden_BH = net.interaction(bottom_BH, pooled_BE)
+        if self.remote_net is not None:
+            hidden_BH = self.remote_net(hidden_BH.to(self._dtype))
+        with self._autocast():
+            outputs_BO: Tensor = net.head(hidden_BH).view(-1, self._config.num_outputs)
+        return outputs_BO.to(self._dtype)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._config.dense.autocast == "bfloat16")
+
+    def _pool(self, sparse: SparseFeatures, feature: int, touched: Mapping[str, _Touched]) -> Tensor:
+        """The vectors of one feature, one a sample; or those of a sequence."""
+        spec = self._features[feature]
+        table = self._table_of[spec.name]
+        ids_U, rows_UD = touched[table.name]
+        ids_L, offsets, weights_L = _bags(sparse, feature)
+        index_L = torch.searchsorted(ids_U, ids_L)
+        if table.sequence:
+            return self._sequence(index_L, offsets, weights_L, rows_UD, table.sequence)
+        if weights_L is not None:
+            weights_L = weights_L.to(self._dtype)
+            sums_BD = F.embedding_bag(
+                index_L, rows_UD, offsets, mode="sum", per_sample_weights=weights_L, include_last_offset=True
+            )
+            is_mean = table.pooling.value == "mean"  # which torch has of plain rows only
+            return sums_BD / offsets.diff().clamp(min=1).unsqueeze(1) if is_mean else sums_BD
+        if sparse.offsets is None or not spec.multi_hot:
+            return F.embedding(index_L, rows_UD)
+        return F.embedding_bag(index_L, rows_UD, offsets, mode=table.pooling.value, include_last_offset=True)
+
+    def _sequence(
+        self, index_L: Tensor, offsets: Tensor, weights_L: Tensor | None, rows_UD: Tensor, length: int
+    ) -> Tensor:
+        """The vectors of each sample's ids, zeros up to ``length`` of them, and how many ids there are."""
+        padding = len(rows_UD)
+        index_BN = torch.full((len(offsets) - 1, length), padding)
+        weights_BN = torch.ones(index_BN.shape, dtype=self._dtype)
+        for b, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            index_BN[b, : stop - start] = index_L[start:stop]
+            if weights_L is not None:
+                weights_BN[b, : stop - start] = weights_L[start:stop].to(self._dtype)
+        rows_VD = torch.cat([rows_UD, rows_UD.new_zeros(1, rows_UD.size(1))])
+        vectors_BND = F.embedding(index_BN, rows_VD, padding_idx=padding) * weights_BN.unsqueeze(2)
+        lengths_B1 = (index_BN != padding).sum(dim=1, keepdim=True).to(self._dtype)
+        return torch.cat([vectors_BND.flatten(1), lengths_B1], dim=1)
+
+    def _is_finite(self, loss: Tensor, touched: Mapping[str, _Touched]) -> bool:
+        gradients = [leaf.grad for leaf in self._leaves(touched) if leaf.grad is not None]
+        return all(bool(tensor.isfinite().all()) for tensor in (loss, *gradients))
+
+    def _leaves(self, touched: Mapping[str, _Touched]) -> list[Tensor]:
+        return [*(t.rows_UD for t in touched.values()), *self._dense.parameters()]
+
+    def _update(self, touched: Mapping[str, _Touched], factor: float) -> None:
+        if self._config.train.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._leaves(touched), self._config.train.clip_norm)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        for spec in self._specs:
+            ids_U, rows_UD = touched[spec.name]
+            if spec.optimizer.name == "frozen":
+                continue
+            assert rows_UD.grad is not None, "every table has a feature that reads it"
+            rate = spec.optimizer.learning_rate * factor
+            table_RD, state = self.tables[spec.name], self.table_states[spec.name]
+            if spec.name in self._whole:
+                self._whole[spec.name].step(rate, ids_U, rows_UD.grad)
+                ids_U = torch.arange(len(table_RD))
+            else:
+                update_rows(spec.optimizer, rate, table_RD, state, ids_U, rows_UD.grad)
+            self._last_updated[spec.name] = ids_U
+
+
+def _bags(sparse: SparseFeatures, feature: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids of one feature, where each of its B bags starts and ends (B + 1), and the weights of its ids, None
+    if all are 1."""
+    size = sparse.batch_size
+    offsets = sparse.offsets
+    if offsets is None:
+        offsets = torch.arange(len(sparse.ids_L) + 1)
+    offsets = offsets[feature * size : (feature + 1) * size + 1]
+    ids = slice(int(offsets[0]), int(offsets[-1]))
+    weights_L = None if sparse.weights_L is None else sparse.weights_L[ids]
+    if weights_L is not None and bool((weights_L == 1).all()):
+        weights_L = None
+    return sparse.ids_L[ids], offsets - offsets[0], weights_L
+
+
+def _nets(net: DenseNet, section: DenseSection, trainers: int) -> list[DenseNet]:
+    """A net for each trainer, which share what DDP keeps equal, and what they hold together."""
+    together = section.trainers_per_net
+    if section.ddp == "outside":
+        return [copy.deepcopy(net)] * trainers
+    nets = [copy.deepcopy(net) for _ in range(trainers // together)]
+    if section.ddp == "inside":
+        for other in nets[1:]:
+            other.head = nets[0].head
+    return [nets[trainer // together] for trainer in range(trainers)]
+
+
+def _dense_optimizer(
+    nets: Sequence[nn.Module], remote_net: nn.Module | None, config: RunConfig
+) -> torch.optim.Optimizer:
+    """One for all nets, with a group of parameters for each parameter."""
+    dense, groups = config.dense, list(config.dense_groups.values())
+    prefixed = [("", net) for net in nets] + ([] if remote_net is None else [("remote.", remote_net)])
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for prefix, net in prefixed:
+        for name, parameter in net.named_parameters():
+            own: dict[str, Any] = {"params": [parameter]}
+            for group in groups:
+                if any(fnmatchcase(prefix + name, pattern) for pattern in group.parameters):
+                    own |= {
+                        "lr": group.learning_rate or dense.learning_rate,
+                        **_options(group.optimizer_options),
+                    }
+            found[parameter] = own
+    optimizer_class: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, dense.optimizer)
+    options = _options(dense.optimizer_options)
+    return optimizer_class(list(found.values()), lr=dense.learning_rate, **options)
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    options = tomllib.loads("\n".join(texts))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}

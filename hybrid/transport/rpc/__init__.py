@@ -1,0 +1,4 @@
+"""Calls between processes over ``torch.distributed.rpc``: endpoints, stubs, pending results and failures.
+
+Begin with ``stubs``.
+"""

@@ -1,0 +1,122 @@
+"""Joining the RPC group of a cluster, and leaving it."""
+
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from hybrid.security.allow_list import Allowed
+from hybrid.security.closed_listeners import closed_after
+from hybrid.security.message_signature import Signatures
+from hybrid.security.rejected_messages import Refusals
+from hybrid.security.secret import Secret
+from hybrid.security.signed_pickler import SignedPickler, install, plain_collectives
+from hybrid.topology import Role, RoleKind, Topology, rpc_transport
+from hybrid.transport.rpc.endpoints import CALLS, CARRIED
+from hybrid.transport.rpc.payload_classes import DATA
+from hybrid.transport.rpc.stubs import greet
+from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
+from hybrid.transport.socket.handshake import Place
+from hybrid.transport.socket.socket_client import LINKS, Link
+from hybrid.transport.socket.socket_server import Server
+
+_scheme_numbers = itertools.count()
+# They run calls and take answers in. Few calls wait in one: a trainer's for its steps, a worker's for updates
+# before a checkpoint. All else computes, which cores bound; 41 roles start and stop with one thread each.
+_RPC_THREADS = 8
+_servers: list[Server] = []  # where this process is a worker
+
+
+def start(
+    role: Role,
+    topology: Topology,
+    store: dist.Store,
+    *,
+    secret: Secret,
+    run_id: bytes,
+    interface: str,
+    transport: str,
+    carrier: str,
+    timeout_seconds: float,
+    data: Iterable[type[Any]] = (),
+    created: Iterable[Callable[..., Any]] = (),
+) -> None:
+    """Join the RPC group of a cluster; returns when every role has joined.
+
+    Args:
+        store: the cluster's key-value store, connected.
+        secret: the cluster's; who does not have it can call nothing.
+        run_id: the same for all roles, and drawn anew at each start of the cluster.
+        interface: network interface that this process listens on.
+        transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
+        carrier: of lookups and gradients outside of autograd: "socket", a sealed connection for each trainer
+            and worker, or "rpc".
+        timeout_seconds: of every call, unless it names its own.
+        data: classes whose values may travel, besides those of this package; they only hold data.
+        created: classes of the project's of which others may create objects here, and functions that make
+            one; what the user's own modules define, they may anyway.
+    """
+    os.environ["TP_SOCKET_IFNAME"] = interface
+    rank, world_size = topology.rank(role), topology.world_size
+    scheme = f"hybrid{next(_scheme_numbers)}"
+    names = dist.PrefixStore("rpc", store)
+    register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
+    is_tcp = rpc_transport(transport, world_size) == "uv"
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=_RPC_THREADS,
+        rpc_timeout=timeout_seconds,
+        init_method=f"{scheme}://",
+        _transports=["uv"] if is_tcp else ["shm", "uv"],
+        _channels=["basic"],  # tensors by one connection; others open 16 for each, and are no faster
+    )
+    name = role.rpc_name
+    signatures, allowed = Signatures(secret, run_id, name), Allowed((*DATA, *data), created)
+    install(SignedPickler(signatures, CALLS, allowed, Refusals()))
+    with warnings.catch_warnings(), plain_collectives(), closed_after(names, rank, world_size):
+        # torch warns of a use of its own within init_rpc.
+        warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
+        rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+        _connect(topology.partners(role), timeout_seconds)
+    if carrier == "socket":
+        place = Place(role, topology, secret, run_id, timeout_seconds)
+        _join_carrier(place, dist.PrefixStore("carrier", store), interface)
+
+
+def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
+    """Return when every role is connected to its partners: nobody needs to be let in later.
+
+    Torch's own calls stay within these: its barriers go through the name that sorts first, the master's.
+    """
+    for greeting in [greet(role) for role in partners]:
+        greeting.wait()
+    rpc.api._all_gather(None, timeout=timeout_seconds)
+
+
+def _join_carrier(place: Place, store: dist.Store, interface: str) -> None:
+    if place.role.kind is RoleKind.TRAINER:
+        for worker, connection in meet_workers(place, store).items():
+            LINKS[worker] = Link(connection, place.timeout_seconds)
+    elif place.role.kind is RoleKind.WORKER:
+        _servers.append(Server(meet_trainers(place, store, interface), CARRIED))
+
+
+def stop(timeout_seconds: float, graceful: bool = True) -> None:
+    """Leave the RPC group.
+
+    Args:
+        timeout_seconds: how long to wait for the other roles.
+        graceful: wait until every role leaves; False where one may be gone.
+    """
+    try:
+        rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
+    finally:
+        install(None)
+        while LINKS:
+            LINKS.popitem()[1].close()
+        while _servers:
+            _servers.pop().close(timeout_seconds)

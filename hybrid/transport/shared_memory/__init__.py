@@ -1,0 +1,4 @@
+"""Shared memory between the processes of one host, and what is aggregated through it.
+
+Begin with ``shared_block``.
+"""

@@ -1,0 +1,67 @@
+"""Tensors one after the other in memory, as types and shapes say it to whoever else has that memory."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from hybrid.security.message_signature import is_in_one_piece, memory_of
+
+DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int32, torch.int64, torch.uint8, torch.bool),
+)
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_ALIGNMENT = 64
+_MANY_BYTES = 1 << 20  # to copy them takes longer than threads should wait for each other
+
+# Of each tensor, the number of its type in ``DTYPES``, and its shape.
+Described: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+
+
+def described(tensors: Iterable[Tensor]) -> Described:
+    """What is to be said of tensors, in plain values."""
+    return [(_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
+
+
+def num_bytes(shapes: Described) -> int:
+    """How much room :func:`tensors_in` takes, from a place that is a multiple of 64 bytes."""
+    return sum(aligned(math.prod(shape) * DTYPES[number].itemsize) for number, shape in shapes)
+
+
+def write(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
+    """Copy tensors into ``memory``, to where :func:`tensors_in` finds them."""
+    for tensor in tensors:
+        if tensor.nbytes >= _MANY_BYTES:  # torch lets other threads go on meanwhile
+            there = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            there.view(tensor.shape).copy_(tensor.detach())
+        else:
+            whole = tensor if is_in_one_piece(tensor) else tensor.contiguous()
+            for part in memory_of(whole):
+                memory[start : start + len(part)] = part
+        start += aligned(tensor.nbytes)
+
+
+def tensors_in(memory: memoryview, start: int, shapes: Described) -> list[Tensor]:
+    """Tensors that lie in ``memory`` from the byte ``start`` on, and keep it.
+
+    Raises:
+        ValueError: one begins or ends beyond it.
+    """
+    tensors = []
+    for number, shape in shapes:
+        dtype, count = DTYPES[number], math.prod(shape)
+        if count:
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
+        else:  # torch makes none of memory
+            flat = torch.empty(0, dtype=dtype)
+        tensors.append(flat.view(tuple(shape)))
+        start += aligned(count * dtype.itemsize)
+    return tensors
+
+
+def aligned(at: int) -> int:
+    """The next place at which a tensor may begin."""
+    return -(-at // _ALIGNMENT) * _ALIGNMENT

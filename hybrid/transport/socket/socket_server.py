@@ -1,0 +1,212 @@
+"""A worker's end of its connections to trainers: their calls, and the answers to them.
+
+A few threads read, each for some of the trainers. What a call needs is done where it was read; what must wait
+is a future, and is answered by whoever completes it. No thread ever waits for a trainer that does not read:
+what the system does not take at once is kept, and sent on when it does.
+"""
+
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.futures import Future
+
+from hybrid.security.failure_text import raised_later
+from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.transport.socket.frames import Kind, Message
+from hybrid.transport.socket.handshake import Connection
+from hybrid.user_code.function_names import name_of
+
+Carried: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
+
+_LOG = logging.getLogger(__name__)
+_MOST_THREADS = 4
+_WAIT_SECONDS = 60.0
+
+
+class Server:
+    """Answers calls until it is closed.
+
+    Args:
+        trainers: their connections, which now belong to this.
+        functions: that may be called, with plain values and tensors.
+    """
+
+    def __init__(self, trainers: Sequence[Connection], functions: Sequence[Carried]) -> None:
+        named = {name_of(each): each for each in functions}
+        number = min(len(trainers), _MOST_THREADS)
+        self._readers = [_Reader(trainers[each::number], named) for each in range(number)]
+
+    def close(self, timeout_seconds: float) -> None:
+        """End the threads and the connections; raises what has ended one before its time."""
+        for reader in self._readers:
+            reader.close(timeout_seconds)
+
+
+class _Reader:
+    """One thread, and the connections that it reads."""
+
+    def __init__(
+        self,
+        trainers: Sequence[Connection],
+        functions: Mapping[str, Carried],
+    ) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._callers = []
+        for connection in trainers:
+            caller = _Caller(connection, functions, partial(os.eventfd_write, self._wake, 1))
+            self._selector.register(connection.socket, selectors.EVENT_READ, caller)
+            self._callers.append(caller)
+        self._is_closing = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="carrier", daemon=True)
+        self._thread.start()
+
+    def close(self, timeout_seconds: float) -> None:
+        """See :meth:`Server.close`."""
+        self._is_closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._selector.close()
+            os.close(self._wake)
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._turn()
+        except Exception as error:  # trainers find their connections closed; close() tells
+            _LOG.exception("answering lookups has failed")
+            self._error = error
+        finally:
+            for caller in self._callers:
+                caller.close()
+
+    def _turn(self) -> None:
+        ready = self._selector.select(_WAIT_SECONDS)
+        for key, events in ready:
+            if key.data is None:
+                os.eventfd_read(self._wake)
+                ready = [(each, 0) for each in self._selector.get_map().values()]
+            else:
+                if events & selectors.EVENT_WRITE:
+                    key.data.send_on()
+                if events & selectors.EVENT_READ:
+                    key.data.read()
+        for key, _ in ready:
+            if key.data is not None and (wanted := key.data.wanted) != key.events:
+                self._want(key, wanted)
+
+    def _want(self, key: selectors.SelectorKey, events: int) -> None:
+        if events:
+            self._selector.modify(key.fileobj, events, key.data)
+        else:
+            self._selector.unregister(key.fileobj)
+            key.data.close()
+
+
+class _Caller:
+    """A trainer, as this worker hears and answers it.
+
+    Args:
+        wake: has the reader look at ``wanted`` again.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        functions: Mapping[str, Carried],
+        wake: Callable[[], None],
+    ) -> None:
+        self._connection, self._frames = connection
+        self._functions = functions
+        self._wake = wake
+        self._unsent = bytearray()
+        self._has_ended = False
+        self._sending = threading.Lock()
+
+    @property
+    def wanted(self) -> int:
+        """What its reader is to wait for; nothing once it has ended."""
+        if self._has_ended:
+            return 0
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+
+    def read(self) -> None:
+        """Take what has come, and do what it asks for."""
+        try:
+            self._frames.receive(self._connection)
+            while (message := self._frames.next()) is not None:
+                self._serve(message)
+        except OSError:  # it is gone; the master sees to that
+            self._has_ended = True
+        except RefusedPayload as error:
+            _LOG.warning("refused a message, and closed the connection: %s", error)
+            self._has_ended = True
+
+    def _serve(self, call: Message) -> None:
+        function, plain = call.value
+        try:
+            answer = self._functions[function](plain, call.tensors)
+        except Exception as error:  # comes back as words
+            self._answer(Message(Kind.FAILED, call.number, raised_later(error)))
+        else:
+            answer.add_done_callback(partial(self._completed, call.number))
+
+    def _completed(self, number: int, future: Future[Sequence[Tensor]]) -> None:
+        try:
+            tensors = future.value()
+        except Exception as error:  # comes back as words
+            self._answer(Message(Kind.FAILED, number, raised_later(error)))
+        else:
+            self._answer(Message(Kind.ANSWER, number, None, tensors))
+
+    def _answer(self, message: Message) -> None:
+        with self._sending:
+            if self._has_ended:
+                return
+            try:
+                frame = self._frames.seal(message)
+            except Exception as error:  # what was returned cannot travel: the caller's to know
+                frame = self._frames.seal(Message(Kind.FAILED, message.number, raised_later(error)))
+            if not self._unsent:
+                frame = frame[self._send(frame) :]
+            if frame:
+                self._unsent += frame
+                self._wake()
+
+    def send_on(self) -> None:
+        """Send what was kept, as far as the system takes it."""
+        with self._sending:
+            with memoryview(self._unsent) as unsent:
+                sent = self._send(unsent)
+            del self._unsent[:sent]
+
+    def _send(self, data: memoryview) -> int:
+        try:
+            return self._connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:  # as in read, which its reader comes to next
+            self._has_ended = True
+            return len(data)
+
+    def close(self) -> None:
+        """End the connection; answers that are still to come go nowhere."""
+        with self._sending:
+            self._has_ended = True
+            with suppress(OSError):  # it has gone by itself
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+            self._frames.close()

@@ -1,0 +1,103 @@
+"""Exceptions out of the user's own code: where in it they were raised, and what a log has of them."""
+
+import functools
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from hybrid.errors import HybridError, first_line
+
+# Their functions and classes are called by lists of their own; see hybrid/user_code/function_names.py.
+PROJECT = ("hybrid", "workers")
+_PROJECT_FOLDER = Path(__file__).resolve().parents[2]
+# Wherever they lie: PYTHONPATH and .pth files may name those of another Python. Debian has dist-packages.
+_PACKAGES = {"site-packages", "dist-packages"}
+_STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
+
+
+def is_library(path: Path) -> bool:
+    """Whether a file is of the standard library, or installed."""
+    return not _PACKAGES.isdisjoint(path.parts) or any(map(path.is_relative_to, _STANDARD))
+
+
+@functools.cache
+def is_own_file(filename: str) -> bool:
+    """Whether code of this file is neither this project's, nor the standard library's, nor installed."""
+    if filename.startswith("<"):  # made up as it ran
+        return False
+    path = Path(filename).resolve()
+    return not is_library(path) and not any(path.is_relative_to(_PROJECT_FOLDER / name) for name in PROJECT)
+
+
+def place_of(error: BaseException | None) -> str:
+    """Where in the user's own code an exception comes from, or what caused it: the innermost frame there.
+
+    Returns:
+        Such as ``my_net.py:17, in forward``; empty where it comes from no code of the user's.
+    """
+    for each in _causes(error):
+        if isinstance(each, SyntaxError) and each.filename and is_own_file(each.filename):
+            return f"{_short(each.filename)}:{each.lineno}"
+        frames = traceback.extract_tb(each.__traceback__)
+        if own := [frame for frame in frames if is_own_file(frame.filename)]:
+            return f"{_short(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
+    return ""
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception says, in one line: its place in the user's code, its kind, its text and its notes."""
+    place = place_of(error)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    return f"{place}: {kind_and_text(error)}{notes}" if place else f"{kind_and_text(error)}{notes}"
+
+
+def kind_and_text(error: BaseException) -> str:
+    """``KeyError: 'user'``."""
+    kind, text = type(error).__name__, first_line(error)
+    return kind if text == kind else f"{kind}: {text}"
+
+
+def is_to_log(error: BaseException) -> bool:
+    """Whether the one line that a user gets may not be enough: a stack is then in the role's log."""
+    return not isinstance(error, HybridError) or bool(place_of(error.__cause__))
+
+
+def log_stack(error: BaseException, log: TextIO | None = None) -> None:
+    """Write the stack of an exception: first the part in the user's own code, then the whole of it.
+
+    Args:
+        log: where to; stderr by default, which is the log of a role.
+    """
+    lines = [*_own_stack(error), *traceback.format_exception(error)]
+    print("".join(lines), end="", file=log or sys.stderr, flush=True)
+
+
+def _own_stack(error: BaseException) -> Iterator[str]:
+    for each in _causes(error):
+        frames = traceback.extract_tb(each.__traceback__)
+        first = next((i for i, frame in enumerate(frames) if is_own_file(frame.filename)), None)
+        if first is not None and first > 0:
+            yield "Traceback of your code (most recent call last):\n"
+            yield from traceback.StackSummary.from_list(frames[first:]).format()
+            yield from traceback.format_exception_only(each)
+            yield "\nThe whole of it:\n"
+            return
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, then what it was raised from, and so on; the last is the first that happened."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__
+    yield from reversed(seen)
+
+
+def _short(filename: str) -> str:
+    """A file as seen from the current folder, where it is below that."""
+    path = Path(os.path.abspath(filename))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,170 @@
+"""From what roles hold to a checkpoint: all files of all roles, or nothing."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from support.checkpoints import Call, write_checkpoint
+from support.shards import PATIENCE_SECONDS
+
+from hybrid import transport
+from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, PROGRESS_FILE, Files, write_text
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import DenseSection
+from hybrid.config.loading import CONFIG_FILE
+from hybrid.errors import CheckpointError
+from hybrid.storage.remote_path import Place
+from hybrid.topology import Role, RoleKind
+from hybrid.transport import Failure, LostError, RemoteError
+from workers.controller.distributed_checkpoint import Saving, load
+
+WORKER = Role(RoleKind.WORKER, 0)
+
+
+def answered(files: Files) -> Call:
+    future: Future[Files] = Future()
+    future.set_result(files)
+    return Call(future)
+
+
+def failed(error: Exception) -> Call:
+    future: Future[Files] = Future()
+    future.set_exception(error)
+    return Call(future)
+
+
+def saving(folder: Path, start: Callable[[Place], Sequence[Call]]) -> Saving:
+    manifest = Manifest(3, 0, {}, {}, {"auc": 0.5}, {"samples": 1})
+    return Saving(folder, manifest, {"note": "text"}, {"losses.0": torch.ones(2)}, start, True)
+
+
+def test_the_files_of_all_roles_make_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-3"
+    sealed = saving(folder, lambda partial: [answered(write_text(partial, n, n)) for n in "ab"]).write()
+    stored = Checkpoint.newest_good(folder, pytest.fail)
+    assert stored.manifest.files == sealed.files
+    assert set(sealed.files) == {"a", "b", "note", PROGRESS_FILE}
+    assert stored.tensors(PROGRESS_FILE)["losses.0"].tolist() == [1, 1]
+
+
+def saved_with_vocabularies(folder: Path, source: Path) -> Saving:
+    source.write_text("values")
+    return replace(saving(folder, lambda _: []), shared={"SHA.parquet": source})
+
+
+def test_the_checkpoints_of_a_run_share_its_vocabularies(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for step in ("step-3", "step-4"):
+        sealed = saved_with_vocabularies(run / "checkpoints" / step, tmp_path / "source").write()
+        assert set(sealed.files) == {"note", PROGRESS_FILE}
+    assert [(path.name, path.read_text()) for path in (run / "vocabularies").iterdir()] == [
+        ("SHA.parquet", "values")
+    ]
+
+
+def test_a_checkpoint_of_no_run_has_the_vocabularies_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "here" / "mine"
+    sealed = saved_with_vocabularies(folder, tmp_path / "source").write()
+    assert sealed.files["vocabularies.parquet"][0] == len("values")
+    Checkpoint.newest_good(folder, pytest.fail)
+    assert {path.name for path in tmp_path.iterdir()} == {"here", "source"}
+
+
+def test_where_vocabularies_cannot_be_kept_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("hybrid.checkpoint.checkpoint_folders.os.rename", refuse)
+    with pytest.raises(CheckpointError, match=r"^cannot write \S+/vocabularies/SHA.parquet: No space left"):
+        saved_with_vocabularies(tmp_path / "checkpoints" / "step-3", tmp_path / "source").write()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "source"]
+
+
+def remote(is_users: bool) -> RemoteError:
+    failure = Failure("cannot write f: No space left on device", "CheckpointError", is_users, "host", False)
+    return RemoteError(WORKER, failure)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (remote(is_users=True), CheckpointError),
+        (remote(is_users=False), transport.RemoteError),
+        (LostError(WORKER, "gone"), LostError),
+    ],
+    ids=["no room", "bug", "lost"],
+)
+def test_nothing_is_left_where_a_role_fails(
+    tmp_path: Path, error: Exception, raised: type[Exception]
+) -> None:
+    def start(partial: Place) -> list[Call]:
+        return [answered(write_text(partial, "a", "a")), failed(error)]
+
+    with pytest.raises(raised, match=r"No space left|does not answer"):
+        saving(tmp_path / "step-3", start).write()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fails", ["role", "master"])
+def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
+    tmp_path: Path, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+
+    def write_late(partial: Place) -> Files:
+        assert may_end.wait(PATIENCE_SECONDS)
+        return write_text(partial, "late", "text")
+
+    def fail(*_: object) -> Files:
+        raise CheckpointError("cannot write note")
+
+    with ThreadPoolExecutor(2) as pool:
+
+        def start(partial: Place) -> list[Call]:
+            late = Call(pool.submit(write_late, partial))
+            return [failed(remote(is_users=True)), late] if fails == "role" else [late]
+
+        if fails == "master":
+            monkeypatch.setattr("workers.controller.distributed_checkpoint.write_text", fail)
+        writing = pool.submit(saving(tmp_path / "step-3", start).write)
+        assert not wait([writing], 0.05).done
+        monkeypatch.undo()
+        may_end.set()
+        with pytest.raises(CheckpointError, match="cannot write"):
+            writing.result(PATIENCE_SECONDS)
+    assert not list(tmp_path.iterdir())
+
+
+class Told:
+    """A stub that keeps the arguments of its calls."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+    def call(self, method: object, folder: Path, *_: object, timeout_seconds: float) -> Call:
+        self.paths.append(folder)
+        return answered({})
+
+
+def test_roles_are_told_the_whole_path_of_what_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may run in other folders than the master."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_checkpoint(Path("run/step-1"))
+    (folder / CONFIG_FILE).write_text("")
+    stored = Checkpoint(folder, Manifest.read(folder / MANIFEST_FILE))
+    tables, trainer = Told(), Told()
+    load(cast(Any, SimpleNamespace(hosted=[tables], trainers=[trainer])), DenseSection(), stored)
+    assert tables.paths == trainer.paths == [tmp_path / "run/step-1"]

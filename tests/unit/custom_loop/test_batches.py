@@ -1,0 +1,149 @@
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+import hybrid
+from hybrid.custom_loop.global_batches import checksum, cut, global_batches, shares, size_of
+from hybrid.errors import DataError
+
+
+class Pair(NamedTuple):
+    ids: Tensor
+    tags: hybrid.Jagged
+
+
+def whole(size: int = 10) -> dict[str, Any]:
+    tags = hybrid.Jagged.of([[i] * (i % 3) for i in range(size)])
+    return {
+        "pair": Pair(torch.arange(size), tags),
+        "rest": [torch.rand(size, 2)],
+        "name": [str(i) for i in range(size)],
+    }
+
+
+def flat(batches: list[dict[str, Any]]) -> tuple[list[int], list[int], list[str]]:
+    """Ids, tags, and names of all batches."""
+    ids = [i for batch in batches for i in batch["pair"].ids.tolist()]
+    tags = [i for batch in batches for i in batch["pair"].tags.values.tolist()]
+    return ids, tags, [name for batch in batches for name in batch["name"]]
+
+
+def test_a_structure_is_cut_as_one() -> None:
+    part = cut(whole(), 4, 6)
+    assert size_of(part) == 2
+    assert part["pair"].tags.offsets.tolist() == [0, 1, 3]
+    assert part["pair"].tags.values.tolist() == [4, 5, 5]
+    assert part["name"] == ["4", "5"]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 10, 99])
+def test_batches_of_any_sizes_become_batches_of_one(size: int) -> None:
+    of_all = whole()
+    pieces = [cut(of_all, 0, 4), cut(of_all, 4, 5), cut(of_all, 5, 10)]
+    for data in (of_all, pieces):
+        found = list(global_batches(data, size))
+        assert [size_of(each) for each in found[:-1]] == [size] * (len(found) - 1)
+        assert flat(found) == flat([of_all])
+    assert [size_of(each) for each in global_batches(pieces, None)] == [4, 1, 5]
+
+
+def test_trainers_take_contiguous_shares_which_may_be_empty() -> None:
+    batches = list(global_batches(whole(), 8))
+    taken = [list(shares(batches, trainer, 3, [])) for trainer in range(3)]
+    assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
+    assert [each.global_size for each in taken[2]] == [8, 2]
+    assert flat([of[0].values for of in taken]) == flat(batches[:1])
+
+
+sizes_of_groups = st.lists(st.integers(1, 5), min_size=1, max_size=15)
+
+
+def of_groups(sizes: list[int]) -> dict[str, Any]:
+    return {**whole(sum(sizes)), "user": torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) % 9}
+
+
+@settings(deadline=None)
+@given(sizes_of_groups, st.integers(5, 9), st.data())
+def test_batches_and_shares_are_cut_between_groups(sizes: list[int], size: int, data: st.DataObject) -> None:
+    of_all, total = of_groups(sizes), sum(sizes)
+    cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
+    pieces = [cut(of_all, start, stop) for start, stop in pairwise(cuts)]
+    found = list(global_batches(of_all, size, "user"))
+    assert flat(found) == flat([of_all])
+    assert [flat([each]) for each in global_batches(pieces, size, "user")] == [flat([each]) for each in found]
+    ends = list(accumulate(sizes))
+    for number in range(len(found)):
+        last = [end for end in ends if number * size < end <= (number + 1) * size]
+        assert sum(map(size_of, found[: number + 1])) == last[-1]
+    if len(sizes) < 9:
+        taken = [list(shares(found, trainer, 3, [], "user")) for trainer in range(3)]
+        for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
+            assert flat([part.values for part in parts]) == flat([batch])
+            users = [set(part.values["user"].tolist()) for part in parts]
+            assert sum(map(len, users)) == len(set().union(*users))
+            assert {part.global_size for part in parts} == {size_of(batch)}
+
+
+def test_a_group_may_go_on_where_what_came_ends_with_a_batch() -> None:
+    of_all = of_groups([5, 3, 4, 3])
+    pieces = [cut(of_all, 0, 10), cut(of_all, 10, 15)]
+    assert [size_of(each) for each in global_batches(pieces, 5, "user")] == [5, 3, 7]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": torch.zeros(3)}, "^whole = 'user' is to name a column of every batch, one number a sample$"),
+        ({"user": torch.zeros(3, 2)}, "^whole = 'user' is to name a column of every batch"),
+        ([torch.zeros(3)], "^whole = 'user' is to name a column of every batch"),
+        ({"user": torch.tensor([4, 5, 4])}, "^group 4 of 'user' is split: its samples do not stand together"),
+    ],
+)
+def test_what_has_no_whole_groups_is_refused(batch: Any, message: str) -> None:
+    for num_trainers in (1, 2):
+        with pytest.raises(DataError, match=message):
+            list(shares([batch], 0, num_trainers, [], "user"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
+    of_all = of_groups([2, 5, 1])
+    for data in (of_all, [cut(of_all, start, start + 1) for start in range(8)]):
+        message = r"^group [01] has \d samples, more than a batch of \d: give a larger size$"
+        with pytest.raises(DataError, match=message):
+            list(global_batches(data, size, "user"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": torch.zeros(3), "b": torch.zeros(4)}, r"parts of \[3, 4\] samples"),
+        ({}, "no tensors"),
+        ({"a": 7}, "holds a int"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(shares([batch], 0, 2, []))
+
+
+def test_what_cannot_be_gone_through_is_refused() -> None:
+    with pytest.raises(DataError, match="cannot take batches of int"):
+        list(global_batches(3, None))
+
+
+def test_batches_of_another_structure_cannot_be_joined() -> None:
+    with pytest.raises(DataError, match="differ in their structure"):
+        list(global_batches([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], 2))
+
+
+def test_a_checksum_sees_every_tensor() -> None:
+    first, second = whole(), whole()
+    second["rest"] = first["rest"]
+    assert checksum(first) == checksum(second)
+    second["pair"].tags.values[0] += 1
+    assert checksum(first) != checksum(second)

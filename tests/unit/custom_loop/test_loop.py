@@ -1,0 +1,316 @@
+"""Loops of one process: what a step needs, and what is told where that is missing."""
+
+import gc
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.commands import code_block
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.custom_loop.cluster import Cluster, Distributed
+from hybrid.errors import ConfigError, DataError, NonFiniteError
+
+DATA = {"id": torch.arange(8) % 5, "label": torch.arange(8.0)}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1))
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.linear(self.table(ids))
+        return out.squeeze(-1)
+
+
+class Pairs(nn.Module):
+    """Who with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = hybrid.Embedding(60, 4, optimizer=hybrid.Adagrad(lr=0.2))
+        self.item = hybrid.Embedding(40, 4, optimizer=hybrid.Adagrad(lr=0.2))
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        both = torch.cat([self.user(batch["user"]), self.item(batch["item"])], dim=1)
+        out: Tensor = self.mlp(both)
+        return out.squeeze(-1)
+
+
+class Factors(nn.Module):
+    """Tables alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.table(ids)
+        return out.sum(-1)
+
+
+def started(config: Path | None = None) -> tuple[Cluster, Distributed, torch.optim.Optimizer]:
+    cluster = hybrid.connect(config)
+    model = cluster.distribute(Net())
+    return cluster, model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def errors(model: Distributed, batch: dict[str, Tensor]) -> Tensor:
+    out: Tensor = (model(batch["id"]) - batch["label"]) ** 2
+    return out
+
+
+def test_each_step_lowers_the_loss_and_changes_the_table() -> None:
+    cluster, model, optimizer = started()
+    means = []
+    for _ in range(3):
+        for batch in cluster.batches(DATA, size=4):
+            loss = errors(model, batch)
+            cluster.backward(loss)
+            optimizer.step()
+        means.append(cluster.mean(loss))
+    assert means[0] > means[1] > means[2]
+
+
+def test_a_module_without_parameters_of_its_own_needs_no_optimizer() -> None:
+    cluster = hybrid.connect()
+    model = cluster.distribute(Factors())
+    means = []
+    for _ in range(3):
+        for batch in cluster.batches(DATA):
+            loss = (model(batch["id"]) - batch["label"]) ** 2
+            cluster.backward(loss)
+            means.append(cluster.mean(loss))
+    assert means[0] > means[1] > means[2]
+
+
+def test_several_optimizers_and_a_schedule_of_torchs_share_a_step() -> None:
+    cluster = hybrid.connect()
+    model = cluster.distribute(Net())
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 1, gamma=0.0) for each in optimizers]
+    before = [p.detach().clone() for p in model.parameters()]
+    for number, batch in enumerate(cluster.batches(DATA, size=4)):
+        if number:
+            after = [p.detach().clone() for p in model.parameters()]
+        cluster.backward(errors(model, batch))
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+    assert not any(map(torch.equal, before, after))
+    assert all(map(torch.equal, after, model.parameters()))  # whose rates are zero by then
+
+
+def test_the_means_of_several_losses_are_added_each_by_its_own_weights() -> None:
+    cluster, model, optimizer = started()
+    weights = torch.tensor([0.0, 2.0, 1.0, 0.0, 1.0, 0.0, 0.5, 0.0])
+    for batch in cluster.batches(DATA):
+        first, second = errors(model, batch), model(batch["id"])
+        mean = first.mean() + (second * weights).sum() / weights.sum()
+        expected = torch.autograd.grad(mean, list(model.parameters()), retain_graph=True)
+        cluster.backward(first, more=[(second, weights)])
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        optimizer.step()
+    for batch in cluster.batches(DATA):
+        with pytest.raises(DataError, match=r"one value a sample, \(8,\), not \[\]"):
+            cluster.backward(errors(model, batch), more=[(model(batch["id"]).mean(), None)])
+        break
+
+
+def test_the_snippet_of_the_page_on_groups_trains() -> None:
+    """Who sees items of his own liking ranks them better after than before."""
+    draw = torch.Generator().manual_seed(2)
+    user, item = torch.arange(60).repeat_interleave(5), torch.randint(40, (300,), generator=draw)
+    label = ((user + item) % 3 == 0).float()
+    cluster = hybrid.connect()
+    model = cluster.distribute(Pairs())
+
+    def loss() -> float:
+        with torch.no_grad():
+            values, weights = hybrid.listwise_loss(model({"user": user, "item": item}), label, user)
+        return float((values * weights).sum() / weights.sum())
+
+    before = loss()
+    names = {"cluster": cluster, "model": model, "train": {"user": user, "item": item, "label": label}}
+    names["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(5):
+        exec(code_block("docs/own_loop.md", "python"), names)
+    assert loss() < 0.8 * before
+
+
+def test_an_evaluation_between_two_steps_sees_the_step_before() -> None:
+    cluster, model, optimizer = started()
+    seen = []
+    for batch in cluster.batches(DATA, size=4):
+        cluster.backward(errors(model, batch))
+        optimizer.step()
+        with torch.no_grad():
+            seen += [cluster.gather(model(test["id"])) for test in cluster.batches(DATA)]
+            assert torch.equal(seen[-1], model(DATA["id"]))  # a batch of nobody's
+    assert not torch.equal(*seen)
+
+
+def _twice(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    cluster.backward(errors(model, batch))
+    cluster.backward(errors(model, batch))
+
+
+def _no_step(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    cluster.backward(errors(model, batch))
+
+
+def _no_backward(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    model(batch["id"])
+
+
+def _step_first(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    optimizer.step()
+
+
+def _two_steps(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    cluster.backward(errors(model, batch))
+    optimizer.step()
+    optimizer.step()
+
+
+def _reduced(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    cluster.backward(errors(model, batch).mean())
+
+
+def _weighted(weights: Tensor) -> Callable[..., None]:
+    def weighted(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+        cluster.backward(errors(model, batch), weights)
+
+    return weighted
+
+
+def _not_finite(cluster: Cluster, model: Distributed, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+    cluster.backward(errors(model, batch) * torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "message"),
+    [
+        (_twice, RuntimeError, r"cluster.backward\(...\) is called again for the batch of step 0"),
+        (_no_step, RuntimeError, r"optimizer.step\(\) was not called for the batch of step 0"),
+        (_no_backward, RuntimeError, r"cluster.backward\(...\) was not called for the batch of step 0"),
+        (_step_first, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
+        (_two_steps, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
+        (_reduced, DataError, r"one value a sample, \(4,\), not \[\]; .* reduction=\"none\""),
+        (
+            _weighted(torch.tensor([1.0, -1.0, 1.0, 1.0])),
+            DataError,
+            "weights are one for each sample, finite and not",
+        ),
+        (_weighted(torch.ones(3)), DataError, "weights are one for each sample"),
+        (_not_finite, NonFiniteError, "step 0: the loss of trainer 0 is inf"),
+    ],
+)
+def test_what_is_no_step_is_told(step: Callable[..., None], error: type[Exception], message: str) -> None:
+    cluster, model, optimizer = started()
+
+    def train() -> None:
+        for batch in cluster.batches(DATA, size=4):
+            step(cluster, model, optimizer, batch)
+
+    with pytest.raises(error, match=message):
+        train()
+
+
+def test_what_needs_a_distributed_module_says_so() -> None:
+    with pytest.raises(RuntimeError, match="first have a module distributed"):
+        hybrid.connect().backward(torch.zeros(1))
+    with pytest.raises(DataError, match=r"Linear has no hybrid.Embedding"):
+        hybrid.connect().distribute(nn.Linear(1, 1))
+    cluster, model, _ = started()
+    with pytest.raises(RuntimeError, match="one module is distributed already"):
+        cluster.distribute(Net())
+    with pytest.raises(RuntimeError, match=r"trained on batches of cluster\.batches"):
+        model(DATA["id"])
+    with pytest.raises(RuntimeError, match="takes the loss of a batch"):
+        cluster.backward(torch.zeros(1))
+
+
+def test_a_step_that_is_skipped_changes_nothing(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[train]\nnon_finite = "skip"\n')
+    cluster, model, optimizer = started(config)
+    with torch.no_grad():
+        before = model(DATA["id"])
+    for number, batch in enumerate(cluster.batches(DATA, size=4)):
+        cluster.backward(errors(model, batch) * (torch.nan if number == 0 else 0.0))
+        optimizer.step()
+    with torch.no_grad():
+        assert torch.equal(model(DATA["id"]), before)
+
+
+def test_gradients_are_clipped_with_those_of_tables(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text("[train]\nclip_norm = 1e-3\n")
+    cluster, model, optimizer = started(config)
+    every = torch.arange(5)
+    with torch.no_grad():
+        before = torch.cat([model.table(every).flatten(), *(p.flatten() for p in model.parameters())])
+    for batch in cluster.batches(DATA):
+        cluster.backward(errors(model, batch))
+        optimizer.step()
+    with torch.no_grad():
+        after = torch.cat([model.table(every).flatten(), *(p.flatten() for p in model.parameters())])
+    assert (after - before).norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-2)  # both rates are 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: must be 1"),
+        ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': must be outside or none"),
+        ('[schedule]\nkind = "cosine"\n', "schedule.steps = 0: must be set for cosine"),
+    ],
+)
+def test_what_is_not_for_loops_of_ones_own_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        started(tmp_path / "config.toml")
+
+
+def test_asynchronously_there_are_no_steps_for_all_rows_to_take(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[train]\nupdate = "async"\n')
+    cluster = hybrid.connect(tmp_path / "config.toml")
+    net = nn.ModuleDict({"item": hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1, all_rows=True))})
+    message = (
+        "train.update = 'async': must be sync or pipelined, since all rows of table item take every step"
+    )
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        cluster.distribute(net)
+
+
+def test_ids_that_are_computed_are_told_once() -> None:
+    cluster, model, optimizer = started()
+
+    def train() -> None:
+        for batch in cluster.batches(DATA, size=4):
+            cluster.backward((model((batch["id"] + 1) % 5) - batch["label"]) ** 2)
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="table table is called with ids that are in no batch"):
+        train()
+
+
+def test_optimizers_of_others_are_left_alone() -> None:
+    cluster, model, optimizer = started()
+    other = nn.Linear(1, 1)
+    other(torch.ones(1)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    del cluster, model, optimizer
+    gc.collect()
+    with warnings.catch_warnings():
+        torch.optim.SGD(other.parameters(), lr=0.1).step()

@@ -1,0 +1,188 @@
+"""Tables as modules, beside those of torch; their rows in this process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.custom_loop.cluster import Cluster
+from hybrid.errors import DataError
+
+
+class Of(nn.Module):
+    """One table, called as it is asked to."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, *args: Any) -> Tensor:
+        vectors: Tensor = self.table(*args)
+        return vectors
+
+
+def rows(cluster: Cluster, table: nn.Module) -> tuple[Any, Tensor]:
+    """A module of a table that is distributed, and all of its rows."""
+    model = cluster.distribute(Of(table))
+    every = torch.arange(9)
+    with torch.no_grad():
+        return model, model(every if isinstance(table, hybrid.Embedding) else every.view(-1, 1))
+
+
+IDS = torch.tensor([[1, 2, 0], [0, 0, 0], [8, 8, 3]])
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_an_embedding_is_torchs(padding: int | None) -> None:
+    model, rows_RD = rows(hybrid.connect(), hybrid.Embedding(9, 4, padding_idx=padding))
+    with torch.no_grad():
+        assert torch.equal(model(IDS), torch.nn.functional.embedding(IDS, rows_RD, padding))
+        assert model(torch.empty(0, 3, dtype=torch.int64)).shape == (0, 3, 4)
+        assert model(torch.tensor(5)).shape == (4,)
+
+
+@pytest.mark.parametrize("pooled_by", ["workers", "trainers"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0])
+def test_bags_are_torchs(mode: str, padding: int | None, pooled_by: str) -> None:
+    table = hybrid.EmbeddingBag(9, 4, mode=mode, padding_idx=padding, pooled_by=pooled_by)
+    plain, rows_RD = hybrid.EmbeddingBag(9, 4, mode=mode), None
+    model = hybrid.connect().distribute(nn.ModuleDict({"padded": table, "plain": plain}))
+    del plain
+    with torch.no_grad():
+        rows_RD = model.module["padded"](torch.arange(9).view(-1, 1))
+        of_torch = torch.nn.EmbeddingBag.from_pretrained(rows_RD, mode=mode, padding_idx=padding)
+        assert torch.allclose(table(IDS), of_torch(IDS))
+        flat, offsets = IDS.flatten(), torch.tensor([0, 2, 2, 7])
+        assert torch.allclose(table(flat, offsets), of_torch(flat, offsets))
+        ends = torch.tensor([0, 2, 2, 7, 9])
+        assert torch.allclose(table(hybrid.Jagged(flat, ends)), of_torch(flat, offsets))
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_weighted_bags_are_torchs(padding: int | None) -> None:
+    table = hybrid.EmbeddingBag(9, 4, mode="sum", padding_idx=padding)
+    model, rows_RD = rows(hybrid.connect(), table)
+    of_torch = torch.nn.EmbeddingBag.from_pretrained(rows_RD, mode="sum", padding_idx=padding)
+    weights = torch.rand(3, 3)
+    with torch.no_grad():
+        assert torch.allclose(model(IDS, None, weights), of_torch(IDS, per_sample_weights=weights))
+
+
+def test_a_module_has_no_parameters_and_says_what_it_is() -> None:
+    table = hybrid.Embedding(9, 4, optimizer=hybrid.SGD(lr=0.1))
+    assert list(table.parameters()) == []
+    assert repr(table) == "Embedding(9, 4, optimizer=sgd)"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda t: t(torch.tensor([[0, 9]])),
+            DataError,
+            "table table: id 9, number 1 of those asked for, is not one",
+        ),
+        (lambda t: t(torch.tensor([[-1]])), DataError, "id -1"),
+        (lambda t: t(torch.tensor([[0.5]])), TypeError, "ids are integers"),
+        (lambda t: t(torch.tensor([1, 2])), ValueError, "need offsets if they are flat"),
+        (lambda t: t(torch.tensor([1, 2]), torch.tensor([0, 3])), DataError, "offsets of a batch must rise"),
+        (lambda t: t(IDS, None, torch.rand(3, 3)), ValueError, "per_sample_weights need mode='sum'"),
+    ],
+)
+def test_wrong_calls_are_refused(call: Any, error: type[Exception], message: str) -> None:
+    model = hybrid.connect().distribute(Of(hybrid.EmbeddingBag(9, 4)))
+    with torch.no_grad(), pytest.raises(error, match=message):
+        call(model)
+
+
+def test_a_table_that_is_nowhere_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match=r"model = hybrid\.connect\(\)\.distribute\(model\)"):
+        hybrid.Embedding(9, 4)(IDS)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0), (-1, 3)])
+def test_no_table_is_empty(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="a table needs rows and columns"):
+        hybrid.Embedding(*sizes)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: hybrid.SGD(lr=-0.1),
+        lambda: hybrid.Adagrad(lr=0.1, eps=0.0),
+        lambda: hybrid.Adam(lr=0.1, betas=(0.9, 1.0)),
+        lambda: hybrid.Momentum(lr=0.1, momentum=1.0),
+        lambda: hybrid.Ftrl(lr=0.1, l1=-1.0),
+        lambda: hybrid.AdamW(lr=float("nan")),
+    ],
+)
+def test_wrong_settings_of_optimizers_are_refused(make: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        make()
+
+
+@pytest.mark.parametrize("name", ["SGD", "Momentum", "Adagrad", "Adam", "AdamW"])
+@pytest.mark.parametrize("all_rows", [False, True], ids=["touched", "all"])
+def test_rows_that_nobody_calls_for_decay_where_all_rows_take_every_step(name: str, all_rows: bool) -> None:
+    """Also those of a table that no pass has called."""
+
+    class Two(Of):
+        def __init__(self, table: hybrid.Embedding, other: hybrid.Embedding) -> None:
+            super().__init__(table)
+            self.other = other
+
+    optimizer = getattr(hybrid, name)(lr=0.1, weight_decay=0.5, all_rows=all_rows)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Two(*(hybrid.Embedding(9, 4, optimizer=optimizer) for _ in range(2))))
+    before = cluster.plain_module().state_dict()
+    for ids in cluster.batches(torch.arange(6), size=3):
+        cluster.backward(model(ids).square().sum(1))
+    now = cluster.plain_module().state_dict()
+    for key, rest in (("table.weight", slice(6, None)), ("other.weight", slice(None))):
+        is_changed = now[key][rest] != before[key][rest]
+        assert is_changed.all() if all_rows else not is_changed.any()
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_rows_out_of_a_file_stay_where_they_are_frozen(freeze: bool, tmp_path: Path) -> None:
+    rows_RD = torch.rand(9, 4)
+    np.save(tmp_path / "rows.npy", rows_RD.numpy())
+    optimizer = None if freeze else hybrid.SGD(lr=0.1)
+    table = hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", freeze=freeze, optimizer=optimizer)
+    cluster = hybrid.connect()
+    model = cluster.distribute(Of(table))
+    for ids in cluster.batches(torch.arange(6), size=3):
+        cluster.backward(model(ids).square().sum(1))
+    with torch.no_grad():
+        now_RD = model(torch.arange(9))
+    assert torch.equal(now_RD[6:], rows_RD[6:])
+    assert torch.equal(now_RD[:6], rows_RD[:6]) is freeze
+
+
+def test_frozen_rows_have_no_optimizer(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give freeze=False"):
+        hybrid.Embedding.from_pretrained(tmp_path / "rows.npy", optimizer=hybrid.SGD(lr=0.1))
+
+
+@pytest.mark.parametrize("kind", [hybrid.Embedding, hybrid.EmbeddingBag])
+def test_first_rows_are_drawn_as_is_said(kind: Any) -> None:
+    _, normal_RD = rows(hybrid.connect(), kind(9, 400, init="normal", init_scale=0.1))
+    assert normal_RD.std() == pytest.approx(0.1, rel=0.1)
+    assert normal_RD.abs().max() > 0.2
+    _, zeros_RD = rows(hybrid.connect(), kind(9, 400, init="zeros"))
+    assert not zeros_RD.any()
+    with pytest.raises(ValueError, match="init is one of uniform, normal, zeros, not 'ones'"):
+        kind(9, 4, init="ones")
+
+
+def test_bags_are_pooled_by_workers_or_trainers() -> None:
+    table = hybrid.EmbeddingBag(9, 4, pooled_by="trainers")
+    assert table.spec("tags", 4).pooled_by == "trainers"
+    with pytest.raises(ValueError, match="pooled_by is one of workers, trainers, not 'auto'"):
+        hybrid.EmbeddingBag(9, 4, pooled_by="auto")

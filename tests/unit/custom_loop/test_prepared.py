@@ -1,0 +1,160 @@
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.stores import BUCKET, Store
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.custom_loop.global_batches import size_of
+from hybrid.errors import ConfigError, DataError
+from hybrid.storage.files import copy
+from hybrid.storage.remote_path import place
+
+ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
+TABLE = "label,price,user,tags\n" + "".join(ROWS)
+
+
+def config_of(folder: Path, sparse: str = '["user", "tags"]', table: str = TABLE) -> Path:
+    (folder / "clicks.csv").write_text(table)
+    file = folder / "config.toml"
+    file.write_text(
+        f'[data]\nformat = "csv"\npath = ["{folder}/clicks.csv"]\nlabel = "label"\ndense = ["price"]\n'
+        f'sparse = {sparse}\nmulti_hot_separator = "|"\ntest_fraction = 0.2\n'
+        f'cache_folder = "{folder}/cache"\n'
+        "[train]\nbatch_size = 16\n"
+    )
+    return file
+
+
+def test_each_trainer_reads_its_own_share_and_all_of_them_are_all_samples(tmp_path: Path) -> None:
+    train, test = hybrid.connect(config_of(tmp_path)).prepare()
+    assert len(train) + len(test) == 60
+    assert set(train.num_rows) == {"user", "tags"}
+    assert train.dense_columns == ("price",)
+    whole = list(test.shares(0, 1, 100, []))
+    assert [each.global_size for each in whole] == [len(test)]
+    parts = [list(test.shares(trainer, 3, 5, [])) for trainer in range(3)]
+    assert {len(part) for part in parts} == {-(-len(test) // 5)}
+    for step in zip(*parts, strict=True):
+        assert sum(each.size for each in step) == step[0].global_size
+        assert all(size_of(each.values) == each.size for each in step)
+    steps = list(zip(*parts, strict=True))
+    for name in ("label", "dense", "user"):
+        joined = torch.cat([each.values[name] for step in steps for each in step])
+        assert torch.equal(joined, whole[0].values[name])
+    tags = [each.values["tags"] for step in steps for each in step]
+    assert torch.equal(torch.cat([each.values for each in tags]), whole[0].values["tags"].values)
+    assert torch.equal(torch.cat([each.lengths for each in tags]), whole[0].values["tags"].lengths)
+
+
+def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
+    train, _ = hybrid.connect(config_of(tmp_path)).prepare()
+    passes = [torch.cat([each.values["dense"] for each in train.shares(0, 1, None, [])]) for _ in range(2)]
+    assert not torch.equal(*passes)
+    assert torch.equal(*(each.sort(dim=0).values for each in passes))
+
+
+def test_what_lies_in_a_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
+    """The input and the prepared data."""
+    file, there = config_of(tmp_path), f"s3://{BUCKET}/{tmp_path.name}"
+    copy(tmp_path / "clicks.csv", place(f"{there}/clicks.csv"))
+    away = tmp_path / "away.toml"
+    away.write_text(file.read_text().replace(f'"{tmp_path}/c', f'"{there}/c'))
+    assert away.read_text().count("s3://") == 2
+    both = [
+        [each.values for split in hybrid.connect(config).prepare() for each in split.shares(1, 2, 8, [])]
+        for config in (file, away)
+    ]
+    assert len(both[0]) > 4
+    for here, far in zip(*both, strict=True):
+        assert here.keys() == far.keys()
+        for name in ("label", "dense", "user"):
+            assert torch.equal(here[name], far[name])
+        assert torch.equal(here["tags"].values, far["tags"].values)
+        assert torch.equal(here["tags"].lengths, far["tags"].lengths)
+
+
+def test_a_column_cannot_have_the_name_of_what_every_batch_has(tmp_path: Path) -> None:
+    file = config_of(tmp_path, '["dense"]', TABLE.replace("user", "dense"))
+    with pytest.raises(ConfigError, match="cannot be the name of a column in batches"):
+        hybrid.connect(file).prepare()
+
+
+TASKS = '[tasks.click]\nlabel = "label"\n[tasks.cost]\nlabel = "price"\nkind = "regression"\nmask = "label"\n'
+
+
+def test_a_batch_has_the_label_and_the_weights_of_each_task_and_the_group(tmp_path: Path) -> None:
+    file = config_of(tmp_path)
+    text = file.read_text().replace('dense = ["price"]', 'group = "user"')
+    file.write_text(text + TASKS)
+    cluster = hybrid.connect(file)
+    train, _ = cluster.prepare()
+    (whole,) = train.shares(0, 1, 100, [])
+    values = whole.values
+    assert {"click", "cost", "click.weights", "cost.weights", "group", "dense", "user", "tags"} == set(values)
+    assert torch.equal(values["click"], values["cost"] % 2)  # as the file has them
+    assert torch.equal(values["cost.weights"], values["click"])
+    assert values["click.weights"].tolist() == [1.0] * len(train)
+    assert len(values["group"].unique()) == len(values["user"].unique()) == 5
+    file.write_text(text + TASKS.replace("tasks.cost", "tasks.user"))
+    with pytest.raises(ConfigError, match="cannot be the name of a column in batches"):
+        hybrid.connect(file).prepare()
+
+
+def test_a_batch_of_one_label_without_weights_has_no_more(tmp_path: Path) -> None:
+    train, _ = hybrid.connect(config_of(tmp_path)).prepare()
+    assert set(next(train.shares(0, 1, None, [])).values) == {"label", "dense", "user", "tags"}
+
+
+def test_groups_stay_whole_where_that_is_asked_for(tmp_path: Path) -> None:
+    file = config_of(tmp_path)
+    file.write_text(file.read_text().replace('dense = ["price"]', 'group = "user"'))
+    train, test = hybrid.connect(file).prepare()
+    first_pass = [dataclasses.replace(train) for _ in range(4)]
+    parts = [list(first_pass[trainer].shares(trainer, 3, 15, [], "group")) for trainer in range(3)]
+    whole = list(first_pass[3].shares(0, 1, 15, [], "group"))
+    assert sum(each.size for each in whole) == len(train)
+    for step, alone in zip(zip(*parts, strict=True), whole, strict=True):
+        assert torch.equal(torch.cat([each.values["group"] for each in step]), alone.values["group"])
+        assert sum(len(each.values["group"].unique()) for each in step) == len(alone.values["group"].unique())
+    with pytest.raises(DataError, match=r"^whole = 'user' is to be 'group' in prepared data: data\.group na"):
+        list(train.shares(0, 1, 15, [], "user"))
+    with pytest.raises(DataError, match="only training rows are in whole groups"):
+        list(test.shares(0, 1, 15, [], "group"))
+    with pytest.raises(DataError, match="more than a batch of 5, which has whole groups: raise"):
+        list(train.shares(0, 1, 5, [], "group"))
+
+
+class Tagged(nn.Module):
+    """Vectors of bags with their weights, and without."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.tags = hybrid.EmbeddingBag(num_rows, 4, mode="sum")
+
+    def forward(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        return self.tags(batch["tags"], per_sample_weights=batch["tags.weights"]), self.tags(batch["tags"])
+
+
+def test_weights_of_ids_come_with_them(tmp_path: Path) -> None:
+    rows = [f"{i % 2},{i},u{i % 5},{'|'.join(f'{t}:{i}' for t in 'ab'[: i % 3])}\n" for i in range(60)]
+    file = config_of(tmp_path, table="label,price,user,tags\n" + "".join(rows))
+    with file.open("a") as more:
+        more.write('[columns.tags]\nkind = "weighted"\n[columns.price]\nnumeric_scaling = "none"\n')
+    cluster = hybrid.connect(file)
+    train, _ = cluster.prepare()
+    (share,) = train.shares(0, 1, 100, [])
+    whole = share.values
+    assert set(whole) == {"label", "dense", "user", "tags", "tags.weights"}
+    tags, weights = whole["tags"], whole["tags.weights"]
+    assert torch.equal(tags.offsets, weights.offsets)
+    assert torch.equal(tags.lengths, whole["dense"].view(-1).long() % 3)
+    assert torch.equal(weights.values, whole["dense"].view(-1).repeat_interleave(tags.lengths))
+    model = cluster.distribute(Tagged(train.num_rows["tags"]))
+    with torch.no_grad():
+        vectors, once = model(whole)
+    row = int(whole["dense"].view(-1).argmax())
+    torch.testing.assert_close(vectors[row], once[row] * whole["dense"][row])

@@ -1,0 +1,223 @@
+"""From configuration to table specs, and the plan that the command line prints."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.stores import BUCKET, Store, sent
+
+from hybrid.config import (
+    ClusterSection,
+    ColumnSection,
+    DenseSection,
+    EmbeddingSection,
+    RunConfig,
+    TableSection,
+    TrainSection,
+)
+from hybrid.embedding.table_spec import OptimizerSpec, Pooling, tables_of
+from hybrid.engine.table_setup import place_tables, table_specs
+from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import FeatureSpec, InputSpec
+from hybrid.storage.remote_path import RemotePath
+
+COLUMNS = InputSpec(("age",), (FeatureSpec("user", 100), FeatureSpec("item", 25), FeatureSpec("friend", 400)))
+
+
+def config(**tables: TableSection) -> RunConfig:
+    return RunConfig(tables=tables)
+
+
+def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
+    specs = table_specs(RunConfig(embedding=EmbeddingSection(dim=8, beta1=0.5)), COLUMNS)
+    assert [(t.name, t.num_rows, t.dim, t.features) for t in specs] == [
+        ("user", 100, 8, ("user",)),
+        ("item", 25, 8, ("item",)),
+        ("friend", 400, 8, ("friend",)),
+    ]
+    item = specs[1]
+    assert item.optimizer == OptimizerSpec("adagrad", 0.05, 1e-8, (0.5, 0.999))
+    assert (item.pooling, item.placement, item.workers) == (Pooling.SUM, "auto", ())
+    assert item.init_scale == pytest.approx(1 / 5)
+
+
+def test_every_setting_of_the_optimizer_reaches_its_tables() -> None:
+    embedding = EmbeddingSection(
+        optimizer="ftrl", learning_rate=0.1, eps=0.2, beta1=0.3, beta2=0.4, momentum=0.5, weight_decay=0.6,
+        ftrl_beta=0.7, ftrl_l1=0.8, all_rows=True,
+    )  # fmt: skip
+    expected = OptimizerSpec(
+        "ftrl", 0.1, eps=0.2, betas=(0.3, 0.4), momentum=0.5, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8,
+        all_rows=True,
+    )  # fmt: skip
+    assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
+
+
+def test_a_section_overrides_one_table() -> None:
+    section = TableSection(
+        dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row", workers=(1,)
+    )
+    user, item, _ = table_specs(config(item=section), COLUMNS)
+    assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
+    assert (item.optimizer.name, item.optimizer.learning_rate) == ("adam", 0.5)
+    assert (user.dim, user.optimizer.name) == (16, "adagrad")
+
+
+@pytest.mark.parametrize("is_default", [False, True])
+def test_all_rows_of_some_tables_take_every_step(is_default: bool) -> None:
+    sections = {"user": TableSection(all_rows=True), "item": TableSection(all_rows=False)}
+    embedding = EmbeddingSection(all_rows=is_default)
+    specs = table_specs(RunConfig(embedding=embedding, tables=sections), COLUMNS)
+    assert [t.optimizer.all_rows for t in specs] == [True, False, is_default]
+
+
+def test_columns_share_a_table_as_large_as_the_largest_needs() -> None:
+    people, item = table_specs(config(people=TableSection(features=("friend", "user"))), COLUMNS)
+    assert (people.name, people.num_rows, people.features) == ("people", 400, ("user", "friend"))
+    assert people.init_scale == pytest.approx(1 / 20)
+    assert item.name == "item"
+
+
+def test_a_shared_table_may_have_the_name_of_one_of_its_columns() -> None:
+    specs = table_specs(config(user=TableSection(features=("user", "friend"))), COLUMNS)
+    assert [(t.name, t.features) for t in specs] == [("user", ("user", "friend")), ("item", ("item",))]
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"brand": TableSection()}, r"^tables\.brand: there is no sparse column 'brand'$"),
+        ({"t": TableSection(features=("user", "brand"))}, r"^tables\.t: there is no sparse column 'brand'$"),
+        (
+            {"t": TableSection(features=("user",)), "user": TableSection(dim=4)},
+            r"^tables\.user\.features = 'user': must not hold a column that tables\.t reads already$",
+        ),
+        # Without this rule column item would join user and friend unasked.
+        ({"item": TableSection(features=("user", "friend"))}, r"^tables\.item\.features: must list .*'item'"),
+    ],
+)
+def test_sections_that_fit_no_column_are_refused(tables: dict[str, TableSection], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        table_specs(config(**tables), COLUMNS)
+
+
+@pytest.mark.parametrize(("net", "dim"), [("dlrm", 16), ("wide_deep", 17)])
+def test_nets_with_first_order_weights_widen_every_table(net: str, dim: int) -> None:
+    cluster = ClusterSection(workers=3)
+    tables, placement = place_tables(RunConfig(cluster=cluster, dense=DenseSection(net=net)), COLUMNS, {})
+    assert [t.dim for t in tables] == [dim] * 3
+    assert placement.num_workers == 3
+
+
+def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
+    """Of 20 rows, 64 samples of 4 ids name all; 8 samples name 16, which are more bytes than 8 vectors."""
+    bags = FeatureSpec("tags", 20, True), FeatureSpec("shops", 4000, True)
+    tags = InputSpec((), (*bags, FeatureSpec("age", 9)))
+    means = {"tags": 4.0, "shops": 4.0}
+
+    def by_trainers(**sections: object) -> tuple[str, ...]:
+        train = TrainSection(batch_size=128)
+        config = RunConfig(cluster=ClusterSection(trainers=2), train=train).replace(**sections)
+        return place_tables(config, tags, means)[1].pooled_by_trainers
+
+    assert by_trainers() == ("tags",)
+    assert by_trainers(train=TrainSection(batch_size=128, micro_batches=8)) == ()
+    assert by_trainers(cluster=ClusterSection(trainers=16)) == ()
+    assert by_trainers(embedding=EmbeddingSection(placement="row"), cluster=ClusterSection(workers=60)) == (
+        "tags",
+        "shops",
+    )
+    assert by_trainers(embedding=EmbeddingSection(pooled_by="workers")) == ()
+    sections = {"tags": TableSection(pooled_by="workers"), "shops": TableSection(pooled_by="trainers")}
+    assert by_trainers(tables=sections) == ("shops",)
+
+
+def test_first_rows_and_frozen_ones() -> None:
+    sections = {
+        "user": TableSection(init="normal", init_scale=0.01),
+        "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
+    }
+    (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, "prepared")
+    assert (user.init, user.init_scale, user.initial, user.keys) == ("normal", 0.01, "", "")
+    assert (item.optimizer.name, item.init, item.keys) == ("frozen", "zeros", "prepared")
+    assert item.initial == str(Path("rows.parquet").absolute())
+    assert (friend.init, friend.init_scale, friend.optimizer.name) == ("uniform", 1 / 20, "adagrad")
+
+
+def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
+    file = tmp_path / "rows.npy"
+    np.save(file, np.zeros((25, 16), np.float32))
+    tables, _ = place_tables(config(item=TableSection(initial=str(file))), COLUMNS, {})
+    assert (tables[1].initial, tables[1].keys) == (str(file), "")
+    for section, message in (
+        (TableSection(initial=str(file), dim=8), "must have 25 rows of 8, as the table has, not 25 of 16"),
+        (TableSection(initial=str(file), features=("item", "user")), "must have 100 rows of 16, as the "),
+        (
+            TableSection(initial="a.parquet", features=("item", "user")),
+            "must not be Parquet, whose rows go by",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '.*': {message}"):
+            place_tables(config(item=section), COLUMNS, {})
+    with pytest.raises(DataError, match=r"nowhere\.npy: cannot be read as rows of a table"):
+        place_tables(config(item=TableSection(initial="nowhere.npy")), COLUMNS, {})
+
+
+def test_a_file_of_first_rows_may_lie_in_a_store(store: Store, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros((25, 16), np.float32))
+    url = str(sent(tmp_path, RemotePath(f"s3://{BUCKET}", tmp_path.name)) / "rows.npy")
+    tables, _ = place_tables(config(item=TableSection(initial=url)), COLUMNS, {})
+    assert tables[1].initial == url
+    with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '{url}': must have 25 rows of 8"):
+        place_tables(config(item=TableSection(initial=url, dim=8)), COLUMNS, {})
+
+
+def test_weighted_ids_have_no_max_pooling() -> None:
+    columns = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
+    with pytest.raises(
+        ConfigError, match=r"^tables\.tags\.pooling = 'max': must be sum or mean, since the ids of"
+    ):
+        table_specs(config(tags=TableSection(pooling="max")), columns)
+    with pytest.raises(ConfigError, match=r"^embedding\.pooling = 'max': must be sum or mean"):
+        table_specs(RunConfig(embedding=EmbeddingSection(pooling="max")), columns)
+
+
+def test_a_column_may_pool_otherwise_than_its_table() -> None:
+    columns = {"user": ColumnSection(pooling="mean")}
+    tables = {"people": TableSection(features=("user", "friend"), pooling="max")}
+    people, item = table_specs(RunConfig(tables=tables, columns=columns), COLUMNS)
+    assert (people.pooling, people.poolings) == (Pooling.MAX, (Pooling.MEAN, Pooling.MAX))
+    assert [table.pooling for table in tables_of(COLUMNS, [people, item])] == ["mean", "sum", "max"]
+    assert item.poolings == ()
+    weighted = InputSpec((), (FeatureSpec("user", 9, multi_hot=True, weighted=True),))
+    max_of_user = RunConfig(columns={"user": ColumnSection(pooling="max")})
+    with pytest.raises(ConfigError, match=r"^columns\.user\.pooling = 'max': must be sum or mean"):
+        table_specs(max_of_user, weighted)
+
+
+def test_a_column_that_is_not_pooled_is_a_sequence_of_its_table() -> None:
+    spec = InputSpec((), (FeatureSpec("item", 9), FeatureSpec("seen", 7, multi_hot=True)))
+    columns = {"seen": ColumnSection(pooling="none", max_ids=3)}
+    tables = {"item": TableSection(features=("item", "seen"), dim=4)}
+    (item,) = table_specs(RunConfig(tables=tables, columns=columns), spec)
+    assert (item.sequences, item.poolings) == ((0, 3), ())
+    candidate, seen = tables_of(spec, [item])
+    assert (candidate.sequence, candidate.width, candidate.num_vectors) == (0, 4, 1)
+    assert (seen.sequence, seen.width, seen.num_vectors) == (3, 13, 3)
+    (item, seen) = table_specs(RunConfig(columns=columns), spec)
+    assert (item.sequences, seen.sequences) == ((), (3,))
+
+
+def test_ids_with_weights_may_be_a_sequence_of_a_table_that_takes_the_largest() -> None:
+    spec = InputSpec((), (FeatureSpec("tags", 9, multi_hot=True, weighted=True),))
+    columns = {"tags": ColumnSection(kind="weighted", pooling="none", max_ids=3)}
+    (tags,) = table_specs(RunConfig(embedding=EmbeddingSection(pooling="max"), columns=columns), spec)
+    assert tags.sequences == (3,)
+
+
+def test_a_column_of_one_id_is_no_sequence() -> None:
+    columns = {"user": ColumnSection(pooling="none", max_ids=3)}
+    with pytest.raises(
+        ConfigError, match=r"^columns\.user\.pooling = 'none': needs a column of several ids: "
+    ):
+        table_specs(RunConfig(columns=columns), COLUMNS)

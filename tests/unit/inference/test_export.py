@@ -1,0 +1,339 @@
+"""Exports give what ``hybrid predict`` writes, each from its own file alone."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.commands import code_block
+from support.trained import (
+    clicks_config,
+    history_config,
+    largest_difference,
+    predicted_columns,
+    shop_config,
+    texts_of,
+    write_clicks,
+    write_shop,
+    write_trained,
+)
+
+from hybrid.errors import HybridError
+from hybrid.export import program_export
+from hybrid.export.name_map import NameMap
+from hybrid.inference.trained_module import TrainedModule, load
+from workers.offline.batch_prediction import evaluate
+from workers.offline.run_export import export_run
+
+NO_NAMES = NameMap(())
+BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
+# Loads what it is given in a process that cannot import this project, and saves what it gives.
+ALONE = """
+import sys
+import torch
+program, inputs, output = sys.argv[1:]
+sys.modules["hybrid"] = sys.modules["workers"] = None
+torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
+"""
+
+
+@pytest.fixture(scope="module")
+def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run as a program and as ONNX."""
+    folder = tmp_path_factory.mktemp("exported") / "served"
+    export_run(run, folder, ["program", "onnx"], "float32", NO_NAMES)
+    return folder
+
+
+def model_of(run: Path) -> TrainedModule:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    return model
+
+
+def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the program gives."""
+    names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
+    given: dict[str, torch.Tensor] = torch.export.load(served / "program.pt2").module()(
+        *[inputs[name] for name in names]
+    )
+    return given
+
+
+def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What ONNX gives."""
+    session = onnxruntime.InferenceSession(served / "model.onnx")
+    said = json.loads((served / "preprocessing.json").read_text())
+    assert [each.name for each in session.get_inputs()] == [each["name"] for each in said["inputs"]]
+    names = [each["name"] for each in said["outputs"]]
+    given = session.run(names, {name: each.numpy() for name, each in inputs.items()})
+    return dict(zip(names, map(torch.from_numpy, given), strict=True))
+
+
+def check_as_predicted(run: Path, served: Path, new: Path) -> None:
+    """See that a program and ONNX give what predict writes for the rows of a new file."""
+    inputs = model_of(run).encode(texts_of(new))
+    expected = predicted_columns(run, new)
+    assert min(values.std() for values in expected.values()) > 1e-3
+    assert largest_difference(by_program(served, inputs), expected) < 1e-6
+    assert largest_difference(by_onnx(served, inputs), expected) < 1e-6
+
+
+def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_path: Path) -> None:
+    check_as_predicted(run, served, write_clicks(tmp_path / "new.csv", 70, seed=2))
+
+
+@pytest.mark.parametrize(
+    ("net", "pooling"),
+    [
+        ("ple", "sum"),
+        pytest.param("deepfm", "max", marks=pytest.mark.long),
+        pytest.param("wide_deep", "mean", marks=pytest.mark.long),
+    ],
+)
+def test_other_nets_do_too(tmp_path: Path, net: str, pooling: str) -> None:
+    config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
+    run = write_trained(tmp_path / "run", config)
+    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+
+
+def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
+    """What is remote, shared and hashed is in the files; rows of float64 become float32."""
+    sections: dict[str, dict[str, object]] = {
+        "tables.shared": {"features": ["user", "tags"]},
+        "data": {"dense": [], "vocabulary": "hash", "hash_rows": 50},
+        "dense": {"net": "dcn_v2", "remote_mlp": [8]},
+        "train": {"dtype": "float64"},
+    }
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
+    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    assert model_of(run).input_names == ("user", "item", "tags", "tags.offsets")
+    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+
+
+def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    export_run(shop_run, served, ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    said = json.loads((served / "preprocessing.json").read_text())
+    ids = {"type": "int64", "shape": ["ids of tags"]}
+    assert said["inputs"][6:9] == [
+        {"name": "tags", **ids},
+        {"name": "tags.weights", "type": "float32", "shape": ["ids of tags"]},
+        {"name": "tags.offsets", "type": "int64", "shape": ["samples + 1"]},
+    ]
+    assert [(each["name"], each["shape"], each["task"], each["kind"]) for each in said["outputs"]] == [
+        ("click.probability", ["samples"], "click", "binary"),
+        ("buy.probability", ["samples"], "buy", "binary"),
+        ("spent.value", ["samples"], "spent", "regression"),
+        ("stars.probability", ["samples", 5], "stars", "classes"),
+    ]
+
+
+@pytest.mark.parametrize("net", ["din_net:build", pytest.param("dcn_v2", marks=pytest.mark.long)])
+def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "din_net", raising=False)
+    run, served = (
+        write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net})),
+        tmp_path / "served",
+    )
+    export_run(run, served, ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
+    given = {
+        each["name"]: each["shape"]
+        for each in json.loads((served / "preprocessing.json").read_text())["inputs"]
+    }
+    assert (given["seen"], given["seen.offsets"]) == (["ids of seen"], ["samples + 1"])
+
+
+@pytest.mark.parametrize("kind", ["classes", pytest.param("regression", marks=pytest.mark.long)])
+def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
+    sections: dict[str, dict[str, object]] = {
+        "tasks.stars": {"kind": kind, "classes": 5 if kind == "classes" else 0},
+        "data": {"path": write_shop(tmp_path / "shop.csv"), "sparse": ["user", "item", "seen"]},
+    }
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
+    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
+
+
+def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
+    """And not that of an output, in ONNX."""
+    names = "cat,embedding,linear,scatter_add,sigmoid,val_0"
+    header = f"clicked,{names}\n"
+    rows = "".join(
+        f"{i % 2},{i % 3},{i % 5},{i % 7},{'|'.join('ab'[: i % 3])},{i % 4},{i % 6}\n" for i in range(60)
+    )
+    (tmp_path / "c.csv").write_text(header + rows)
+    data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(",")}
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
+    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    check_as_predicted(run, tmp_path / "served", tmp_path / "c.csv")
+    (tmp_path / "d.csv").write_text((header + rows).replace("sigmoid", "probability"))
+    data |= {"path": tmp_path / "d.csv", "sparse": names.replace("sigmoid", "probability").split(",")}
+    run = write_trained(tmp_path / "other", clicks_config(tmp_path, data=data))
+    with pytest.raises(HybridError, match="onnx: probability is an input and an output; rename the column"):
+        export_run(run, tmp_path / "none", ["onnx"], "float32", NO_NAMES)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_any_number_of_samples_is_taken(run: Path, served: Path, size: int) -> None:
+    model = model_of(run)
+    tags: list[list[str]] = [[], ["a", "b"]][:size]
+    inputs = model.encode(
+        {
+            "price": [1.0, 2.0][:size],
+            "age": [3, 4][:size],
+            "user": ["u1", "u2"][:size],
+            "item": ["7", "i1"][:size],
+            "tags": tags,
+        }
+    )
+    with torch.no_grad():
+        expected = model(inputs)["probability"]
+    assert expected.shape == (size,)
+    for found in (by_program(served, inputs), by_onnx(served, inputs)):
+        assert torch.allclose(found["probability"], expected, atol=1e-6)
+
+
+def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp_path: Path) -> None:
+    model, new = model_of(run), write_clicks(tmp_path / "new.csv", 20, seed=2)
+    inputs = model.encode(texts_of(new))
+    torch.save([inputs[name] for name in model.input_names], tmp_path / "inputs.pt")
+    command = [
+        sys.executable,
+        "-c",
+        ALONE,
+        served / "program.pt2",
+        tmp_path / "inputs.pt",
+        tmp_path / "out",
+    ]
+    subprocess.run(list(map(str, command)), cwd=tmp_path, check=True, timeout=60)
+    found = torch.load(tmp_path / "out")
+    assert largest_difference(found, predicted_columns(run, new)) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
+def test_narrow_rows_are_in_every_format_and_their_loss_is_said(
+    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], kind, NO_NAMES)
+    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert said["tables"].startswith(f"{kind}, 0.00 MiB of 0.00")
+    assert "with the rows as they were" in said["auc"]
+    model = model_of(run)
+    before = [model.rows(name).detach().clone() for name in model.table_names]
+    inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
+    with torch.no_grad():
+        whole = model(inputs)["probability"]
+        stored = program_export.narrow(model, kind)
+        expected = model(inputs)["probability"]
+    assert 1e-6 < (whole - expected).abs().max() < 0.05
+    largest = max(rows.largest_change(of) for rows, of in zip(stored.values(), before, strict=True))
+    assert (
+        f"change              {largest:.2g} of a value"
+        == f"change              {said['largest'].split()[1]} of a value"
+    )
+    for found in (by_program(tmp_path / "served", inputs), by_onnx(tmp_path / "served", inputs)):
+        assert torch.allclose(found["probability"], expected, atol=1e-6)
+    tables = load_file(tmp_path / "served/tables.safetensors")
+    assert tables["user"].dtype == getattr(torch, kind)
+    assert ("user.scale" in tables) == (kind == "int8")
+
+
+def test_what_narrow_rows_cost_is_said_of_every_task(
+    shop_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export_run(shop_run, tmp_path / "served", ["tables"], "int8", NO_NAMES)
+    said = [line.split(" with the rows")[0] for line in capsys.readouterr().out.splitlines()]
+    measured = [line.rsplit(None, 1)[0] for line in said if line[0] != "/" and "." in line.split()[0]]
+    assert measured == [
+        *(f"click.{name}" for name in BINARY),
+        *(f"buy.{name}" for name in BINARY),
+        *("spent.rmse", "spent.mae", "stars.accuracy", "stars.log loss"),
+    ]
+
+
+def test_it_is_measured_by_weights_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_trained(tmp_path / "run", shop_config(tmp_path, data={"weighted_metrics": "true"}))
+    evaluate(run, [])
+    expected = dict(line.rsplit(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
+    export_run(run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
+    said = re.findall(r"^(.+?) +(\S+) with the rows as", capsys.readouterr().out, re.MULTILINE)
+    assert len(said) == 2 * len(BINARY) + 4
+    for name, value in said:
+        assert f"{float(value):.4f}" == expected[name], name
+
+
+def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the README's net, which repeats by a tensor."""
+    (tmp_path / "gates.py").write_text(code_block("README.md", "python", "DenseNet"))
+    monkeypatch.syspath_prepend(tmp_path)
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, dense={"net": "gates:build"}))
+    export_run(run, tmp_path / "served", ["program"], "float32", NO_NAMES)
+    said = r"^--format onnx: torch cannot record the net as such: \w+: No ONNX function found for .*sym_numel"
+    with pytest.raises(HybridError, match=said):
+        export_run(run, tmp_path / "other", ["onnx"], "float32", NO_NAMES)
+    assert not list(tmp_path.glob("*other*"))
+
+
+def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
+    names = NameMap.parse(["embedding_bags.*.weight=*"])
+    export_run(run, tmp_path / "served", ["tables"], "float32", names)
+    tables = load_file(tmp_path / "served/tables.safetensors")
+    assert sorted(tables) == [f"embedding_bags.{table}.weight" for table in ("item", "tags", "user")]
+    model = model_of(run)
+    assert torch.equal(tables["embedding_bags.user.weight"], model.rows("user"))
+    assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
+        "preprocessing.json",
+        "tables.safetensors",
+    ]
+
+
+def test_the_preprocessing_says_what_the_inputs_are(run: Path, tmp_path: Path) -> None:
+    export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)
+    said = json.loads((tmp_path / "served/preprocessing.json").read_text())
+    assert [(each["name"], each["type"], each["shape"]) for each in said["inputs"]] == [
+        ("dense", "float32", ["samples", 2]),
+        ("user", "int64", ["samples"]),
+        ("item", "int64", ["samples"]),
+        ("tags", "int64", ["ids of tags"]),
+        ("tags.offsets", "int64", ["samples + 1"]),
+    ]
+    assert ([each["name"] for each in said["outputs"]], said["missing"]) == (["probability"], ["", "?"])
+    assert [(each["name"], each["source"]) for each in said["dense"]] == [("price", "price"), ("age", "age")]
+    assert [(each["name"], each["multi_hot_separator"]) for each in said["sparse"]] == [
+        *(("user", "|"), ("item", "|"), ("tags", "|"))
+    ]
+
+
+def test_missing_packages_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_export, "find_spec", lambda name: None)
+    with pytest.raises(HybridError, match=r"^--format onnx: needs onnx and onnxscript: pip install 'hybrid"):
+        export_run(run, tmp_path / "served", ["onnx"], "float32", NO_NAMES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_and_nothing_left(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> list[str]:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program_export, "write_tables", fails)
+    with pytest.raises(HybridError, match="served: cannot be written: No space left on device"):
+        export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "served").mkdir()
+    with pytest.raises(HybridError, match="exists already"):
+        export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)

@@ -1,0 +1,311 @@
+"""A module out of a checkpoint gives what ``hybrid predict`` writes."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from support.commands import code_block
+from support.trained import (
+    clicks_config,
+    history_config,
+    largest_difference,
+    predicted_columns,
+    shop_config,
+    texts_of,
+    write_clicks,
+    write_shop,
+    write_trained,
+)
+from torch import Tensor, nn
+
+import hybrid
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config.sections import NETS
+from hybrid.errors import CheckpointError, ConfigError, DataError
+from hybrid.inference.trained_module import TrainedModule, load
+
+
+def raw(inputs: Path) -> dict[str, list[object]]:
+    """The columns of a file as Python has them; of tags, lists."""
+    rows = list(csv.DictReader(inputs.read_text().splitlines()))
+    return {
+        "price": [float(row["price"]) if row["price"] else None for row in rows],
+        "age": [int(row["age"]) for row in rows],
+        "user": [row["user"] for row in rows],
+        "item": [row["item"] or None for row in rows],
+        "tags": [[tag for tag in row["tags"].split("|") if tag] for row in rows],
+    }
+
+
+def check_as_predicted(run: Path, inputs: Path, tolerance: float) -> TrainedModule:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    with torch.no_grad():
+        found = model(model.encode(raw(inputs)))
+    expected = predicted_columns(run, inputs)
+    assert expected["probability"].std() > 1e-3, "all alike would show nothing"
+    assert largest_difference(found, expected) < tolerance
+    return model
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("pooling", ["sum", "mean", "max"])
+def test_it_gives_what_predict_writes(tmp_path: Path, net: str, pooling: str) -> None:
+    config = clicks_config(
+        tmp_path,
+        dense={"net": net},
+        train={"dtype": "float64", "batch_size": 32},
+        embedding={"dim": 4, "pooling": pooling, "placement": "row"},
+    )
+    run = write_trained(tmp_path / "run", config)
+    model = check_as_predicted(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-12)
+    assert sorted(model.table_names) == ["item", "tags", "user"]
+    assert all(type(table) is nn.Embedding for table in model.tables)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"dense": {"remote_mlp": [8]}},
+        {"dense": {"autocast": "bfloat16"}},
+        {"data": {"vocabulary": "hash", "hash_rows": 50, "numeric_transform": "log"}},
+        {"data": {"dense": []}},
+        {"tables.shared": {"features": ["user", "tags"]}},
+    ],
+    ids=lambda sections: "-".join(f"{k}.{n}" for k, values in sections.items() for n in values),
+)
+def test_whatever_the_model_is_made_of(tmp_path: Path, sections: dict[str, dict[str, object]]) -> None:
+    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
+    check_as_predicted(run, write_clicks(tmp_path / "new.csv", 70, seed=2), 1e-6)
+
+
+@pytest.mark.parametrize("net", ["dlrm", "wide_deep", "mmoe", "ple"])
+def test_several_tasks_and_columns_of_every_kind(tmp_path: Path, net: str) -> None:
+    sections: dict[str, dict[str, object]] = {"dense": {"net": net}, "train": {"dtype": "float64"}}
+    run = write_trained(tmp_path / "run", shop_config(tmp_path, **sections))
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    new = write_shop(tmp_path / "new.csv", 70, seed=2)
+    expected = predicted_columns(run, new)
+    assert list(expected) == [
+        *("click.probability", "buy.probability", "spent.value"),
+        *(f"stars.probability.{number}" for number in range(5)),
+    ]
+    assert min(values.std() for values in expected.values()) > 1e-3
+    with torch.no_grad():
+        assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-12
+
+
+@pytest.mark.parametrize("net", ["dlrm", "dcn_v2", "deepfm", "wide_deep", "din_net:build"])
+def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nets that are built in, and of that of docs/models.md."""
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = history_config(tmp_path, dense={"net": net}, train={"dtype": "float64"})
+    run = write_trained(tmp_path / "run", config)
+    monkeypatch.delitem(sys.modules, "din_net", raising=False)
+    model, new = load(run), write_shop(tmp_path / "new.csv", 70, seed=2)
+    assert isinstance(model, TrainedModule)
+    expected = predicted_columns(run, new)
+    assert expected["probability"].std() > 1e-3
+    with torch.no_grad():
+        assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-12
+
+
+def test_a_history_too_long_is_cut_or_refused_as_in_training(tmp_path: Path) -> None:
+    """What is given as rows already is cut behind the first."""
+    model = load(write_trained(tmp_path / "run", history_config(tmp_path)))
+    assert isinstance(model, TrainedModule)
+    columns = {
+        "price": ["1"],
+        "user": ["u1"],
+        "item": ["i1"],
+        "seen": ["i0|i1|i2|i3"],
+        "tags": ["a:1|b:2|c:3"],
+    }
+    batch = model.encode(columns)
+    cut = model.encode({**columns, "seen": ["i1|i2|i3"]})
+    assert torch.equal(batch["seen"], cut["seen"])
+    longer = {**cut, "seen": torch.cat([cut["seen"], cut["seen"]]), "seen.offsets": torch.tensor([0, 6])}
+    assert torch.equal(model.outputs(longer), model.outputs(cut))
+    with pytest.raises(DataError, match=r"^encode\(columns\): row 0: .* at most 3 ids"):
+        model.encode({**columns, "tags": ["a:1|b:2|c:3|d:4"]})
+
+
+@pytest.mark.parametrize("kind", ["regression", "classes"])
+def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
+    task = {"kind": kind, "classes": 5 if kind == "classes" else 0, "label": "stars"}
+    config = clicks_config(
+        tmp_path,
+        data={
+            "path": write_shop(tmp_path / "shop.csv"),
+            "sparse": ["user", "item", "seen"],
+        },
+        **{"tasks.stars": task},
+    )
+    run = write_trained(tmp_path / "run", config)
+    model, new = load(run), write_shop(tmp_path / "new.csv", 70, seed=2)
+    assert isinstance(model, TrainedModule)
+    expected = predicted_columns(run, new)
+    assert next(iter(expected)) == ("value" if kind == "regression" else "probability.0")
+    assert largest_difference(model(model.encode(texts_of(new))), expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        ["a:0.5|b:2", "", "zz:1"],
+        [["a:0.5", "b:2"], [], ["zz:1"]],
+        pa.array([[("a", 0.5), ("b", 2)], [], [("zz", 1)]], pa.map_(pa.string(), pa.float32())),
+        [[{"id": "a", "weight": 0.5}, {"id": "b", "weight": 2}], [], [{"id": "zz", "weight": 1}]],
+    ],
+)
+def test_ids_with_weights_in_any_form(shop_run: Path, tags: object) -> None:
+    model = load(shop_run)
+    assert isinstance(model, TrainedModule)
+    others = {name: values[:3] for name, values in texts_of(shop_run.parent / "shop.csv").items()}
+    batch = model.encode(pa.table({**others, "tags": tags}))
+    assert batch["tags.weights"].tolist() == [0.5, 2, 1]
+    assert batch["tags.offsets"].tolist() == [0, 2, 2, 3]
+    assert batch["tags"][2] == 0
+    jagged = {
+        **batch,
+        "tags": hybrid.Jagged(batch["tags"], batch["tags.offsets"]),
+        "tags.weights": hybrid.Jagged(batch["tags.weights"], batch["tags.offsets"]),
+    }
+    assert torch.equal(model.outputs(jagged), model.outputs(batch))
+
+
+def test_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
+    new = write_clicks(tmp_path / "dense.csv")
+    new.write_text(new.read_text().replace("user", "tags.offsets", 1))
+    config = clicks_config(tmp_path, data={"path": new, "sparse": ["tags.offsets", "item", "tags"]})
+    said = r"data\.sparse = \['tags\.offsets'\]: makes several inputs of one name; rename a column"
+    with pytest.raises(ConfigError, match=said):
+        load(write_trained(tmp_path / "run", config))
+
+
+def test_its_nets_are_those_of_the_checkpoint(run: Path) -> None:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    stored = Checkpoint.open(step_folder(run, 1)).tensors(DENSE_FILE)
+    found = {f"net.{name}": tensor for name, tensor in model.net.state_dict().items()}
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+def test_a_batch_may_be_as_loops_have_it(run: Path) -> None:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    tags = [["a", "b"], [], ["c"]]
+    columns = {"price": [1.0, 2, 3], "age": [1, 2, 3], "user": ["u1"] * 3, "item": ["7"] * 3, "tags": tags}
+    plain = model.encode(columns)
+    assert plain["tags.offsets"].tolist() == [0, 2, 2, 3]
+    jagged = {**plain, "tags": hybrid.Jagged(plain["tags"], plain.pop("tags.offsets"))}
+    assert torch.equal(model.outputs(jagged), model.outputs(model.encode(pa.table(columns))))
+    assert model.input_names == ("dense", "user", "item", "tags", "tags.offsets")
+
+
+def test_gradients_reach_its_rows(run: Path) -> None:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    columns = {"price": [1.0], "age": [2], "user": ["u1"], "item": ["7"], "tags": [["a", "b"]]}
+    model(model.encode(columns))["probability"].sum().backward()
+    gradients = model.rows("tags").grad
+    assert gradients is not None
+    assert int(gradients.any(dim=1).sum()) == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "error", "said"),
+    [
+        ({"price": [1.0]}, ConfigError, "no such column"),
+        (
+            {"price": ["much"], "age": [1], "user": ["u"], "item": ["i"], "tags": [[]]},
+            DataError,
+            "row 0: price is",
+        ),
+        ({"price": [1.0], "age": [1, 2]}, DataError, r"encode\(columns\): cannot be read as columns"),
+    ],
+)
+def test_raw_values_that_cannot_be_used(
+    run: Path, columns: dict[str, list[object]], error: type[Exception], said: str
+) -> None:
+    model = load(run)
+    assert isinstance(model, TrainedModule)
+    with pytest.raises(error, match=said):
+        model.encode(columns)
+
+
+class Net(nn.Module):
+    """A module of the user's own."""
+
+    def __init__(self, rows: int = 9) -> None:
+        super().__init__()
+        self.user = hybrid.Embedding(rows, 3, padding_idx=2)
+        self.tags = hybrid.EmbeddingBag(5, 3, mode="mean")
+        self.linear = nn.Linear(3, 1)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        out: Tensor = self.linear(self.user(batch["user"]) + self.tags(batch["tags"]))
+        return out.squeeze(1)
+
+
+class Other(nn.Module):
+    """One without these tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = hybrid.Embedding(9, 3)
+        self.linear = nn.Linear(3, 1)
+
+
+BATCH = {"user": torch.tensor([0, 2, 8]), "tags": torch.tensor([[0, 1], [2, 2], [4, 0]])}
+
+
+class TestAnOwnLoop:
+    def saved(self, folder: Path) -> Tensor:
+        """Save a module that has taken a step; what it gives then."""
+        cluster = hybrid.connect()
+        model = cluster.distribute(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in cluster.batches(BATCH):
+            cluster.backward(model(batch).square())
+            optimizer.step()
+        cluster.save(folder, optimizer)
+        with torch.no_grad():
+            given: Tensor = model(BATCH)
+        return given
+
+    def test_it_is_a_copy_in_plain_pytorch(self, tmp_path: Path) -> None:
+        expected = self.saved(tmp_path / "step-1")
+        model = load(tmp_path / "step-1", Net())
+        assert type(model.user) is nn.Embedding
+        assert type(model.tags) is nn.EmbeddingBag
+        assert torch.allclose(model(BATCH), expected, atol=1e-7)
+
+    def test_what_does_not_fit_is_said(self, tmp_path: Path) -> None:
+        folder = tmp_path / "step-1"
+        self.saved(folder)
+        with pytest.raises(CheckpointError, match="is of another module: it has tags, user, Other has item"):
+            load(folder, Other())
+        with pytest.raises(CheckpointError, match="table user has another shape"):
+            load(folder, Net(rows=10))
+        with pytest.raises(
+            CheckpointError, match=r"saved by a loop of your own; .* hybrid\.load\(FOLDER, MODULE\)"
+        ):
+            load(folder)
+
+
+def test_it_takes_the_checkpoint_that_is_named(run: Path) -> None:
+    named = step_folder(run, 1)
+    assert (named / DENSE_FILE).exists()
+    model = load(named)
+    assert isinstance(model, TrainedModule)
+    assert model.trained.origin == str(named)
+    assert not model.training

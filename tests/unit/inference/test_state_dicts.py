@@ -1,0 +1,64 @@
+"""Tensors of other programs by name, read where they lie; nothing else is unpickled."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hybrid.errors import DataError
+from hybrid.export.state_dicts import stored_tensors
+
+
+class Bags(nn.Module):
+    """Named as TorchRec names an EmbeddingBagCollection's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding_bags = nn.ModuleDict({"user": nn.EmbeddingBag(7, 3), "item": nn.EmbeddingBag(4, 3)})
+
+
+class Ran(Exception):
+    """What a file must not lead to."""
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("ran",)
+
+
+def check_user(path: Path, name: str, expected: torch.Tensor) -> None:
+    with stored_tensors(path) as tensors:
+        assert tensors[name].shape == (7, 3)
+        assert torch.equal(tensors[name].rows(2, 5), expected[2:5])
+
+
+def test_a_state_dict_may_be_within_others(tmp_path: Path) -> None:
+    bags = Bags()
+    torch.save({"epoch": 3, "model": bags.state_dict(), "lr": [0.1]}, tmp_path / "w.pt")
+    name = "embedding_bags.user.weight"
+    check_user(tmp_path / "w.pt", f"model.{name}", bags.state_dict()[name])
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    bags = Bags()
+    save_file(bags.state_dict(), tmp_path / "w.safetensors")
+    name = "embedding_bags.user.weight"
+    check_user(tmp_path / "w.safetensors", name, bags.state_dict()[name])
+
+
+def test_nothing_but_tensors_is_unpickled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"w": torch.zeros(2, 2), "x": Harmful()}, tmp_path / "w.pt")
+    said = "holds more than tensors, which is not unpickled; save a state_dict"
+    with pytest.raises(DataError, match=said), stored_tensors(tmp_path / "w.pt"):
+        raise Ran
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["none.pt", "none.safetensors", "text.pt", "text.safetensors"])
+def test_what_cannot_be_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.pt").write_text("no tensors")
+    (tmp_path / "text.safetensors").write_text("no tensors")
+    with pytest.raises(DataError, match=f"{name}: "), stored_tensors(tmp_path / name):
+        raise Ran

@@ -1,0 +1,128 @@
+"""Schedules against torch.optim.lr_scheduler, and the combinations that are refused."""
+
+import dataclasses
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from hybrid.config import ScheduleSection
+from hybrid.config.validation import check_schedule
+from hybrid.errors import ConfigError
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.reference.reference_schedule import learning_rate_factors
+
+STEPS = 60
+
+
+def factors(section: ScheduleSection, run_steps: int) -> list[float]:
+    schedule = Schedule.of(section, run_steps)
+    return [schedule.factor(step) for step in range(run_steps)]
+
+
+def assert_equal(ours: list[float], theirs: list[float]) -> None:
+    assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kind": "constant"},
+        {"kind": "step", "decay_every": 7, "decay_factor": 0.3},
+        {"kind": "cosine", "final_factor": 0.2},
+        {"kind": "polynomial", "power": 2.5, "final_factor": 0.1},
+        {"kind": "cosine", "steps": 2 * STEPS, "initial_factor": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("warmup", [0, 1, 13, STEPS - 1])
+def test_every_step_equals_torch(keys: dict[str, Any], warmup: int) -> None:
+    section = ScheduleSection(warmup_steps=warmup, **keys)
+    assert_equal(factors(section, STEPS), list(islice(learning_rate_factors(section, STEPS), STEPS)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 7, STEPS])
+@pytest.mark.parametrize("peak", [0.01, 0.3, 0.999999])
+@pytest.mark.parametrize(("initial", "final"), [(0.04, 4e-6), (0.5, 0.0), (0.1, 0.3)])
+def test_one_cycle_equals_torch(steps: int, peak: float, initial: float, final: float) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = lr_scheduler.OneCycleLR(
+        optimizer,
+        1.0,
+        total_steps=steps,
+        pct_start=peak,
+        cycle_momentum=False,
+        div_factor=1 / initial,
+        final_div_factor=initial / final if final else float("inf"),
+    )
+    rates = []
+    for _ in range(steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    section = ScheduleSection(
+        kind="one_cycle", peak_fraction=peak, initial_factor=initial, final_factor=final
+    )
+    assert_equal(factors(section, steps), rates)
+
+
+def test_one_cycle_may_have_its_peak_at_the_very_first_step() -> None:
+    """There torch divides by zero."""
+    section = ScheduleSection(kind="one_cycle", peak_fraction=0.25)
+    assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
+
+
+def test_without_arguments_it_is_one() -> None:
+    assert [Schedule().factor(step) for step in (0, 1, 10**9)] == [1.0] * 3
+    assert Schedule() == Schedule.of(ScheduleSection(), 0)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
+def test_the_last_factor_stays_past_the_end(kind: str) -> None:
+    schedule = Schedule.of(ScheduleSection(kind=kind, final_factor=0.25), STEPS)
+    assert schedule.factor(STEPS) == schedule.factor(10 * STEPS) == pytest.approx(0.25, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
+def test_a_run_longer_than_its_schedule_is_refused(kind: str) -> None:
+    section = ScheduleSection(kind=kind, steps=100)
+    assert Schedule.of(section, 100).end == 100
+    with pytest.raises(ConfigError) as caught:
+        Schedule.of(section, 101)
+    rule = "must be at least the steps of the run, 101, or 0 to take these"
+    assert str(caught.value) == f"schedule.steps = 100: {rule}"
+
+
+@pytest.mark.parametrize("kind", ["constant", "step"])
+def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
+    section = ScheduleSection(kind=kind, steps=5, warmup_steps=10)
+    assert Schedule.of(section, 3).factor(5) == pytest.approx(0.04 + 0.96 / 2)
+    assert Schedule.of(section, 1000).factor(10) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "polynomial"])
+@pytest.mark.parametrize(("steps", "end"), [(0, 20), (30, 30)])
+def test_a_warm_up_that_takes_the_whole_schedule_is_refused(kind: str, steps: int, end: int) -> None:
+    section = ScheduleSection(kind=kind, steps=steps, warmup_steps=end)
+    Schedule.of(dataclasses.replace(section, warmup_steps=end - 1), 20)
+    with pytest.raises(ConfigError) as caught:
+        Schedule.of(section, 20)
+    rule = f"must be less than the steps of the whole schedule, {end}"
+    assert str(caught.value) == f"schedule.warmup_steps = {end}: {rule}"
+
+
+def test_one_cycle_refuses_a_second_warm_up() -> None:
+    section = ScheduleSection(kind="one_cycle", warmup_steps=1)
+    for check in (lambda: Schedule.of(section, 20), lambda: check_schedule(section, None)):
+        with pytest.raises(ConfigError, match=r"^schedule.warmup_steps = 1: must be 0 with .*one_cycle"):
+            check()
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, hybrid.protocol.learning_rate_schedule; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

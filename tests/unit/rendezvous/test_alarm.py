@@ -1,0 +1,164 @@
+"""An error found by another thread ends the main thread's wait; where it cannot, it ends the process."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.commands import ROOT
+
+from hybrid.errors import ClusterError
+from workers.exit_codes import ExitCode
+from workers.rendezvous.interrupt import Alarm, run_interruptibly
+
+SECONDS = 5.0
+START = """
+import signal, sys, threading, time
+from hybrid.errors import ClusterError, ConfigError
+from workers.joining.alarm import Alarm
+alarm = Alarm("hybrid worker 0", {seconds})
+ring = lambda: alarm.ring(ClusterError("the master is frozen"))
+"""
+
+
+def run(program: str, seconds: float = 0.3) -> tuple[int, str, str]:
+    """Exit code and output of a process that has an alarm."""
+    command = [sys.executable, "-c", START.format(seconds=seconds) + program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_it_ends_a_wait_of_the_main_thread_with_the_error() -> None:
+    # In a process of its own, since a process whose alarm was rung is to end.
+    program = """
+began = time.monotonic()
+try:
+    with alarm.armed():
+        threading.Timer(0.05, ring).start()
+        threading.Event().wait(20)
+except ClusterError as error:
+    print(error, time.monotonic() - began < 5)
+sys.exit("told")
+"""
+    assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen True\n", "told\n")
+
+
+def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
+    program = """
+from workers.joining.alarm import run_interruptibly
+def deaf():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in a call into torch
+    threading.Timer(0.05, ring).start()
+    time.sleep(20)
+try:
+    with alarm.armed():
+        run_interruptibly(deaf)
+except ClusterError as error:
+    print(error)
+sys.exit("told")
+"""
+    assert run(program, seconds=SECONDS) == (ExitCode.AGAIN, "the master is frozen\n", "told\n")
+
+
+def test_a_call_of_that_kind_ends_as_any_other() -> None:
+    done: list[int] = []
+    run_interruptibly(lambda: done.append(1))
+    assert done == [1]
+    with pytest.raises(IndexError, match="pop from empty list"):
+        run_interruptibly(lambda: print([].pop()))
+
+
+def test_where_the_main_thread_hears_nothing_the_process_says_it_and_ends() -> None:
+    program = """
+with alarm.armed():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as deaf as in a call into torch
+    ring()
+    time.sleep(20)
+"""
+    assert run(program) == (ExitCode.AGAIN, "", "hybrid worker 0: the master is frozen\n")
+
+
+def test_a_process_that_has_failed_ends_though_a_thread_is_left() -> None:
+    program = """
+threading.Thread(target=time.sleep, args=(20,)).start()
+with alarm.armed():
+    raise ValueError("own")
+"""
+    code, _, told = run(program)
+    assert code == ExitCode.AGAIN
+    assert told.endswith("ValueError: own\nhybrid worker 0: own\n")
+
+
+def test_it_ends_though_the_log_is_full() -> None:
+    program = """
+sys.stdout, sys.stderr = open("/dev/full", "w"), open("/dev/full", "w", buffering=1)
+print("not written yet", end="")
+with alarm.armed():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ring()
+    time.sleep(20)
+"""
+    assert run(program) == (ExitCode.AGAIN, "", "")
+
+
+def test_pythons_own_end_is_left_out_after_an_error() -> None:
+    program = """
+import atexit
+atexit.register(print, "the end of Python")
+try:
+    with alarm.armed():
+        raise {error}
+except BaseException:
+    print("told")
+"""
+    assert run(program.format(error="ConfigError('a.b', 'is bad')"), SECONDS) == (
+        ExitCode.FAILED,
+        "told\n",
+        "",
+    )
+    assert run(program.format(error="ValueError"), SECONDS) == (ExitCode.AGAIN, "told\n", "")
+    assert run(program.format(error="KeyboardInterrupt"), SECONDS) == (ExitCode.INTERRUPTED, "told\n", "")
+    in_peace = "import atexit\natexit.register(print, 'the end of Python')\nwith alarm.armed(): pass\n"
+    assert run(in_peace) == (0, "the end of Python\n", "")
+
+
+def test_only_an_armed_alarm_rings() -> None:
+    alarm = Alarm("hybrid worker 0", SECONDS)
+    threads = set(threading.enumerate())
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    alarm.ring(ClusterError("too early"))
+    with alarm.armed():
+        signal.raise_signal(signal.SIGRTMIN)  # somebody else's
+    alarm.ring(ClusterError("too late"))
+    time.sleep(0.01)
+    assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
+    assert set(threading.enumerate()) <= threads
+
+
+def test_only_the_first_error_counts_and_it_is_raised_once() -> None:
+    program = """
+with alarm.armed():
+    try:
+        threading.Thread(target=ring).start()
+        threading.Event().wait(20)
+    except ClusterError as error:
+        echo = threading.Thread(target=alarm.ring, args=(ClusterError("an echo"),))
+        echo.start()
+        echo.join()
+        time.sleep(0.05)
+        print(error, "told in peace")
+"""
+    assert run(program, SECONDS) == (0, "the master is frozen told in peace\n", "")
+
+
+def test_a_process_that_came_to_its_end_all_the_same_goes_on() -> None:
+    program = """
+with alarm.armed():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    ring()
+time.sleep(0.3)
+print("went on")
+"""
+    assert run(program, seconds=0.1) == (0, "went on\n", "")

@@ -1,0 +1,66 @@
+"""The rendezvous socket."""
+
+import socket
+
+import pytest
+
+from hybrid.errors import ConfigError
+from workers.rendezvous.listener import listen
+
+
+class TestListener:
+    def test_a_free_port_on_the_given_address_only(self) -> None:
+        with listen("127.0.0.1", 0) as listener:
+            address, port = listener.getsockname()
+            assert address == "127.0.0.1"
+            with socket.create_connection((address, port), timeout=5):
+                listener.accept()[0].close()
+            # The same port of another address is not taken, neither there nor by a wildcard here.
+            with listen("127.0.0.2", port):
+                pass
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.2", port), timeout=5)
+
+    def test_a_port_in_use_names_the_port(self) -> None:
+        with listen("127.0.0.1", 0) as first:
+            port = first.getsockname()[1]
+            with pytest.raises(ConfigError, match=rf"^cluster\.master_port = {port}: Address already in use"):
+                listen("127.0.0.1", port)
+
+    @pytest.mark.parametrize("address", ["192.0.2.1", "2001:db8::1", "not an address"])
+    def test_an_address_that_is_not_here_names_the_address(self, address: str) -> None:
+        with pytest.raises(
+            ConfigError, match=rf"^cluster\.master_address = '{address}': cannot listen on it: \w"
+        ):
+            listen(address, 0)
+
+    def test_a_port_is_free_again_once_closed(self) -> None:
+        with listen("127.0.0.1", 0) as first:
+            port = first.getsockname()[1]
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                first.accept()[0].close()
+        listen("127.0.0.1", port).close()
+
+
+def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    with pytest.raises(ConfigError) as raised:
+        listen("node0", 0)
+    assert str(raised.value) == (
+        "cluster.master_address = 'node0': is 127.0.1.1 on this machine, which no other can reach; give "
+        "an address, or mend /etc/hosts, which says so"
+    )
+    listen("localhost", 0).close()
+
+
+def test_a_name_with_two_kinds_of_address_is_taken_by_the_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with listen("localhost", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"

@@ -1,0 +1,159 @@
+"""The cluster's store is a store as torch's own, and a role that waits on it can be interrupted."""
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from support.rendezvous import SECONDS, Meeting, meeting
+
+from hybrid.errors import ClusterError
+from workers.rendezvous.channel import LARGEST_FRAME
+from workers.rendezvous.rendezvous_store import Store
+
+MOMENT = timedelta(milliseconds=20)
+FROZEN_SECONDS = 0.3
+
+
+@pytest.fixture(scope="module")
+def open_meeting() -> Iterator[Meeting]:
+    with meeting() as opened:
+        yield opened
+
+
+@pytest.fixture
+def store(open_meeting: Meeting) -> Iterator[Store]:
+    with open_meeting.store() as opened:
+        yield opened
+
+
+def history(store: dist.Store) -> list[object]:
+    """What a store answers to everything that torch asks of one."""
+    store.set("text", "a")
+    store.set("bytes", b"\0\xff".decode("latin-1"))
+    return [
+        store.get("text"),
+        store.get("bytes"),
+        store.add("n", 3),
+        store.add("n", -5),
+        store.get("n"),
+        store.check([]),
+        store.check(["text", "n"]),
+        store.check(["text", "none"]),
+        store.compare_set("none", "", "first"),
+        store.compare_set("none", "other", "second"),
+        store.compare_set("none", "first", "third"),
+        store.compare_set("never", "expected", "set"),
+        store.check(["never"]),
+        store.wait(["none"]),
+        store.wait(["none", "text"], MOMENT),
+        store.delete_key("none"),
+        store.delete_key("none"),
+        store.check(["none"]),
+    ]
+
+
+def test_it_answers_as_torchs_own_store_does(store: Store) -> None:
+    assert history(store) == history(dist.HashStore())
+    assert history(dist.PrefixStore("within", store)) == history(dist.HashStore())
+    assert store.clone().get("text") == b"a"
+
+
+def test_all_roles_see_the_same(open_meeting: Meeting, store: Store) -> None:
+    store.set("told", "by one")
+    with open_meeting.store() as other:
+        assert other.get("told") == b"by one"
+        assert [other.add("count", 1), store.add("count", 1)] == [1, 2]
+
+
+@pytest.mark.parametrize("question", ["get", "wait"])
+def test_a_wait_ends_when_the_last_key_comes(question: str, store: Store, open_meeting: Meeting) -> None:
+    first, last = f"{question} first", f"{question} last"
+    with ThreadPoolExecutor(1) as pool, open_meeting.store() as other:
+        asked = pool.submit(store.get, last) if question == "get" else pool.submit(store.wait, [last, first])
+        other.set(first, "")
+        with pytest.raises(TimeoutError):
+            asked.result(MOMENT.total_seconds())
+        store.set(last, "word")  # the same store answers others meanwhile
+        assert asked.result(SECONDS) == (b"word" if question == "get" else None)
+
+
+def test_a_wait_in_vain_ends_in_time(store: Store, open_meeting: Meeting) -> None:
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match=r"'wait' of \('no', 'such'\) waited 0.02 s in vain"):
+        store.wait(["no", "such"], MOMENT)
+    with open_meeting.store(MOMENT.total_seconds()) as impatient:
+        with pytest.raises(dist.DistStoreError, match="'get'"):
+            impatient.get("no")
+        with pytest.raises(dist.DistStoreError, match="'wait'"):
+            impatient.wait(["no"])
+    assert time.monotonic() - began < SECONDS
+    assert store.add("usable", 1) == 1
+
+
+class Interrupted(Exception):
+    """What the handler of a signal raises."""
+
+
+def test_an_interrupted_wait_leaves_the_store_as_it_was(store: Store) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(Interrupted):
+            dist.PrefixStore("through C++", store).wait(["never"], timedelta(seconds=SECONDS))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    store.set("after", "the answer to this question")
+    assert store.get("after") == b"the answer to this question"
+
+
+def test_a_value_of_any_size_comes_whole_or_is_refused(store: Store) -> None:
+    text = "x" * (LARGEST_FRAME - 100)
+    store.set("large", text)
+    assert store.get("large") == text.encode()
+    with pytest.raises(ValueError, match=f"at most {LARGEST_FRAME}"):
+        store.set("larger", "x" * LARGEST_FRAME)
+    assert store.get("large") == text.encode()
+
+
+@pytest.mark.parametrize("through", ["Python", "C++"])
+def test_a_master_that_is_frozen_is_said_to_be(through: str) -> None:
+    with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
+        asked = store if through == "Python" else dist.PrefixStore("within", store)
+        assert asked.add("number", 1) == 1
+        with opened.frozen():
+            with pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life for 0.3 s \("):
+                asked.add("number", 1)
+            with pytest.raises(ClusterError, match=r"^the master is frozen"):  # a new connection
+                asked.check(["number"])
+        assert asked.check(["number"])
+
+
+def test_a_long_wait_is_no_silence_of_the_master_until_it_is_over() -> None:
+    with meeting(FROZEN_SECONDS) as opened, opened.store() as store:
+        longer = timedelta(seconds=2 * FROZEN_SECONDS)
+        with pytest.raises(dist.DistStoreError, match=r"waited 0.6 s in vain"):
+            store.wait(["never"], longer)
+        began = time.monotonic()
+        with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen"):
+            store.wait(["never"], longer)
+        assert time.monotonic() - began > 2.9 * FROZEN_SECONDS
+        assert not store.check(["never"])
+
+
+def test_without_the_master_there_is_an_error_at_once() -> None:
+    with meeting() as opened, opened.store() as store, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.wait, ["never"])
+        assert store.add("the other waits", 1) == 1
+        opened.rendezvous.__exit__(None, None, None)
+        with pytest.raises(dist.DistNetworkError):
+            waiting.result(SECONDS)
+        with pytest.raises(dist.DistNetworkError, match=r"closed|refused|reset"):
+            store.get("key")

@@ -1,0 +1,43 @@
+"""What one side tells of an exception, the other reads."""
+
+import pytest
+
+from hybrid import errors
+from hybrid.errors import CheckpointError, ConfigError, HybridError, OutageError, error_class
+from hybrid.security.failure_text import raised_later, read_raised_later, read_refused, refused
+from hybrid.transport.rpc.call_failure import failure_of
+from hybrid.user_code.tracebacks import kind_and_text
+
+TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, HybridError)]
+
+
+@pytest.mark.parametrize("kind", [*TREE, KeyError, RuntimeError], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("words", ["step 3: it's not finite", ""])
+def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exception], words: str) -> None:
+    error = ConfigError("train.epochs", words, 0) if kind is ConfigError else kind(words)
+    text = raised_later(error)
+    assert read_raised_later(text) == (kind.__name__, str(error))
+    assert read_raised_later(raised_later(RuntimeError(f"RPC: {text}"))) == read_raised_later(text)
+    assert read_refused(text) is None
+    assert error_class(kind.__name__) is (kind if kind in TREE else Exception)
+    failure = failure_of(RuntimeError(text))
+    assert (failure.kind, failure.is_users) == (kind.__name__, kind in TREE)
+    assert failure.message == (str(error).strip() if kind in TREE else kind_and_text(error))
+
+
+def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
+    error = CheckpointError("cannot write rows")
+    error.__cause__ = OutageError("s3: is down")
+    assert read_raised_later(raised_later(error)) == ("OutageError", "cannot write rows")
+    failure = failure_of(error)
+    assert (failure.kind, failure.message, failure.is_users) == ("OutageError", "cannot write rows", True)
+
+
+def test_a_refusal_is_read_as_it_was_told() -> None:
+    text = f"RuntimeError: On WorkerInfo(id=3):\n{refused('it is not new: 7')}\nTraceback:"
+    assert (read_refused(text), read_raised_later(text)) == ("it is not new: 7", None)
+
+
+@pytest.mark.parametrize("name", ["", "first_line", "annotations", "RemoteError"])
+def test_what_is_no_class_of_the_tree_is_any_exception(name: str) -> None:
+    assert error_class(name) is Exception

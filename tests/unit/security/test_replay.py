@@ -1,0 +1,59 @@
+"""Numbers that have come already are not admitted again."""
+
+import itertools
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from hybrid.security.replay_window import ReplayWindow
+
+NUM_BYTES = 16
+SIZE = 8 * NUM_BYTES
+
+
+@pytest.mark.parametrize("jump", [1, 7, 8, SIZE - 8, SIZE, SIZE + 1, 5 * SIZE + 3, 1 << 63])
+def test_after_a_jump_old_numbers_stay_refused_and_new_ones_are_new(jump: int) -> None:
+    window = ReplayWindow(NUM_BYTES)
+    old = range(20)
+    assert all(window.admit(number) for number in old)
+    assert window.admit(19 + jump)
+    assert not any(window.admit(number) for number in [*old, 19 + jump])
+    between = range(max(20, 19 + jump - SIZE + 8), 19 + jump)
+    assert all(window.admit(number) for number in between)
+
+
+def test_what_is_too_far_behind_is_refused_though_it_is_new() -> None:
+    """It cannot be told from what has come."""
+    window = ReplayWindow(NUM_BYTES)
+    assert window.admit(10 * SIZE)
+    assert not window.admit(9 * SIZE - 8)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_as_a_set_of_numbers_would_have_it(seed: int) -> None:
+    generator, window, seen, highest = random.Random(seed), ReplayWindow(NUM_BYTES), set[int](), 0
+    for _ in range(3000):
+        number = max(0, highest + generator.randint(-SIZE + 8, 30))
+        assert window.admit(number) == (number not in seen)
+        seen.add(number)
+        highest = max(highest, number)
+
+
+class _Slow(bytearray):
+    """Lets other threads run between reading and writing."""
+
+    def __getitem__(self, index: Any) -> Any:
+        value = super().__getitem__(index)
+        time.sleep(0)
+        return value
+
+
+def test_of_many_threads_one_is_told_that_a_number_is_new() -> None:
+    window = ReplayWindow(NUM_BYTES)
+    window._bits = _Slow(NUM_BYTES)
+    with ThreadPoolExecutor(4) as threads:
+        admitted = threads.map(lambda _: [n for n in range(SIZE) if window.admit(n)], range(4))
+    assert sorted(itertools.chain(*admitted)) == list(range(SIZE))

@@ -1,0 +1,122 @@
+"""The cluster's secret: where it comes from, who may read it, and what it tells."""
+
+import base64
+import pickle
+import random
+import string
+from pathlib import Path
+
+import pytest
+
+from hybrid.errors import ConfigError
+from hybrid.security.secret import VARIABLE, Secret
+
+LONG, OTHER = "4f1c2a99e07bd6385ce1f04bb7a86d23", "c0ffee5e72b1a94d8836df507b2e6a11"
+
+
+@pytest.fixture(autouse=True)
+def no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def found_key(file: str | Path) -> bytes:
+    found = Secret.find(str(file))
+    assert found is not None
+    return found.key("calls")
+
+
+def test_a_file_that_was_written_gives_the_same_keys(tmp_path: Path) -> None:
+    secret, file = Secret.fresh(), tmp_path / "secret"
+    secret.write(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert found_key(file) == secret.key("calls")
+
+
+def test_the_environment_gives_one_where_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Secret.find("") is None
+    monkeypatch.setenv(VARIABLE, f" {LONG}\n")
+    assert found_key("") == Secret(LONG).key("calls")
+    Secret(OTHER).write(tmp_path / "secret")
+    assert found_key(tmp_path / "secret") == Secret(OTHER).key("calls")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_of_others_is_refused(mode: int, tmp_path: Path) -> None:
+    Secret.fresh().write(tmp_path / "secret")
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(ConfigError, match=r"cluster.secret_file .* must be its owner's alone"):
+        Secret.find(str(tmp_path / "secret"))
+
+
+def test_a_missing_file_and_a_short_secret_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        Secret.find(str(tmp_path / "secret"))
+    monkeypatch.setenv(VARIABLE, "hunter2")
+    with pytest.raises(ConfigError, match=f"{VARIABLE}: must hold at least 32") as raised:
+        Secret.find("")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "s" * 32,
+        "password" * 4,
+        "0123456789" * 4,
+        "0123456789abcdef" * 2,
+        "abcdefghijklmnopqrstuvwxyz012345",
+        "a" * 16 + "b" * 16,
+        "secret" * 6 + "!",
+        "zyxwvutsrqponmlkjihgfedcba987654",
+        "11111111-1111-1111-1111-111111111111",
+    ],
+)
+def test_a_secret_that_can_be_guessed_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    rule = f"{VARIABLE}: can be guessed: it repeats itself, or counts up; hybrid secret FILE makes a good one"
+    with pytest.raises(ConfigError) as raised:
+        Secret.find("")
+    assert str(raised.value) == rule
+
+
+def test_what_was_drawn_is_taken() -> None:
+    """Hexadecimal digits, base64, digits: of any of these 32 are enough."""
+    draw = random.Random(1)
+    for _ in range(500):
+        Secret.fresh()
+        Secret(draw.randbytes(16).hex())
+        Secret(base64.b64encode(draw.randbytes(24)).decode())
+        Secret("".join(draw.choices(string.digits, k=32)))
+
+
+def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be made: File exists"):
+        Secret.fresh().write(tmp_path / "secret")
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_keys_differ_by_secret_purpose_and_context() -> None:
+    one, other = Secret(LONG), Secret(OTHER)
+    keys = [
+        one.key("calls"),
+        other.key("calls"),
+        one.key("store"),
+        one.key("calls", b"1"),
+        one.key("call", b"s"),
+        one.key("calls", b"", b"agreed"),
+        one.key("calls", b"", b"other"),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) == 32 for key in keys)
+    assert one.key("calls", b"1") == Secret(LONG).key("calls", b"1")
+
+
+def test_it_shows_nothing_of_itself_and_survives_the_way_to_a_child() -> None:
+    secret = Secret(LONG)
+    assert LONG not in f"{secret} {secret!r}"
+    assert pickle.loads(pickle.dumps(secret)).key("calls") == secret.key("calls")

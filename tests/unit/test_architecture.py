@@ -1,0 +1,30 @@
+"""The architecture: which package imports which, unique module names, and no references to missing files."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_imports_keep_the_contracts_of_pyproject() -> None:
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_module_names_are_unique() -> None:
+    modules = [file.stem for top in ("hybrid", "workers") for file in (ROOT / top).rglob("*.py")]
+    repeated = {name for name, count in Counter(modules).items() if count > 1 and not name.startswith("__")}
+    assert not repeated
+
+
+def test_files_that_text_refers_to_exist() -> None:
+    """In pages and in code, such as ``hybrid/batch.py``; paths in docs/upstream.md are those of torch."""
+    pages = {ROOT / "README.md", *(ROOT / "docs").glob("*.md")} - {ROOT / "docs/upstream.md"}
+    tops = [ROOT / name for name in ("hybrid", "workers", "tests", "scripts")]
+    for file in [*pages, *(file for top in tops for file in top.rglob("*.py"))]:
+        for name in re.findall(r"`((?:\w+/)+\w+\.py)`", file.read_text(encoding="utf-8")):
+            assert any((folder / name).is_file() for folder in (ROOT, *tops)), f"{name} in {file}"

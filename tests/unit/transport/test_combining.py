@@ -1,0 +1,223 @@
+"""Trainers that ask workers together: threads with memory in common, workers that write down what comes."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from support.cluster import small_config
+from support.shared_memory import at_once, joined
+from torch import Tensor
+from torch.futures import Future
+
+from hybrid.config import RunConfig
+from hybrid.embedding.bags import Bags, Item
+from hybrid.errors import ClusterError
+from hybrid.primitives.deferred_response import Watched
+from hybrid.protocol.ticket import Purpose, Ticket
+from hybrid.security.failure_text import raised_later
+from hybrid.topology import Role, RoleKind
+from hybrid.transport import LostError, ModuleRef, RemoteTables
+from hybrid.transport.rpc.endpoints import PlainPart
+from hybrid.transport.shared_memory.host_aggregation import Combining, may_combine, pays
+from hybrid.transport.shared_memory.shared_block import SharedMemory
+
+TRAINERS, WORKERS = 3, 4
+
+
+class Worker(RemoteTables):
+    """Answers each lookup with its ids, plus a hundred times the worker's number; tells what has come."""
+
+    def __init__(self, index: int, failure: str | None = None) -> None:
+        super().__init__(Role(RoleKind.WORKER, index), ModuleRef(None, 5))  # type: ignore[arg-type]
+        self.came: list[tuple[list[PlainPart], list[Tensor]]] = []
+        self._failure = failure
+
+    def carry_parts(self, parts: Sequence[PlainPart], tensors: Sequence[Tensor]) -> Watched[Any]:
+        self.came.append((list(parts), [each.clone() for each in tensors]))
+        answer: Future[list[Tensor]] = Future()
+        if self._failure is not None:
+            answer.set_exception(RuntimeError(self._failure))  # type: ignore[arg-type]
+            return answer
+        rest, found = iter(tensors), []
+        for _, num_grads, _, items in parts:
+            list(islice(rest, num_grads))
+            found += [next(rest) + 100.0 * self.role.index for _ in items]
+        answer.set_result(found)
+        return answer
+
+
+class Trainer:
+    """One of those that ask together, with stubs of its own of the workers."""
+
+    def __init__(self, memory: SharedMemory, failure: str | None = None) -> None:
+        self.index = memory.place
+        self.workers = [Worker(index, failure) for index in range(WORKERS)]
+        self.sources = Combining(memory, self.workers).sources()
+
+    def ticket(self, step: int) -> Ticket:
+        return Ticket(self.index, step, step, purpose=Purpose.PREFETCH)
+
+    def look_up(self, step: int) -> list[Watched[list[Tensor]]]:
+        """A lookup of each worker: its own items, as many as its number."""
+        return [s.lookup(self.ticket(step), self.items(step, w)) for w, s in self.sources.items()]
+
+    def items(self, step: int, worker: int) -> list[Item]:
+        return [(group, Bags(self.ids(step, worker, group))) for group in range(worker)]
+
+    def ids(self, step: int, worker: int, group: int) -> Tensor:
+        return torch.tensor([self.index, step, worker, group] * (1 + group), dtype=torch.int32)
+
+    def check(self, step: int, answers: list[Watched[list[Tensor]]]) -> None:
+        for worker, answer in enumerate(answers):
+            found = answer.wait()
+            assert len(found) == worker
+            for group, tensor in enumerate(found):
+                assert torch.equal(tensor, self.ids(step, worker, group) + 100.0 * worker)
+
+
+def trainers(failure: str | None = None) -> list[Trainer]:
+    return [Trainer(memory, failure) for memory in joined(TRAINERS)]
+
+
+Message: TypeAlias = tuple[list[PlainPart], list[Tensor]]
+
+
+def messages(members: list[Trainer], worker: int) -> list[Message]:
+    """What they have sent to a worker."""
+    return [message for each in members for message in each.workers[worker].came]
+
+
+def test_a_worker_gets_one_message_with_the_parts_of_all_in_their_order() -> None:
+    members = trainers()
+    at_once(lambda each: each.check(0, each.look_up(0)), members)
+    for worker in range(WORKERS):
+        (parts, tensors), *more = messages(members, worker)
+        assert more == []
+        assert [next_ticket[0] for _, _, next_ticket, _ in parts if next_ticket] == [0, 1, 2]
+        assert len(tensors) == TRAINERS * worker
+    assert not any(worker.came for other in members[1:] for worker in other.workers)
+
+
+def test_gradients_and_the_next_lookup_leave_together() -> None:
+    def train(each: Trainer) -> None:
+        answers = {step: each.look_up(step) for step in (0, 1)}
+        for step in range(6):
+            each.check(step, answers.pop(step))
+            grads = [torch.full((2, 3), float(10 * each.index + step))]
+            if step < 4:
+                answers[step + 2] = [
+                    source.exchange(each.ticket(step), grads, each.ticket(step + 2), each.items(step + 2, w))
+                    for w, source in each.sources.items()
+                ]
+            else:
+                answers[step + 2] = [
+                    source.send_gradients(each.ticket(step), grads) for source in each.sources.values()
+                ]
+        for step in (6, 7):
+            assert [answer.wait() for answer in answers[step]] == [[]] * WORKERS
+
+    members = trainers()
+    at_once(train, members)
+    came = messages(members, 3)
+    assert len(came) == 2 + 6
+    parts, tensors = came[2]
+    assert [(ticket[:2], count, ahead[:2]) for ticket, count, ahead, _ in parts if ticket and ahead] == [
+        ((trainer, 0), 1, (trainer, 2)) for trainer in range(TRAINERS)
+    ]
+    assert [tensor[0, 0].item() for tensor in tensors[:: 1 + 3]] == [0.0, 10.0, 20.0]
+
+
+def test_who_has_nothing_takes_part_and_nobody_is_asked_for_nothing() -> None:
+    def take_part(each: Trainer) -> None:
+        for step in (0, 1):
+            if each.index == 1 and step == 0:
+                each.check(0, each.look_up(0))
+            else:
+                skipped = [source.skip() for source in each.sources.values()]
+                assert [answer.wait() for answer in skipped] == [[]] * WORKERS
+
+    members = trainers()
+    at_once(take_part, members)
+    came = messages(members, 2)
+    assert [[ticket[0] for _, _, ticket, _ in parts if ticket] for parts, _ in came] == [[1]]
+
+
+def test_what_comes_in_the_place_of_an_answer_comes_to_each() -> None:
+    members = trainers(raised_later(ClusterError("trainer 1 sent gradients of step 0 twice")))
+
+    def fail(each: Trainer) -> None:
+        for answer in each.look_up(0):
+            with pytest.raises(RuntimeError, match="trainer 1 sent gradients of step 0 twice"):
+                answer.wait()
+
+    at_once(fail, members)
+
+
+def test_a_worker_that_is_lost_is_named_to_each() -> None:
+    members = trainers("connection reset")
+
+    def fail(each: Trainer) -> None:
+        for worker, answer in enumerate(each.look_up(0)):
+            with pytest.raises(LostError, match=rf"worker {worker} does not answer \(connection reset\)"):
+                answer.wait()
+
+    at_once(fail, members)
+
+
+def test_answers_of_others_are_no_part_of_memory_that_is_written_again() -> None:
+    def keep(each: Trainer) -> None:
+        kept = [answer.wait() for answer in each.look_up(0)]
+        for step in range(1, 5):
+            each.check(step, each.look_up(step))
+        for worker, found in enumerate(kept):
+            for group, tensor in enumerate(found):
+                assert torch.equal(tensor, each.ids(0, worker, group) + 100.0 * worker)
+
+    at_once(keep, trainers())
+
+
+def test_a_callback_comes_once_with_the_answer() -> None:
+    def watch(each: Trainer) -> None:
+        called: list[int] = []
+        answers = each.look_up(0)
+        answers[3].add_done_callback(lambda _: called.append(1))
+        assert not answers[3].done()
+        answers[0].wait()
+        assert answers[3].done()
+        assert called == [1]
+        answers[3].add_done_callback(lambda _: called.append(2))
+        assert called == [1, 2]
+
+    at_once(watch, trainers())
+
+
+def test_who_waits_for_one_that_is_gone_learns_it() -> None:
+    first, *others = joined(TRAINERS)
+    for peer in (peer for other in others for peer in other._peers.values()):
+        peer.close()
+    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone while a step is taken"):
+        Trainer(first).look_up(0)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "workers", "expected"),
+    [(8, 8, True), (4, 4, True), (2, 2, False), (8, 2, False), (1, 9, False)],
+)
+def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expected: bool) -> None:
+    assert pays(trainers, workers) is expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (small_config(train={"update": "pipelined"}), True),
+        (small_config(train={"update": "async"}), True),
+        (small_config(train={"update": "sync"}), False),
+        (small_config(train={"update": "pipelined"}, dense={"ddp": "none"}), False),
+        (small_config(train={"update": "pipelined"}, cluster={"combine": "off"}), False),
+    ],
+)
+def test_trainers_that_are_in_step_may(config: RunConfig, expected: bool) -> None:
+    assert may_combine(config) is expected

@@ -1,0 +1,199 @@
+"""Memory shared by threads, each of which has its own place in a process group."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.shared_memory import SECONDS, at_once, joined, together
+from support.users import connected_as_another_user, needs_root
+
+from hybrid.errors import ClusterError
+from hybrid.transport.shared_memory import shared_block
+from hybrid.transport.shared_memory.shared_block import MOST_MEMBERS, SharedMemory
+
+
+def join(rank: int, group: dist.ProcessGroup) -> SharedMemory | None:
+    return SharedMemory.join(group, 10 + rank, True, SECONDS)
+
+
+def shown(part: SharedMemory, words: bytes) -> list[bytes]:
+    """What all show in a turn, where this one shows these words."""
+    part.slot(len(words))[: len(words)] = words
+    return [bytes(slot[: len(words)]) for slot in part.publish()]
+
+
+@pytest.mark.parametrize("size", [2, 3, MOST_MEMBERS])
+def test_each_reads_what_all_have_written(size: int) -> None:
+    parts = joined(size)
+    for length in (1, 1000, 7, 100_000, 5000, 1_000_000):  # slots grow, and are used again
+        words = [bytes([65 + place]) * length for place in range(size)]
+        assert at_once(shown, parts, words) == [words] * size
+
+
+def test_those_with_nothing_to_show_take_part() -> None:
+    parts = joined(2)
+    for _ in range(3):
+        assert all(len(slots) == 2 for slots in at_once(SharedMemory.publish, parts))
+
+
+def test_slots_that_grow_at_different_times_are_read_in_their_turns() -> None:
+    parts = joined(3)
+
+    def take_turns(part: SharedMemory) -> None:
+        for turn in range(200):
+            length = 10_000 * (1 + turn // 40) if turn % 3 == part.place else 10
+            words = bytes([turn]) * length
+            part.slot(length)[:length] = words
+            assert all(bytes(slot[:10]) == bytes([turn]) * 10 for slot in part.publish())
+
+    at_once(take_turns, parts)
+
+
+def test_members_are_the_trainers_in_the_order_of_their_ranks() -> None:
+    for place, part in enumerate(joined(3)):
+        assert part.place == place
+        assert [str(each) for each in part.members] == ["trainer 0", "trainer 1", "trainer 2"]
+
+
+def test_one_that_is_gone_is_named_at_once() -> None:
+    first, second = joined(2)
+    for peer in second._peers.values():
+        peer.close()
+    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone while a step is taken"):
+        first.publish()
+
+
+def test_one_that_does_not_come_is_named_in_time() -> None:
+    first, second = joined(2, timeout_seconds=0.2)
+    late = r"of this host, did not come in cluster\.rpc_timeout_seconds$"
+    with pytest.raises(ClusterError, match=rf"^trainer 1, {late}"):
+        first.publish()
+    second.publish()  # the first did come, once
+    with pytest.raises(ClusterError, match=rf"^trainer 0, {late}"):
+        second.publish()
+
+
+def test_who_has_no_use_for_it_is_left_alone() -> None:
+    assert together(1, join) == [None]
+    parts = together(4, lambda rank, group: SharedMemory.join(group, rank, rank % 2 == 0, SECONDS))
+    assert parts[1] is parts[3] is None
+    assert [[m.index for m in part.members] for part in parts if part] == [[0, 2], [0, 2]]
+
+
+def test_of_many_on_a_host_so_many_share_with_each_other() -> None:
+    parts = together(MOST_MEMBERS + 3, join)
+    sizes = [len(part.members) for part in parts if part]
+    assert sizes == [MOST_MEMBERS] * MOST_MEMBERS + [3] * 3
+    assert [m.index for m in parts[-1].members] == [18, 19, 20] if parts[-1] else False
+    assert together(MOST_MEMBERS + 1, join)[-1] is None
+
+
+def test_trainers_share_with_those_of_their_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = threading.local()
+
+    def join_on_a_host(rank: int, group: dist.ProcessGroup) -> SharedMemory | None:
+        hosts.name = f"host {rank % 2}"
+        return join(rank, group)
+
+    monkeypatch.setattr(shared_block, "own_host", lambda: hosts.name)
+    parts = together(5, join_on_a_host)
+    assert [[m.index - 10 for m in part.members] for part in parts if part] == [
+        [0, 2, 4],
+        [1, 3],
+        [0, 2, 4],
+        [1, 3],
+        [0, 2, 4],
+    ]
+
+
+def test_two_containers_of_a_host_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have networks of their own, and so names of sockets of their own."""
+    containers, readlink = threading.local(), os.readlink
+
+    def read(path: str) -> str:
+        return str(containers.network) if path == "/proc/self/ns/net" else readlink(path)
+
+    def join_in_one(rank: int, group: dist.ProcessGroup) -> SharedMemory | None:
+        containers.network = f"net:[{rank}]"
+        return join(rank, group)
+
+    monkeypatch.setattr(os, "readlink", read)
+    assert together(2, join_in_one) == [None] * 2
+
+
+def before_the_exchange(monkeypatch: pytest.MonkeyPatch, come: Callable[[shared_block._Card], None]) -> None:
+    """Have strangers come once there is somewhere to: they are told the card of the first member."""
+    exchange = shared_block._exchange
+
+    def exchange_after_them(card: shared_block._Card, group: dist.ProcessGroup) -> list[shared_block._Card]:
+        if group.rank() == 0:
+            come(card)
+        return exchange(card, group)
+
+    monkeypatch.setattr(shared_block, "_exchange", exchange_after_them)
+
+
+@pytest.mark.parametrize(
+    "hellos",
+    [
+        lambda _: [b"", bytes([1]) + b"x" * 16, None],
+        lambda token: [bytes([0]) + token, bytes([2]) + token],
+    ],
+    ids=["silent, wrong, closed", "places that are not expected"],
+)
+def test_strangers_are_sent_away(
+    hellos: Callable[[bytes], list[bytes | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come before the trainers' own connections."""
+    strangers = []
+
+    def come(card: shared_block._Card) -> None:
+        for words in hellos(bytes.fromhex(card.token)):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            stranger.connect(bytes.fromhex(card.name))
+            if words is None:
+                stranger.close()
+            else:
+                stranger.sendall(words)
+            strangers.append(stranger)
+
+    before_the_exchange(monkeypatch, come)
+    monkeypatch.setattr(shared_block, "_HELLO_SECONDS", 0.1)
+    assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
+    for stranger in strangers:
+        stranger.close()
+
+
+@needs_root
+def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+
+        def come(card: shared_block._Card) -> None:
+            stack.enter_context(connected_as_another_user(bytes.fromhex(card.name)))
+
+        before_the_exchange(monkeypatch, come)
+        monkeypatch.setattr(shared_block, "_HELLO_SECONDS", 1000.0)
+        assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
+
+
+def test_nothing_is_left_open() -> None:
+    def descriptors() -> set[str]:
+        return {name for name in os.listdir("/proc/self/fd") if "memfd:hybrid" in _target(name)}
+
+    before = descriptors()
+    parts = joined(2)
+    at_once(shown, parts, [b"a" * 10_000] * 2)
+    parts[0].slot(1_000_000)  # which the other is never shown
+    assert len(descriptors() - before) > 4
+    del parts
+    assert descriptors() - before == set()
+
+
+def _target(descriptor: str) -> str:
+    link = Path("/proc/self/fd") / descriptor
+    return os.readlink(link) if link.is_symlink() else ""

@@ -1,0 +1,88 @@
+"""Commands that start a whole cluster on this machine: launch, compare, run."""
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid.config import RunConfig
+from hybrid.config.key import OWN_FUNCTION
+from hybrid.config.loading import validate
+from hybrid.errors import ConfigError
+from workers.arguments import COMPARED_DTYPE
+from workers.cluster_task import CompareTask, OwnTask, ScriptTask, TrainTask
+from workers.commands.run_request import going_on_later, imports, read_config, wanted_run
+from workers.run_folder.remote_run import held_folder
+from workers.run_folder.run_lock import run_lock
+from workers.run_folder.run_paths import scratch_logs
+
+
+def launch_run(options: argparse.Namespace, started_at: float) -> None:
+    """Train on a cluster, started again where it fails."""
+    from workers.launching.launcher import launch
+
+    config, folder, is_resumed, over = wanted_run(options)
+    if over:
+        return
+    with held_folder(folder, is_resumed) as (here, lock), going_on_later(here, options.command):
+        launch(config, here, TrainTask(here, is_resumed, started_at), lock)
+
+
+def compare(options: argparse.Namespace, started_at: float) -> None:
+    """Train some steps on a cluster and in one process, and print by how much they differ."""
+    from workers.launching.launcher import launch
+
+    if options.steps < 1:
+        raise ConfigError("--steps", "must be at least 1", options.steps)
+    config = read_config(options)
+    dtype = options.dtype or (config.train.dtype if options.script else COMPARED_DTYPE)
+    config = config.replace(train=dataclasses.replace(config.train, dtype=dtype))
+    validate(config)
+    if config.train.update == "async":
+        rule = "must be sync or pipelined: what async comes to depends on who is quick"
+        raise ConfigError("train.update", rule, config.train.update)
+    if config.embedding.wire_dtype != "rows":
+        rule = "must be rows: one process sends nothing, and rounds nothing"
+        raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
+    with scratch_logs("hybrid-compare-") as folder, run_lock(folder) as lock:
+        if options.script is None:
+            launch(config, folder, CompareTask(options.steps), lock)
+        else:
+            config = config.replace(train=dataclasses.replace(config.train, max_steps=options.steps))
+            task = script_task(options.script, options.arguments)
+            _compare_script(config, dataclasses.replace(task, snapshot=folder / "cluster"), folder, lock)
+
+
+def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int) -> None:
+    """Run a script on a cluster, then in this process, and print what differs."""
+    from workers.launching.launcher import launch
+
+    print("on a cluster", flush=True)
+    launch(config, folder, task, lock)
+    print("in one process", flush=True)
+    with imports():
+        from workers.offline.script_comparison import compare_script
+
+    compare_script(config, task.path, task.arguments, folder / "cluster")
+
+
+def run(options: argparse.Namespace, started_at: float) -> None:
+    """Have a cluster do what a script, or a function, of the user's own says."""
+    from workers.launching.launcher import launch
+
+    task: OwnTask | ScriptTask
+    if re.fullmatch(OWN_FUNCTION, options.program):
+        task = OwnTask(options.program)
+    else:
+        task = script_task(options.program, options.arguments)
+    config = read_config(options)
+    with scratch_logs("hybrid-run-") as folder, run_lock(folder) as lock:
+        launch(config, folder, task, lock)
+
+
+def script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
+    """That of a script of the user's own; ConfigError where it is no file."""
+    if not Path(path).is_file():
+        raise ConfigError("SCRIPT", "is not a file", path)
+    return ScriptTask(path, tuple(arguments))

@@ -1,0 +1,56 @@
+"""What a person is told of the rows of a data set: those skipped, labels, and values unknown to the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid.data.dataset.dataset_manifest import DatasetReport
+    from hybrid.data.encode.unknown_values import UnknownValues
+    from hybrid.data.values.invalid_rows import BadRowReport
+
+_MAX_COLUMNS = 20
+
+
+def data_notes(report: DatasetReport) -> Iterator[str]:
+    """What to know of a split before trusting any number about it; nothing where all is well."""
+    yield from bad_row_lines(report.bad_rows)
+    for label in report.labels:
+        of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
+        if report.num_rows and not label.count:
+            yield f"none of {report.num_rows:,} test rows counts{of_task}: it has no metrics"
+        if label.only is not None and label.kind == "binary":
+            rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
+            yield f"{rows}: AUC is undefined for them"
+    far = sorted((u for u in report.unknown if u.is_far), key=lambda u: -u.share)
+    if far:
+        columns = ", ".join(
+            f"{u.share:.0%} of {u.name} ({u.expected:.0%} expected)" for u in far[:_MAX_COLUMNS]
+        )
+        more = f" and {len(far) - _MAX_COLUMNS} more columns" if len(far) > _MAX_COLUMNS else ""
+        yield (
+            f"warning: far more values are unknown to the model than the training rows let expect: "
+            f"{columns}{more}; are they written as in the training files?"
+        )
+
+
+def bad_row_lines(report: BadRowReport) -> Iterator[str]:
+    """How many rows were skipped and why, then the first of them; nothing where none were."""
+    if not report.total:
+        return
+    counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    yield f"skipped {report.total:,} bad row(s): {reasons}"
+    for example in report.examples:
+        yield f"  {example}"
+
+
+def unknown_shares(unknown: Sequence[UnknownValues]) -> str:
+    """The share of unknown values by column, the largest first; "none" where all are known."""
+    found = sorted((u for u in unknown if u.count), key=lambda u: -u.share)
+    shown = [f"{u.name} {u.share:.2%}" for u in found[:_MAX_COLUMNS]]
+    if len(found) > _MAX_COLUMNS:
+        rest = found[_MAX_COLUMNS:]
+        shown.append(f"and {len(rest)} more columns, at most {rest[0].share:.2%}")
+    return ", ".join(shown) or "none"

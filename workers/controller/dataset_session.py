@@ -1,0 +1,101 @@
+"""A job on a cluster that trains and evaluates on a prepared data set."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.data.dataset import dataset_manifest
+from hybrid.data.dataset.dataset_manifest import DataManifest
+from hybrid.data.dataset.group_order import check_ranking_losses
+from hybrid.data.prepare.dataset_location import open_split
+from hybrid.errors import ConfigError
+from hybrid.metrics import Metrics, Predictions, check_own_metrics
+from hybrid.topology import Topology
+from workers.controller.job_messages import Report
+from workers.controller.remote_trainer import Trainer
+from workers.controller.session import Session
+
+_EVAL_STEPS_PER_CALL = 20
+
+
+class DatasetSession(Session):
+    """A session that trains and evaluates on a prepared data set.
+
+    Attributes:
+        steps_per_epoch: steps that pass over all training samples.
+        reports: what is known of the training samples and of the test samples.
+        has_test_rows: whether there is anything to evaluate on.
+        best_auc: of the first task, what no model can beat on the test samples, each counted once; None where
+            nobody knows, or samples count by their weights.
+        limit: the key that ends the run, ``train.epochs`` or ``train.max_steps``.
+        total_steps: that the run takes.
+    """
+
+    def __init__(self, topology: Topology, config: RunConfig, data_folder: Path) -> None:
+        check_own_metrics(config.all_tasks)
+        self._prepared = data_folder
+        train = open_split(data_folder, "train", config.data)
+        test = open_split(data_folder, "test", config.data)
+        if not test.num_samples and config.data.test_fraction:
+            rule = "leaves no test rows; raise it, set it to 0 to train without, or set data.test_path"
+            raise ConfigError("data.test_fraction", rule, config.data.test_fraction)
+        check_ranking_losses(config.all_tasks, train, config.train.batch_size)
+        self.best_auc = None if config.data.weighted_metrics else test.report.labels[0].best_auc
+        self.reports = (train.report, test.report)
+        self.steps_per_epoch = math.ceil(train.num_samples / config.train.batch_size)
+        self._test_steps = math.ceil(test.num_samples / config.train.batch_size)
+        self.has_test_rows = test.num_samples > 0
+        ends = {"train.epochs": self.steps_per_epoch * config.train.epochs}
+        if config.train.max_steps:
+            ends["train.max_steps"] = config.train.max_steps
+        self.limit = min(ends, key=lambda key: ends[key])
+        self.total_steps = ends[self.limit]
+        super().__init__(
+            topology,
+            config,
+            train.input_spec,
+            self.total_steps,
+            ids_per_sample=train.ids_per_sample,
+            data_folder=data_folder,
+        )
+
+    def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
+        """Run some steps of an epoch on all trainers; see :meth:`Trainer.train`."""
+        timeout = self._timeout_seconds(num_steps)
+        return self._on_trainers(timeout, Trainer.train, epoch, first_step, num_steps, steps_before)
+
+    def evaluate(self, steps_before: int) -> Metrics:
+        """Metrics over the whole test set, with the model as it is after ``steps_before`` steps."""
+        parts = [each for predictions in self.evaluation(steps_before) for each in predictions]
+        is_weighted = self.config.data.weighted_metrics
+        return Predictions.concatenate(parts).metrics(self.config.all_tasks, is_weighted=is_weighted)
+
+    def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
+        """What all trainers make of the test set, some steps after the other; see :meth:`evaluate`."""
+        for first in range(0, self._test_steps, _EVAL_STEPS_PER_CALL):
+            count = min(_EVAL_STEPS_PER_CALL, self._test_steps - first)
+            timeout = self._timeout_seconds(count)
+            yield self._on_trainers(timeout, Trainer.evaluate, first, count, steps_before)
+
+    def load(self, stored: Checkpoint) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it is of another model.
+            DataError: it was trained on other samples; names the file that has changed.
+        """
+        rule = "go on with that version, or start a new run"
+        trained_on = DataManifest.read(stored.parts / dataset_manifest.COPY_NAME, rule)
+        now = DataManifest.read(self._prepared / dataset_manifest.FILE_NAME)
+        trained_on.check_same(now, "resume with the same files, or start a new run")
+        super().load(stored)
+
+    def _texts(self) -> dict[str, str]:
+        data = (self._prepared / dataset_manifest.FILE_NAME).read_text(encoding="utf-8")
+        return {**super()._texts(), dataset_manifest.COPY_NAME: data}
+
+    def _timeout_seconds(self, num_steps: int) -> float:
+        cluster = self.config.cluster
+        return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds

@@ -1,0 +1,247 @@
+"""A job on a cluster, from the master's side: what it has created where, and the calls to it."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TypeVar, TypeVarTuple
+
+from hybrid import transport
+from hybrid.batch import Batch
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE
+from hybrid.config.validation import recorded_steps
+from hybrid.data.encode import feature_encoder
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.prepare.dataset_location import source_of
+from hybrid.engine.model_builder import Blueprint
+from hybrid.engine.table_setup import place_tables
+from hybrid.errors import ClusterError, ConfigError
+from hybrid.input_spec import InputSpec
+from hybrid.metrics import Metrics
+from hybrid.primitives.step_timings import Span
+from hybrid.protocol.learning_rate_schedule import Schedule
+from hybrid.protocol.update_rules import Staleness, UpdateRules
+from hybrid.server.barrier import UpdateBarrier
+from hybrid.storage.remote_path import Place
+from hybrid.topology import Role, Topology
+from hybrid.user_code.run_signature import signed_toml
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, measure_matmul, table_holders
+from workers.controller.distributed_checkpoint import NOTHING_COUNTED, Counted, Saving, hold, load
+from workers.controller.job_messages import Report
+from workers.controller.memory_check import check_memory, has_memory_for_copies
+from workers.controller.remote_trainer import Trainer
+from workers.step_profile import Profile
+
+# What oneDNN's products must gain to be taken: more than two times of the same thing differ by.
+_LEAST_GAIN = 1.1
+Arguments = TypeVarTuple("Arguments")
+Result = TypeVar("Result")
+
+
+class Session:
+    """Everything a running job has on the cluster: tables on workers, trainers, perhaps a remote net.
+
+    Args:
+        topology: the roles of the cluster.
+        config: the job; ``dense.matmul = "auto"`` is decided here, by a measurement on trainer 0.
+        input_spec: what the batches hold.
+        total_steps: that the run will take in all; learning rates may depend on it.
+        ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
+        data_folder: a prepared data set; None where only batches of the caller's own are trained on.
+
+    Raises:
+        HybridError: a worker's host has no memory for its tables.
+
+    Attributes:
+        config: the job, with what has been decided.
+        decisions: what was decided otherwise than by default, and why, in a line each.
+        blueprint: of its nets and tables.
+        placement: where the tables' rows are.
+        recorded: the steps of which every role records what it does, as the section [profile] says;
+            counted from where the session starts or goes on.
+        meanwhile: called every now and then while roles are waited for.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        config: RunConfig,
+        input_spec: InputSpec,
+        total_steps: int,
+        *,
+        ids_per_sample: Mapping[str, float] = MappingProxyType({}),
+        data_folder: Path | None = None,
+    ) -> None:
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.config = config
+        self._data_folder = data_folder
+        self._weighted: set[str] = set()  # features whose ids have had weights in batches of the caller's own
+        self._total_steps = total_steps
+        self.recorded = recorded_steps(config.profile, 0, total_steps)
+        source = None if data_folder is None else source_of(data_folder)
+        tables, self.placement = place_tables(config, input_spec, ids_per_sample, source)
+        self.blueprint = Blueprint(config, input_spec, tables)
+        check_memory(self.placement, table_holders(topology, self.placement))
+        self.decisions: list[str] = []
+        if config.dense.matmul == "auto":
+            self._decide_matmul(topology)
+        rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
+        self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
+        self._start_recording()
+
+    def _decide_matmul(self, topology: Topology) -> None:
+        """Whose products the dense nets take; every role is told, and what is saved says so."""
+        gain = measure_matmul(topology, self.blueprint)
+        matmul = "onednn" if gain >= _LEAST_GAIN else "torch"
+        if matmul == "onednn":
+            share = f"large layers take {1 / gain:.0%} of their time by torch"
+            self.decisions.append(f'dense.matmul is "onednn": {share}')
+        self.config = self.config.replace(dense=dataclasses.replace(self.config.dense, matmul=matmul))
+        self.blueprint = dataclasses.replace(self.blueprint, config=self.config)
+
+    @property
+    def trainers(self) -> Sequence[transport.Remote[Trainer]]:
+        """A stub for each."""
+        return self._deployed.trainers
+
+    def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> list[Report]:
+        """Train on batches of the caller's own; see :meth:`Trainer.train_on`.
+
+        Args:
+            make_batches: a function of a module that every trainer can import.
+        """
+        reports = self._on_trainers(BULK_TIMEOUT_SECONDS, Trainer.train_on, make_batches, steps_before)
+        self._weighted |= {name for report in reports for name in report.weighted}
+        return reports
+
+    def take_staleness(self, step: int) -> Staleness:
+        """The staleness of the updates of tables since the last call.
+
+        Args:
+            step: how many are taken. The updates of all of them are awaited, but for async mode, which has no
+                such number. Elsewhere each worker has the same ones, and those of one are counted: what comes
+                out does not depend on how many there are.
+        """
+        tables = self._deployed.tables.values()
+        is_async = self.config.train.update == "async"
+        version = 0 if is_async else step
+        calls = [each.call_barrier(UpdateBarrier.take_staleness, version) for each in tables]
+        taken = transport.gather(calls, self._meanwhile)
+        return sum(taken if is_async else taken[:1], Staleness())
+
+    def take_profile(self) -> Profile:
+        """What every role did in the recorded steps that are done; the next call has what comes after.
+
+        ``session.take_profile().write(folder)`` leaves a trace and a table.
+
+        Raises:
+            ConfigError: there is no such step.
+        """
+        self._deployed.settle(self._meanwhile)
+        spans: dict[Role, list[Span]] = defaultdict(list)
+        everything = self._deployed.everything
+        taken = transport.gather([each.call(Called.take_spans) for each in everything])
+        for each, its_spans in zip(everything, taken, strict=True):
+            spans[each.role] += its_spans
+        profile = Profile(spans)
+        if not profile.steps:
+            section = self.config.profile
+            rule = f"none of the {section.steps} steps to record (profile.steps) has been taken"
+            raise ConfigError("profile.first_step", rule, section.first_step)
+        return profile
+
+    def _start_recording(self) -> None:
+        if self.recorded:
+            transport.gather([each.call(Called.record, self.recorded) for each in self._deployed.everything])
+
+    def save(self, folder: Place, step: int, epoch: int, metrics: Metrics | None = None) -> Place:
+        """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
+
+        ``hybrid evaluate`` and ``hybrid predict`` read it. A model of batches of the caller's own takes the
+        numbers of their files as they are, and rows of tables as ids; of those features of which ids have had
+        weights, weights, too.
+
+        Args:
+            step, epoch: how many of each are done.
+            metrics: of the last evaluation, if there was one.
+        """
+        self.begin_save(folder, step, epoch, metrics, in_background=False).write()
+        return folder
+
+    def begin_save(
+        self,
+        folder: Place,
+        step: int,
+        epoch: int,
+        metrics: Metrics | None = None,
+        progress: Counted = NOTHING_COUNTED,
+        in_background: bool = True,
+    ) -> Saving:
+        """Begin what :meth:`save` does: let every role hold what it is to write, as of the steps taken.
+
+        It is to be written before another one begins. Training may go on meanwhile where roles hold copies
+        in memory: if it is to be ``in_background``, and workers have memory for those.
+
+        Args:
+            progress: what the run has counted so far.
+        """
+        placement, deployed = self.placement, self._deployed
+        values = dict(metrics or {})
+        holders = [each.role for each in deployed.tables.values()]
+        is_copied = in_background and has_memory_for_copies(placement, holders)
+        writers = hold(deployed, self.config.dense, is_copied, self._meanwhile)
+        return Saving(
+            folder,
+            Manifest(step, epoch, placement.shapes, {}, values, dict(progress.values)),
+            self._texts(),
+            progress.reports,
+            lambda partial: [
+                w.call(Called.write, partial, timeout_seconds=BULK_TIMEOUT_SECONDS) for w in writers
+            ],
+            is_copied,
+            {} if self._data_folder is None else feature_encoder.vocabularies_of(self._data_folder),
+        )
+
+    def _texts(self) -> dict[str, str]:
+        """What a checkpoint holds besides tensors, by file."""
+        folder = self._data_folder
+        if folder is None:
+            features = FeatureEncoder.of_rows(self.blueprint.input_spec, self._weighted).text
+        else:
+            features = (folder / feature_encoder.FILE_NAME).read_text(encoding="utf-8")
+        return {CONFIG_FILE: signed_toml(self.config), feature_encoder.FILE_NAME: features}
+
+    def load(self, stored: Checkpoint) -> None:
+        """Go on from a checkpoint; CheckpointError where it is of another model."""
+        load(self._deployed, self.config.dense, stored)
+        if self._data_folder is None:
+            sparse = FeatureEncoder.load(stored.parts).sparse
+            self._weighted |= {encoding.name for encoding in sparse if encoding.weighted}
+        self.recorded = recorded_steps(self.config.profile, stored.manifest.step, self._total_steps)
+        self._start_recording()
+
+    def close(self) -> None:
+        """End what runs in the background of the other roles."""
+        transport.gather([each.call(Called.close) for each in self._deployed.everything])
+
+    def _meanwhile(self) -> None:
+        self.meanwhile()  # which may change while a call is waited for
+
+    def _on_trainers(
+        self,
+        timeout_seconds: float,
+        method: Callable[[Trainer, *Arguments], Result],
+        *args: *Arguments,
+    ) -> list[Result]:
+        calls = [t.call(method, *args, timeout_seconds=timeout_seconds) for t in self.trainers]
+        try:
+            return transport.gather(calls, self._meanwhile)
+        except ClusterError as error:
+            # The trainers that wait for the one that failed learn it at once.
+            for each in self._deployed.hosted:
+                each.call_barrier(UpdateBarrier.fail, f"the run has failed: {error}")
+            raise

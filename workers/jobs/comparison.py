@@ -1,0 +1,190 @@
+"""The same job on the cluster and in one process of plain torch, and by how much their results differ."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from rich.table import Table
+
+from hybrid.batch import Batch
+from hybrid.config import RunConfig
+from hybrid.config.task_sections import metric_name, metric_title
+from hybrid.data.batches.batch_loader import BatchLoader
+from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.prepare.dataset_location import open_split
+from hybrid.metrics import Metrics, Predictions
+from hybrid.reference.reference_training import Reference
+from hybrid.topology import Topology
+from workers.console.terminal import TerminalView
+from workers.controller.dataset_session import DatasetSession
+from workers.controller.shared_folders import Reach
+from workers.exit_codes import ExitCode
+from workers.jobs.snapshot import (
+    TOLERANCES,
+    VALUE,
+    Difference,
+    DifferenceError,
+    TensorName,
+    differences,
+    reference_snapshot,
+    snapshot,
+)
+
+# Epoch, first step in it, number of steps, steps before.
+Run: TypeAlias = tuple[int, int, int, int]
+
+
+class Comparison:
+    """Trains the first steps of a run twice.
+
+    Args:
+        steps: how many; no more than the run has.
+    """
+
+    def __init__(self, config: RunConfig, steps: int) -> None:
+        self.doing = "at start"
+        self._config = config
+        self._steps = steps
+        self._dtype: torch.dtype = getattr(torch, config.train.dtype)
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
+        """Train on the cluster, then here, and print what differs.
+
+        Raises:
+            DifferenceError: something does, by more than rounding.
+        """
+        data_folder = data()
+        reach.check_data(data_folder)
+        view.status("placing tables and building nets")
+        session = DatasetSession(topology, self._config, data_folder)
+        self._config = session.config
+        for line in session.decisions:
+            view.note(line)
+        reference = self._reference(session, data_folder)
+        steps = min(self._steps, session.total_steps)
+        self.doing = "while training on the cluster"
+        view.status(f"training {steps} steps on the cluster")
+        runs = list(_runs(steps, session.steps_per_epoch))
+        losses = [loss for run in runs for loss in self._train(session, *run)]
+        ours = snapshot(session, *reference.parameter_names)
+        metrics = session.evaluate(steps) if session.has_test_rows else None
+        session.close()
+        self.doing = "while training in one process"
+        view.status(f"training {steps} steps in one process")
+        expected_losses = list(self._train_here(reference, data_folder, runs))
+        ours[TensorName("loss of every step")] = torch.tensor(losses, dtype=self._dtype)
+        expected = reference_snapshot(reference)
+        expected[TensorName("loss of every step")] = torch.tensor(expected_losses, dtype=self._dtype)
+        found = differences(ours, expected)
+        same = sum(each.largest == 0 for each in found)
+        evaluated = []
+        if metrics is not None:
+            alone = self._evaluate_here(reference, data_folder, session.blueprint.sequences)
+            evaluated = [
+                f"test {metric_title(name)}: cluster {metrics[name]:.6f}, one process {alone[name]:.6f}"
+                for name in self._scores
+            ]
+        view.show(
+            comparison_table(found),
+            *evaluated,
+            f"{same} of {len(found)} tensors are the same bit for bit",
+        )
+        judge(found, self._config.train.dtype)
+        return ExitCode.DONE
+
+    def _reference(self, session: DatasetSession, data_folder: Path) -> Reference:
+        blueprint = session.blueprint
+        config, spec, tables = blueprint.config, blueprint.input_spec, blueprint.tables
+        net, remote_net = blueprint.dense_net(), blueprint.remote_net()
+        start = snapshot(session)
+        rows = {table.name: start[TensorName(f"table {table.name}")] for table in tables}
+        return Reference(config, spec, tables, rows, net, remote_net, session.total_steps)
+
+    def _train(self, session: DatasetSession, epoch: int, first: int, count: int, before: int) -> list[float]:
+        reports = session.train(epoch, first, count, before)
+        return [sum(parts) for parts in zip(*(report.losses for report in reports), strict=True)]
+
+    def _train_here(self, reference: Reference, data_folder: Path, runs: Sequence[Run]) -> Iterator[float]:
+        dataset = open_split(data_folder, "train", self._config.data)
+        for epoch, _, count, _ in runs:
+            reference.see_all_updates()
+            for shares in _shares(self._config, dataset, epoch, count):
+                yield reference.step(shares)
+
+    @property
+    def _scores(self) -> list[str]:
+        tasks = self._config.all_tasks
+        return [metric_name(tasks, name, task.score) for name, task in tasks.items()]
+
+    def _evaluate_here(self, reference: Reference, data_folder: Path, sequences: Sequence[int]) -> Metrics:
+        dataset = open_split(data_folder, "test", self._config.data)
+        with BatchLoader(dataset, batch_size=self._config.train.batch_size).batches(0) as batches:
+            parts = [Predictions.of(batch, reference.outputs(batch), sequences) for batch in batches]
+        is_weighted = self._config.data.weighted_metrics
+        return Predictions.concatenate(parts).metrics(self._config.all_tasks, is_weighted=is_weighted)
+
+
+def judge(found: Sequence[Difference], dtype: str) -> None:
+    """DifferenceError where something differs by more than rounding in ``dtype``."""
+    relative, absolute = TOLERANCES[dtype]
+    allowed = f"{absolute:g} + {relative:g} of the value"
+    apart = [each for each in found if each.ratio > 1]
+    if apart:
+        farthest = max(apart, key=lambda each: each.ratio)
+        raise DifferenceError(
+            f"{len(apart)} of {len(found)} tensors differ by more than {allowed}; "
+            f"the farthest is {farthest.part}"
+        )
+
+
+def comparison_table(found: Sequence[Difference]) -> Table:
+    """A line for each parameter, the farthest last: how far apart its values and optimizer state are."""
+    by_parameter: dict[str, list[Difference]] = {}
+    for each in found:
+        by_parameter.setdefault(each.part.parameter, []).append(each)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("largest difference of", no_wrap=True)
+    for heading in ("value", "optimizer state", "share of what is allowed"):
+        table.add_column(heading, justify="right")
+    for parameter, members in sorted(by_parameter.items(), key=lambda item: _farthest(item[1])):
+        value = max((m.largest for m in members if m.part.kind == VALUE), default=0.0)
+        state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
+        cells = [f"{number:.1e}" if number else "none" for number in (value, state)]
+        ratio = _farthest(members)
+        table.add_row(parameter, *cells, f"{ratio:.2%}" if ratio else "", style="" if ratio <= 1 else "red")
+    return table
+
+
+def _farthest(members: Sequence[Difference]) -> float:
+    return max(member.ratio for member in members)
+
+
+def _runs(steps: int, per_epoch: int) -> Iterator[Run]:
+    """A run of steps for each epoch that ``steps`` reach into."""
+    for before in range(0, steps, per_epoch):
+        yield before // per_epoch, 0, min(per_epoch, steps - before), before
+
+
+def _shares(
+    config: RunConfig, dataset: PreparedDataset, epoch: int, count: int
+) -> Iterator[tuple[Batch, ...]]:
+    """The batches of all trainers, of the first ``count`` steps of an epoch."""
+    loaders = [
+        BatchLoader(
+            dataset,
+            batch_size=config.train.batch_size,
+            trainer_index=index,
+            num_trainers=config.cluster.trainers,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            lanes=config.data.shuffle_lanes,
+            by_group=config.has_ranking_loss,
+        )
+        for index in range(config.cluster.trainers)
+    ]
+    with ExitStack() as stack:
+        streams = [stack.enter_context(loader.batches(epoch)) for loader in loaders]
+        yield from islice(zip(*streams, strict=True), count)

@@ -1,0 +1,325 @@
+"""A training run, from the master's side: steps, evaluations, and what it logs, saves and leaves behind."""
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import PROGRESS_FILE
+from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION, Best
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config import RunConfig
+from hybrid.config.task_sections import leading_score, metric_title, shown_metrics
+from hybrid.errors import ConfigError
+from hybrid.metrics import Metrics, Predictions
+from hybrid.topology import Topology
+from workers.cluster_task import TrainTask
+from workers.console.data_notes import data_notes
+from workers.console.progress_lines import Progress
+from workers.console.terminal import ProfileSummary, Summary, TerminalView
+from workers.controller.dataset_session import DatasetSession
+from workers.controller.job_messages import Report
+from workers.controller.shared_folders import Reach
+from workers.exit_codes import ExitCode
+from workers.jobs.checkpoint_schedule import Checkpoints, Moment
+from workers.jobs.early_stopping import Patience
+from workers.jobs.run_counters import Interval, Tally
+from workers.run_folder.remote_run import store_of
+from workers.run_folder.resume import as_decided
+from workers.run_folder.run_files import RunFolder
+from workers.run_folder.run_paths import RESULT_FILE, own_command
+from workers.signals import Stop
+
+_SPANS_SHOWN = 6  # of a profile, at the end of a run
+# About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
+_CALL_SECONDS = 1.0
+_PATIENCE = "train.patience"  # ends a run before its last step
+_AGAIN = "; again to stop at once"
+
+
+class Training:
+    """One run from its first step, or the first after a checkpoint, to its summary.
+
+    Nothing is written before the first step.
+
+    Attributes:
+        doing: what is going on, to say where it failed.
+    """
+
+    def __init__(self, config: RunConfig, task: TrainTask) -> None:
+        self.doing = "at start"
+        self._config = config
+        self._tasks = config.all_tasks
+        self._task = task
+        self._run = store_of(task.folder)
+        self._folder: RunFolder
+        self._checkpoints: Checkpoints
+        self._seconds_to_first_step = math.nan
+        self._step = 0
+        self._metrics: Metrics | None = None  # of the last evaluation
+        self._tally = Tally()
+        self._profile: ProfileSummary | None = None
+        self._owes_evaluation = False
+        self._seconds_per_step = _CALL_SECONDS
+        self._stop = Stop(config.cluster.rpc_timeout_seconds)
+
+    def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
+        """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""
+        data_folder = data()
+        reach.check_data(data_folder)
+        reach.check_checkpoints(checkpoint_folders.folder_of(self._run))
+        view.status("placing tables and building nets")
+        config = as_decided(self._task.folder, self._config) if self._task.resume else self._config
+        session = DatasetSession(topology, config, data_folder)
+        self._config = session.config
+        for line in session.decisions:
+            view.note(line)
+        for report in session.reports:
+            for line in data_notes(report):
+                view.note(line)
+        if not session.has_test_rows:
+            view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
+        progress = self._go_on(session, view)
+        with self._open_folder() as self._folder, self._stop.listening():
+            section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
+            self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
+            self._train(session, view)
+            if not self._is_over(session):
+                self._save_for_later(session, view)
+                return self._stop.code
+            # Killed between its last checkpoint and its end, it has no step to take.
+            if self._metrics is None and session.has_test_rows:
+                self._metrics = session.evaluate(self._step)
+            self._finish(session, view)
+        return ExitCode.DONE
+
+    def _go_on(self, session: DatasetSession, view: TerminalView) -> dict[str, object]:
+        """Load the newest good checkpoint, if the run has one; what it says of the run's progress.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is good.
+            ConfigError: the run has come to its end already.
+        """
+        if not self._task.resume:
+            return {}
+        if not checkpoint_folders.stored(self._run):
+            view.note(f"{self._run} has no checkpoint: starting from the beginning")
+            return {}
+        self.doing = "while reading the checkpoint"
+        view.status("reading the checkpoint")
+        checkpoint = Checkpoint.newest_good(self._run, view.note)
+        step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
+        total = session.total_steps
+        if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
+            rule = f"the run has taken all {total} steps; raise it to go on"
+            raise ConfigError(session.limit, rule)
+        best = Best(*progress[BEST]) if progress.get(BEST) else None
+        if (self._task.folder / RESULT_FILE).exists() and self._patience(session).is_lost(best, step):
+            by = metric_title(self._config.best_by)
+            rule = f"the run has ended for want of a better {by}; raise it to go on"
+            raise ConfigError(_PATIENCE, rule, self._config.train.patience)
+        session.load(checkpoint)
+        has_reports = PROGRESS_FILE in checkpoint.manifest.files
+        self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
+        self._step = step
+        self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
+        view.note(f"going on from step {step}: {checkpoint.folder}")
+        if step < total and checkpoint.manifest.metrics:
+            self._metrics = checkpoint.manifest.metrics
+        return progress
+
+    def _open_folder(self) -> RunFolder:
+        if not self._task.resume:
+            return RunFolder.create(self._task.folder, self._config)
+        checkpoint_folders.drop_later(self._run, self._step)
+        return RunFolder.reopen(self._task.folder, self._config, self._step, not self._owes_evaluation)
+
+    def _train(self, session: DatasetSession, view: TerminalView) -> None:
+        """Take every step, or as many as there is time for until the run is asked to stop."""
+        while not self._is_over(session) and not self._stop.is_asked:
+            if not self._owes_evaluation:
+                self._take_steps(session, view)
+            is_evaluated = self._owes_evaluation and self._evaluate(session, view)
+            if self._step < session.total_steps and not self._owes_evaluation:
+                self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+        if self._step < session.total_steps and self._is_over(session):
+            without = f"{self._config.train.patience} evaluation(s) without a better"
+            view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
+
+    def _is_over(self, session: DatasetSession) -> bool:
+        """Whether the run has come to its end."""
+        if self._owes_evaluation:
+            return False
+        is_lost = self._patience(session).is_lost(self._checkpoints.expected_best, self._step)
+        return self._step >= session.total_steps or is_lost
+
+    def _patience(self, session: DatasetSession) -> Patience:
+        train = self._config.train
+        return Patience(train.patience, train.eval_every_steps or session.steps_per_epoch)
+
+    def _take_steps(self, session: DatasetSession, view: TerminalView) -> None:
+        per_epoch, total = session.steps_per_epoch, session.total_steps
+        self.doing = f"at step {self._step}"
+        epoch, within = divmod(self._step, per_epoch)
+        count = self._steps_to_next_stop(within, per_epoch, total)
+        self._tell_of_stop(session, view, self._step + count)
+        start = time.perf_counter()
+        reports = session.train(epoch, within, count, self._step)
+        seconds = time.perf_counter() - start
+        self._seconds_per_step = seconds / count
+        if math.isnan(self._seconds_to_first_step):
+            self._seconds_to_first_step = time.time() - self._task.started_at
+        self._note_skipped(reports, count, view)
+        self._step += count
+        self._tally.add(reports, seconds)
+        self._checkpoints.poll()
+        epoch_ends = within + count == per_epoch
+        self._owes_evaluation = session.has_test_rows and self._is_evaluation_due(epoch_ends, total)
+        if self._owes_evaluation or epoch_ends or self._is_line_due():
+            self._tally.count_staleness(session, self._step)
+            self._log(epoch, total, view)
+        if self._profile is None and session.recorded and self._step >= session.recorded.stop:
+            self._profile = self._take_profile(session)
+
+    def _tell_of_stop(self, session: DatasetSession, view: TerminalView, step: int) -> None:
+        """Have the screen say, as soon as the run is asked to stop, that it will after ``step``."""
+
+        def tell() -> None:
+            if self._stop.is_asked:
+                view.status(f"stopping after step {step}{_AGAIN}")
+                session.meanwhile = lambda: None
+
+        session.meanwhile = tell
+
+    def _save_for_later(self, session: DatasetSession, view: TerminalView) -> None:
+        """Leave a run that was asked to stop so that it can go on."""
+        self.doing = "while writing the checkpoint"
+        session.meanwhile = lambda: None  # what it would say is said here
+        view.status(f"saving step {self._step}{_AGAIN}")
+        self._checkpoints.write_stop(self._moment(session))
+        session.close()
+
+    def _moment(self, session: DatasetSession) -> Moment:
+        epochs_done = self._step // session.steps_per_epoch
+        return Moment(self._step, epochs_done, self._metrics, self._tally, self._owes_evaluation)
+
+    def _take_profile(self, session: DatasetSession) -> ProfileSummary:
+        profile = session.take_profile()
+        folder = self._folder.write_profile(profile)
+        return ProfileSummary(folder, profile.step_seconds, dict(profile.top(_SPANS_SHOWN)))
+
+    def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
+        skipped = reports[0].skipped_steps  # the same on every trainer
+        if skipped:
+            view.note(
+                f"steps {self._step} to {self._step + count - 1}: {skipped} skipped, "
+                "since a loss or gradient was not finite"
+            )
+
+    def _steps_to_next_stop(self, within: int, per_epoch: int, total: int) -> int:
+        """Steps until something is to be logged, evaluated, saved or heard, or the epoch or the run ends."""
+        train = self._config.train
+        if math.isnan(self._seconds_to_first_step):
+            return 1  # shows at once that the run is alive
+        stops = [
+            train.log_every_steps - self._step % train.log_every_steps,
+            per_epoch - within,
+            total - self._step,
+            max(1, int(_CALL_SECONDS / self._seconds_per_step)),
+            self._checkpoints.steps_to_next(self._step),
+        ]
+        if train.eval_every_steps:
+            stops.append(train.eval_every_steps - self._step % train.eval_every_steps)
+        return int(min(stops))
+
+    def _is_line_due(self) -> bool:
+        return self._step == 1 or self._step % self._config.train.log_every_steps == 0
+
+    def _is_evaluation_due(self, epoch_ends: bool, total: int) -> bool:
+        every = self._config.train.eval_every_steps
+        return self._step == total or (self._step % every == 0 if every else epoch_ends)
+
+    def _log(self, epoch: int, total: int, view: TerminalView) -> None:
+        interval, self._tally.interval = self._tally.interval, Interval()
+        progress = Progress(
+            step=self._step,
+            total_steps=total,
+            epoch=epoch + 1,
+            epochs=self._config.train.epochs,
+            loss=interval.loss,
+            score_name=leading_score(self._tasks),
+            score=interval.score(next(iter(self._tasks.values()))),
+            samples_per_second=interval.num_samples / interval.seconds,
+            seconds_left=(total - self._step) * interval.seconds / interval.num_steps,
+            phase_seconds=interval.phase_seconds,
+            staleness=interval.staleness,
+        )
+        self._folder.log_progress(progress)
+        view.progress(progress)
+
+    def _evaluate(self, session: DatasetSession, view: TerminalView) -> bool:
+        """Evaluate, unless the run is asked to stop meanwhile; whether it is done."""
+        self.doing = f"while evaluating after step {self._step}"
+        view.status("evaluating")
+        self._tell_of_stop(session, view, self._step)
+        parts: list[Predictions] = []
+        for some in session.evaluation(self._step):
+            if self._stop.is_asked:
+                return False
+            parts += some
+        self._owes_evaluation = False
+        is_weighted = session.config.data.weighted_metrics
+        metrics = Predictions.concatenate(parts).metrics(self._tasks, is_weighted=is_weighted)
+        self._metrics = metrics
+        self._folder.log_evaluation(self._step, metrics)
+        view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
+        return True
+
+    def _finish(self, session: DatasetSession, view: TerminalView) -> None:
+        self.doing = "while writing the checkpoint"
+        view.status("writing the checkpoint")
+        self._checkpoints.write_last(self._moment(session))
+        session.close()
+        rate = self._tally.samples / self._tally.seconds
+        best = self._checkpoints.best
+        result = {
+            **(self._metrics or {}),
+            "best": best and {"step": best.step, best.metric: best.value},
+            "best_reachable_auc": session.best_auc,
+            "bad_rows": sum(report.bad_rows.total for report in session.reports),
+            "unknown_values": {column.name: column.share for column in session.reports[1].unknown},
+            "steps": self._step,
+            "skipped_steps": self._tally.skipped_steps,
+            "samples_per_second": rate,
+            "seconds_to_first_step": self._seconds_to_first_step,
+        }
+        self._folder.finish(result, leading_score(self._tasks))
+        run_folder, train = self._folder.store, self._config.train
+        named = shlex.quote(str(run_folder))  # as a URL with options, which a shell would take apart
+        limit = session.limit if self._step == session.total_steps else _PATIENCE
+        more = {
+            "train.epochs": train.epochs + 1,
+            "train.max_steps": 2 * train.max_steps,
+            _PATIENCE: train.patience + 1,
+        }[limit]
+        rows = "" if session.has_test_rows else " --input FILE"
+        view.summary(
+            Summary(
+                metrics=self._metrics and {name: self._metrics[name] for name in shown_metrics(self._tasks)},
+                score=leading_score(self._tasks),
+                step=self._step,
+                best=best,
+                best_auc=session.best_auc,
+                samples_per_second=rate,
+                run_folder=run_folder,
+                curves=self._folder.curves,
+                resume=f"{own_command()} launch --resume {named} --set {limit}={more}",
+                evaluate=f"{own_command()} evaluate {named}{rows}",
+                predict=f"{own_command()} predict {named}{rows} --output FILE",
+                profile=self._profile,
+                unknown=session.reports[1].unknown,
+            )
+        )

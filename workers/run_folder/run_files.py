@@ -1,0 +1,249 @@
+"""The run folder: everything that a run leaves behind; README.md has its files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Self
+
+import hybrid
+from hybrid.config import RunConfig
+from hybrid.config.loading import CONFIG_FILE
+from hybrid.metrics import Metrics
+from hybrid.storage.private_files import make_folder, open_file
+from hybrid.user_code.run_signature import signed_toml
+from workers.console.progress_lines import Progress
+from workers.run_folder.append_only_file import AppendedFile
+from workers.run_folder.curves import Record, draw_curves
+from workers.run_folder.remote_run import drop, send, store_of
+from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, writing
+from workers.step_profile import Profile
+
+
+class RunFolder:
+    """Owns the files of one run; ``create`` or ``reopen`` it, and leave it by ``close`` or ``with``.
+
+    Every method raises HybridError, naming the file, where one cannot be written.
+
+    Attributes:
+        path: of the folder here.
+        store: where its checkpoints are: the same, or a place in a store.
+        make_room: called where the disk is full as something is logged; whether to try again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.store = store_of(path)
+        self._metrics_path = path / METRICS_FILE
+        with writing(self._metrics_path):
+            self._metrics = AppendedFile(self._metrics_path, lambda: self.make_room())
+        self._events = _EventFile(path, lambda: self.make_room())
+        self.make_room: Callable[[], bool] = lambda: False
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig) -> RunFolder:
+        """Start the folder of a new run; ConfigError where ``path`` holds one already."""
+        refuse_existing(path)
+        with writing(path):
+            make_folder(path)
+        _write_text(path / CONFIG_FILE, signed_toml(config))
+        _write_text(path / "versions.json", _json(_versions()))
+        return cls(path)
+
+    @classmethod
+    def reopen(cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True) -> RunFolder:
+        """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped.
+
+        A run that was killed early may have left nothing in it yet.
+
+        Args:
+            is_evaluated: whether the evaluation that is due after ``step``, if one is, has been.
+        """
+        with writing(path):
+            make_folder(path)
+            drop(path, RESULT_FILE)
+        if (path / METRICS_FILE).exists():
+            last = {"test": step if is_evaluated else step - 1}
+            records = _read_records(path / METRICS_FILE)
+            kept = [record for record in records if record["step"] <= last.get(record["kind"], step)]
+            _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
+        _write_text(path / CONFIG_FILE, signed_toml(config))
+        if not (path / "versions.json").exists():
+            _write_text(path / "versions.json", _json(_versions()))
+        folder = cls(path)
+        folder._events.restart(step + 1)
+        return folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def curves(self) -> Path:
+        """Path of curves.png."""
+        return self.path / "curves.png"
+
+    def log_progress(self, progress: Progress) -> None:
+        """Add a log step."""
+        numbers = {
+            "loss": progress.loss,
+            progress.score_name: progress.score,
+            "samples_per_second": progress.samples_per_second,
+        }
+        if progress.staleness is not None:
+            numbers["staleness_mean"] = progress.staleness.mean
+            numbers["staleness_largest"] = progress.staleness.largest
+        self._append("train", progress.step, numbers, phase_seconds=dict(progress.phase_seconds))
+        self._events.write(progress.step, {f"train/{name}": value for name, value in numbers.items()})
+        shares = progress.phase_shares.items()
+        self._events.write(progress.step, {f"time_share/{phase}": share for phase, share in shares})
+
+    def log_evaluation(self, step: int, metrics: Metrics) -> None:
+        """Add an evaluation on the test rows after ``step``."""
+        numbers = dict(metrics)
+        self._append("test", step, numbers)
+        self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
+
+    def log_checkpoint(
+        self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
+    ) -> None:
+        """Add the checkpoint of ``step``, which has been written since.
+
+        Args:
+            seconds_stopped: how long training stood still for it.
+            seconds_writing: how long it took to write, as the master saw it between calls to trainers.
+            num_bytes: its size.
+        """
+        numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
+        self._append("checkpoint", step, numbers)
+
+    def sync(self) -> None:
+        """See what has been logged safely on the disk and, of a run in a store, there."""
+        with writing(self._metrics_path):
+            self._metrics.sync()
+        send(self.path)
+
+    def write_profile(self, profile: Profile) -> Path:
+        """Write the profile; the folder that holds it."""
+        folder = self.path / "profile"
+        with writing(folder):
+            profile.write(folder)
+        return folder
+
+    def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
+        """Draw the curves, with that of the metric ``score``, and write the outcome."""
+        with writing(self.curves):
+            draw_curves(_read_records(self._metrics_path), self.curves, score)
+        _write_text(self.path / RESULT_FILE, _json(result))
+
+    def close(self) -> None:
+        """Close the files; what has been logged is on disk before that."""
+        try:
+            with writing(self._metrics_path):
+                self._metrics.close()
+        finally:
+            self._events.close()
+
+    def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
+        record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
+        with writing(self._metrics_path):
+            self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
+
+
+class _EventFile:
+    """A TensorBoard event file, written as it is told, with no thread behind."""
+
+    def __init__(self, folder: Path, make_room: Callable[[], bool]) -> None:
+        # Imported here, since they take 0.1 s.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+        self._event, self._session_log, self._summary = Event, SessionLog, Summary
+        self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        with writing(self._path):
+            self._file = AppendedFile(self._path, make_room)
+        self._records = RecordWriter(self._file)
+        self._add(file_version="brain.Event:2")
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Add scalars; those that are not finite are left out."""
+        value = self._summary.Value
+        values = [value(tag=tag, simple_value=x) for tag, x in numbers.items() if math.isfinite(x)]
+        self._add(step=step, summary=self._summary(value=values))
+
+    def restart(self, step: int) -> None:
+        """Tell TensorBoard to forget what earlier files say of ``step`` and later."""
+        self._add(step=step, session_log=self._session_log(status=self._session_log.START))
+
+    def close(self) -> None:
+        with writing(self._path):
+            self._file.close()
+
+    def _add(self, **fields: Any) -> None:
+        with writing(self._path):
+            self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a whole file or, where that fails, leave the old one."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with writing(path):
+        try:
+            with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
+                file.write(text)
+            unfinished.replace(path)
+        except OSError:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(values), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: _finite(element) for name, element in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_records(path: Path) -> list[Record]:
+    """The lines of metrics.jsonl; a last one cut short, by a kill while it was written, is left out."""
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "hybrid": hybrid.__version__,
+        "python": platform.python_version(),
+        **{package: metadata.version(package) for package in ("torch", "numpy")},
+        "git_commit": _git_commit(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "cpu_count": os.cpu_count(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _git_commit() -> str | None:
+    """Commit of the current folder; None where it is in no repository or git does not answer."""
+    command = ["git", "rev-parse", "--verify", "HEAD"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
