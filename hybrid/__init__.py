@@ -1,35 +1,81 @@
-"""Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.
+"""Train recommenders whose embedding tables are larger than one machine's memory.
 
-This package knows tensors and tables, and nothing of processes: that is ``workers``. Begin with ``training``,
-a trainer's step, and follow it down; docs/design.md has the rooms, and the way of one id through them.
+The tables lie on worker processes; the rest of the model is replicated over trainer processes. One step of
+all trainers computes what one step of a single process computes on the whole batch.
+
+A custom training loop needs these names::
+
+    import torch
+    import hybrid
+
+    cluster = hybrid.connect()                                     # this process, or a cluster's trainer
+    model = cluster.distribute(Net())                              # Net holds hybrid.Embedding modules
+    optimizer = torch.optim.Adam(model.parameters())               # of the dense part; tables have their own
+    for batch in cluster.batches(loader):                          # this trainer's slice of each batch
+        optimizer.zero_grad()
+        cluster.backward(loss(model(batch), batch["label"]))       # one loss value per sample
+        optimizer.step()
+
+Run it by ``python script.py`` in one process, or by ``hybrid run script.py --trainers 2 --workers 2`` on a
+cluster. ``hybrid.load`` opens a trained model for inference. ``python -m hybrid`` is the command line.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid.custom_loop.cluster import Cluster, connect
+    from hybrid.custom_loop.embedding_modules import Embedding, EmbeddingBag
+    from hybrid.custom_loop.jagged import Jagged
+    from hybrid.custom_loop.table_optimizers import (
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Ftrl,
+        Momentum,
+        RowwiseAdagrad,
+    )
+    from hybrid.engine.ranking_losses import listwise_loss, pairwise_loss
+    from hybrid.inference.trained_module import load
 
 __version__ = "0.1.0"
 
-# What a script of the user's imports; their modules import torch, which takes seconds.
-_PUBLIC = {
-    "Embedding": "hybrid.custom_loop.embedding_modules",
-    "EmbeddingBag": "hybrid.custom_loop.embedding_modules",
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Cluster",
+    "Embedding",
+    "EmbeddingBag",
+    "Ftrl",
+    "Jagged",
+    "Momentum",
+    "RowwiseAdagrad",
+    "connect",
+    "listwise_loss",
+    "load",
+    "pairwise_loss",
+]
+
+# A name is imported on its first use: its module imports torch, which takes seconds.
+_MODULES = {
+    **dict.fromkeys(("Cluster", "connect"), "hybrid.custom_loop.cluster"),
+    **dict.fromkeys(("Embedding", "EmbeddingBag"), "hybrid.custom_loop.embedding_modules"),
     "Jagged": "hybrid.custom_loop.jagged",
-    "connect": "hybrid.custom_loop.cluster",
-    "listwise_loss": "hybrid.engine.ranking_losses",
+    **dict.fromkeys(("listwise_loss", "pairwise_loss"), "hybrid.engine.ranking_losses"),
     "load": "hybrid.inference.trained_module",
-    "pairwise_loss": "hybrid.engine.ranking_losses",
-    **dict.fromkeys(
-        ("SGD", "Momentum", "Adagrad", "RowwiseAdagrad", "Adam", "AdamW", "Ftrl"),
-        "hybrid.custom_loop.table_optimizers",
-    ),
 }
 
+if not TYPE_CHECKING:  # else type checkers would accept any attribute
 
-def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_MODULES.get(name, "hybrid.custom_loop.table_optimizers")), name)
+        globals()[name] = value
+        return value
 
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    def __dir__():
+        return sorted({*globals(), *__all__})

@@ -189,6 +189,8 @@ class Cluster:
 class Distributed(nn.Module):
     """A module of the user's own that is distributed; has the attributes of that module."""
 
+    module: Any  # the module of the script, with its own attributes
+
     def __init__(self, loop: Loop) -> None:
         super().__init__()
         self.module = loop.model.net

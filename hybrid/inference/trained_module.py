@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,14 @@ from hybrid.storage.remote_path import Place, place
 # End the names of tensors beside the ids of a column.
 OFFSETS, WEIGHTS = ".offsets", ".weights"
 SAMPLES, STARTS = "samples", "samples + 1"  # sizes that differ from batch to batch
+
+
+@overload
+def load(folder: str | Place, *, trust_code: bool = False) -> TrainedModule: ...
+
+
+@overload
+def load(folder: str | Place, module: nn.Module, *, trust_code: bool = False) -> nn.Module: ...
 
 
 def load(folder: str | Place, module: nn.Module | None = None, *, trust_code: bool = False) -> nn.Module:

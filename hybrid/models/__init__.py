@@ -8,6 +8,6 @@ batch normalisation): so any number of trainers computes the same.
 
 Models of click logs are nets in three stages (``dense_net``). ``mlp`` has the plain nets in all models, and
 ``histories`` turns any number of values a sample into a padded matrix. ``dense`` builds what ``dense.net``
-names, and scripts of users call all this; docs/models.md compares the models, and configs/models has a script
+names, and scripts of users call all this; docs/models.md compares the models, and examples has a script
 for each that trains it.
 """

@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ def test_the_copy_is_plain_and_gives_what_the_module_gives() -> None:
     for batch in cluster.batches({"ids": ids, "bags": bags}):
         cluster.backward(model(batch["ids"], batch["bags"]).square())
         optimizer.step()
-    plain = cluster.plain_module()
+    plain: Any = cluster.plain_module()
     assert not any(type(module).__module__.startswith("hybrid") for module in list(plain.modules())[1:])
     assert plain.tables[1] is plain.again
     assert torch.equal(plain.tables[1].weight[3], torch.zeros(2))

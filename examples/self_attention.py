@@ -1,4 +1,8 @@
-"""Self-attention on sequences in which order counts: python configs/models/self_attention.py"""
+"""Self-attention on synthetic sequences in which the order of items matters.
+
+Run it by ``python examples/self_attention.py``, or on a cluster by
+``hybrid run examples/self_attention.py --trainers 2 --workers 2``.
+"""
 
 import torch
 from loop_and_score import arguments, auc, scores, train
@@ -12,7 +16,7 @@ DIM = 32
 
 
 class Net(nn.Module):
-    """One table for what was seen and for what comes next."""
+    """One table of items, for the history and for the next item."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,13 +26,13 @@ class Net(nn.Module):
         self.attention = SelfAttention(DIM, planted.LONGEST_HISTORY)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``next_item_loss`` takes."""
+        """Return the arguments of ``next_item_loss``."""
         history, following, other = (self.item(batch[name]) for name in ("history", "next", "other"))
         is_item = (batch["history"] > 0).to(history.device)
         return self.attention(history, is_item), following, other, is_item
 
     def scores(self, batch: dict[str, Tensor]) -> tuple[Tensor]:
-        """Of the candidates for what comes after the last item."""
+        """Return the score of each candidate for the next item."""
         wanted, _, _, is_item = self(batch)
         return ((self.item(batch["candidates"]) @ last_of(wanted, is_item).unsqueeze(2)).squeeze(2),)
 

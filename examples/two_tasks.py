@@ -1,6 +1,7 @@
-"""What the examples of two tasks share: two labels of a hidden model, or of a census: income, marital status.
+"""The training script that the examples with two tasks share.
 
-The census is UCI's "adult": ``--census adult.data adult.test``, plain or gzip.
+The labels are synthetic, or income and marital status of UCI's census data "adult"
+(``--census adult.data adult.test``, plain or gzip).
 """
 
 import csv
@@ -20,17 +21,17 @@ from hybrid.data.prepare import planted
 
 DIM = 8
 TASKS = ("first label", "second label"), ("income", "never married")
-# Of a line of the census. Left out are the labels, and the relationship, which tells of a husband or a wife.
-NUMBERS, WORDS, STATUS, INCOME = (0, 2, 4, 10, 11, 12), (1, 3, 6, 8, 9, 13), 5, 14
+# Columns of the census. "Relationship" is left out: it reveals the marital status.
+NUMBERS, CATEGORIES, STATUS, INCOME = (0, 2, 4, 10, 11, 12), (1, 3, 6, 8, 9, 13), 5, 14
 
 
 class Net(nn.Module):
-    """Two logits, by ``build``, from the vectors of all columns of ids, and their products, and the numbers.
+    """Two logits from the vectors of all id columns, their product, and the numeric columns.
 
     Args:
-        rows: of each column's table.
-        num_numbers: how many numeric columns there are.
-        build: makes the model of two tasks over inputs of a width.
+        rows: number of rows per id column.
+        num_numbers: number of numeric columns.
+        build: makes the two-task model for an input width.
     """
 
     def __init__(self, rows: list[int], num_numbers: int, build: Callable[[int], nn.Module]) -> None:
@@ -44,7 +45,9 @@ class Net(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         vectors = [table(batch["ids"][:, k]) for k, table in enumerate(self.tables)]
         product = vectors[0] * vectors[1]
-        return self.tasks(torch.cat([*vectors, product, batch["numbers"].to(product)], dim=1))
+        numbers = batch["numbers"].to(product)
+        logits: Tensor = self.tasks(torch.cat([*vectors, product, numbers], dim=1))
+        return logits
 
 
 def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -52,8 +55,8 @@ def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return binary_cross_entropy_with_logits(logits, batch["labels"].to(logits), reduction="none").sum(dim=1)
 
 
-def hidden(split: str, num_samples: int) -> dict[str, Tensor]:
-    """Samples of the hidden model."""
+def synthetic(split: str, num_samples: int) -> dict[str, Tensor]:
+    """Return synthetic samples with two labels."""
     data = planted.two_labels(split, num_samples)
     ids = torch.stack([data["user"], data["item"]], dim=1)
     return {
@@ -65,22 +68,23 @@ def hidden(split: str, num_samples: int) -> dict[str, Tensor]:
 
 
 def census(train_file: Path, test_file: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
-    """Both files as samples, and how many rows the table of each column of words needs."""
-    words: list[dict[str, int]] = [{} for _ in WORDS]  # an id for each; 0 is one that training has not seen
+    """Return the samples of both files, and the number of rows per id column."""
+    vocabularies: list[dict[str, int]] = [{} for _ in CATEGORIES]  # id 0: not in the training file
     for line in _lines(train_file):
-        for of_column, place in zip(words, WORDS, strict=True):
-            of_column.setdefault(line[place], 1 + len(of_column))
-    found: list[dict[str, Tensor]] = []
+        for vocabulary, column in zip(vocabularies, CATEGORIES, strict=True):
+            vocabulary.setdefault(line[column], 1 + len(vocabulary))
+    splits: list[dict[str, Tensor]] = []
     for file in (train_file, test_file):
         lines = list(_lines(file))
-        ids = [[w.get(line[place], 0) for w, place in zip(words, WORDS, strict=True)] for line in lines]
+        columns = list(zip(vocabularies, CATEGORIES, strict=True))
+        ids = [[vocabulary.get(line[column], 0) for vocabulary, column in columns] for line in lines]
         labels = [[line[INCOME].startswith(">50K"), line[STATUS] == "Never-married"] for line in lines]
-        numbers = torch.tensor([[float(line[place]) for place in NUMBERS] for line in lines]).log1p()
-        found.append({"ids": torch.tensor(ids), "numbers": numbers, "labels": torch.tensor(labels).float()})
-    mean, deviation = found[0]["numbers"].mean(dim=0), found[0]["numbers"].std(dim=0)
-    for split in found:
+        numbers = torch.tensor([[float(line[column]) for column in NUMBERS] for line in lines]).log1p()
+        splits.append({"ids": torch.tensor(ids), "numbers": numbers, "labels": torch.tensor(labels).float()})
+    mean, deviation = splits[0]["numbers"].mean(dim=0), splits[0]["numbers"].std(dim=0)
+    for split in splits:
         split["numbers"] = (split["numbers"] - mean) / deviation
-    return found[0], found[1], [1 + len(of_column) for of_column in words]
+    return splits[0], splits[1], [1 + len(vocabulary) for vocabulary in vocabularies]
 
 
 def _lines(file: Path) -> Iterator[list[str]]:
@@ -92,20 +96,24 @@ def _lines(file: Path) -> Iterator[list[str]]:
 def main(build: Callable[[int], nn.Module]) -> None:
     parser = ArgumentParser()
     parser.add_argument(
-        "--census", type=Path, nargs=2, metavar=("TRAIN", "TEST"), help="files of UCI's adult data"
+        "--census",
+        type=Path,
+        nargs=2,
+        metavar=("TRAIN", "TEST"),
+        help="the two files of UCI's data set adult",
     )
     options = arguments(parser)
     if options.census:
         data, test, rows = census(*options.census)
     else:
-        data, test = hidden("train", options.samples), hidden("test", options.test_samples)
+        data, test = synthetic("train", options.samples), synthetic("test", options.test_samples)
         rows = [planted.NUM_USERS, planted.NUM_ITEMS]
     cluster = hybrid.connect()
     model = cluster.distribute(Net(rows, data["numbers"].shape[1], build))
     train(cluster, model, loss, data, options.epochs)
     (logits,) = scores(cluster, lambda batch: (model(batch),), test)
     for k, task in enumerate(TASKS[bool(options.census)]):
-        said = f"test AUC {auc(logits[:, k], test['labels'][:, k]):.4f}"
+        message = f"test AUC {auc(logits[:, k], test['labels'][:, k]):.4f}"
         if "logits" in test:
-            said += f" (best possible {auc(test['logits'][:, k], test['labels'][:, k]):.4f})"
-        cluster.print(f"{task}: {said}")
+            message += f" (best possible {auc(test['logits'][:, k], test['labels'][:, k]):.4f})"
+        cluster.print(f"{task}: {message}")

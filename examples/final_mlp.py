@@ -1,4 +1,9 @@
-"""FinalMLP on a click log: python configs/models/final_mlp.py"""
+"""FinalMLP on a click log.
+
+Run it by ``python examples/final_mlp.py``, or on a cluster by
+``hybrid run examples/final_mlp.py --trainers 2 --workers 2``.
+``--config FILE`` trains on the click log of a configuration instead of the built-in one.
+"""
 
 import click_log
 import torch
@@ -8,7 +13,7 @@ from hybrid.models.final_mlp import FinalMLP
 
 
 class InContext(nn.Module):
-    """One stream weighs the inputs by the numeric columns, the other by the vectors of the rest."""
+    """One stream is gated by the numeric columns, the other by the embedding vectors."""
 
     def __init__(self, num_dense: int, num_vectors: int) -> None:
         super().__init__()
@@ -16,7 +21,8 @@ class InContext(nn.Module):
         self.net = FinalMLP(sum(contexts), contexts)
 
     def forward(self, dense: Tensor, vectors: Tensor) -> Tensor:
-        return self.net(torch.cat([dense, vectors], dim=1), dense, vectors)
+        logits: Tensor = self.net(torch.cat([dense, vectors], dim=1), dense, vectors)
+        return logits
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: arguments, a loop, and scores of a test set that all trainers compute together."""
+"""The arguments, the training loop and the evaluation that the examples share."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -7,16 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid.custom_loop.cluster import Cluster
+from hybrid import Cluster
 from hybrid.metrics import binary_metrics
 
 
 def arguments(parser: ArgumentParser | None = None, samples: int = 200_000, epochs: int = 3) -> Namespace:
-    """``--samples``, ``--test-samples`` and ``--epochs``, and what ``parser`` takes beside them."""
+    """Parse ``--samples``, ``--test-samples``, ``--epochs`` and the options of ``parser``."""
     parser = parser or ArgumentParser()
-    parser.add_argument("--samples", type=int, default=samples, help=f"to train on ({samples:,})")
-    parser.add_argument("--test-samples", type=int, default=20_000, help="to score by (20,000)")
-    parser.add_argument("--epochs", type=int, default=epochs, help=f"passes over them ({epochs})")
+    parser.add_argument(
+        "--samples", type=int, default=samples, help=f"training samples (default: {samples:,})"
+    )
+    parser.add_argument("--test-samples", type=int, default=20_000, help="test samples (default: 20,000)")
+    parser.add_argument(
+        "--epochs", type=int, default=epochs, help=f"passes over the training samples (default: {epochs})"
+    )
     return parser.parse_args()
 
 
@@ -29,10 +33,10 @@ def train(
     size: int | None = 512,
     lr: float = 2e-3,
 ) -> None:
-    """Train by Adam.
+    """Train with Adam.
 
     Args:
-        loss: of the model's outputs and a batch: a value a sample, perhaps with weights.
+        loss: maps the model's outputs and a batch to one loss value per sample, or to values and weights.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for _ in range(epochs):
@@ -46,10 +50,10 @@ def train(
 def scores(
     cluster: Cluster, score: Callable[[Any], tuple[Tensor, ...]], data: Any, size: int = 4096
 ) -> list[Tensor]:
-    """What ``score`` makes of the batches of a test set, of all of it."""
+    """Return the outputs of ``score`` for the whole test set, gathered from all trainers."""
     with torch.no_grad():
-        parts = [tuple(map(cluster.gather, score(batch))) for batch in cluster.batches(data, size)]
-    return [torch.cat(each) for each in zip(*parts, strict=True)]
+        outputs = [tuple(map(cluster.gather, score(batch))) for batch in cluster.batches(data, size)]
+    return [torch.cat(chunks) for chunks in zip(*outputs, strict=True)]
 
 
 def auc(logits: Tensor, labels: Tensor) -> float:

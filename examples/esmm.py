@@ -1,7 +1,9 @@
-"""ESMM on impressions, clicks and conversions: python configs/models/esmm.py
+"""ESMM on synthetic impressions, clicks and conversions.
 
-The hidden model says of every impression whether a click on it would convert. Training is told of those that
-were clicked on; the test asks of all.
+Run it by ``python examples/esmm.py``, or on a cluster by
+``hybrid run examples/esmm.py --trainers 2 --workers 2``.
+
+Training sees the conversion label of clicked impressions only. The test set has it for every impression.
 """
 
 import torch
@@ -16,7 +18,7 @@ DIM = 8
 
 
 class Net(nn.Module):
-    """Both towers read the vectors of user and item, and their product."""
+    """Both towers read the user vector, the item vector and their product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +28,8 @@ class Net(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         user, item = self.user(batch["user"]), self.item(batch["item"])
-        return self.esmm(torch.cat([user, item, user * item], dim=1))
+        logits: tuple[Tensor, Tensor] = self.esmm(torch.cat([user, item, user * item], dim=1))
+        return logits
 
 
 def impressions(split: str, num_samples: int) -> dict[str, Tensor]:
@@ -48,7 +51,7 @@ def main() -> None:
     test = impressions("test", options.test_samples)
     click, conversion = scores(cluster, model, test)
     best_click, best_conversion = test["logits"].unbind(dim=1)
-    for name, found, best in (
+    for name, logits, best in (
         ("click", click, best_click),
         ("would_convert", conversion, best_conversion),
         (
@@ -57,8 +60,8 @@ def main() -> None:
             both_log_probabilities(best_click, best_conversion)[0],
         ),
     ):
-        scored = auc(found, test[name]), auc(best, test[name])
-        cluster.print("{}: test AUC {:.4f} (best possible {:.4f})".format(name.replace("_", " "), *scored))
+        values = auc(logits, test[name]), auc(best, test[name])
+        cluster.print("{}: test AUC {:.4f} (best possible {:.4f})".format(name.replace("_", " "), *values))
 
 
 if __name__ == "__main__":

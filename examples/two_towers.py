@@ -1,6 +1,8 @@
-"""Two towers on the choices of users among all items: python configs/models/two_towers.py
+"""Two towers on synthetic choices of users among all items, with in-batch negatives.
 
-``--uncorrected`` leaves the correction for popularity out, to see what it is for.
+Run it by ``python examples/two_towers.py``, or on a cluster by
+``hybrid run examples/two_towers.py --trainers 2 --workers 2``.
+``--uncorrected`` drops the popularity correction, to show its effect.
 """
 
 from argparse import ArgumentParser
@@ -17,7 +19,7 @@ DIM, CUT = 16, 10
 
 
 class Net(nn.Module):
-    """A table for each side, and a tower over it."""
+    """A table and a tower for users, and the same for items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,17 +28,18 @@ class Net(nn.Module):
         self.towers = TwoTowers(DIM, DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return self.towers(self.user(batch["user"]), self.item(batch["item"]))
+        vectors: tuple[Tensor, Tensor] = self.towers(self.user(batch["user"]), self.item(batch["item"]))
+        return vectors
 
 
 def recall(scores_BI: Tensor, item_B: Tensor) -> Tensor:
-    """1 for each sample whose item is among the best ones."""
+    """Return 1 for each sample whose item is among the ``CUT`` best scores."""
     return (scores_BI.topk(CUT, dim=1).indices == item_B.unsqueeze(1)).any(dim=1).float()
 
 
 def main() -> None:
     parser = ArgumentParser()
-    parser.add_argument("--uncorrected", action="store_true", help="leave the correction for popularity out")
+    parser.add_argument("--uncorrected", action="store_true", help="drop the popularity correction")
     parser.add_argument("--double", action="store_true", help="compute in float64")
     options = arguments(parser)
     cluster = hybrid.connect()
@@ -57,9 +60,9 @@ def main() -> None:
         users_BD, _ = model(batch)
         return (recall((users_BD @ items_ID.mT).cpu(), batch["item"]),)
 
-    (found_N,) = scores(cluster, score, test)
+    (recall_N,) = scores(cluster, score, test)
     best_N = recall(planted.choice_logits()[test["user"]], test["item"])
-    cluster.print(f"test recall@{CUT} {found_N.mean():.4f} (best possible {best_N.mean():.4f})")
+    cluster.print(f"test recall@{CUT} {recall_N.mean():.4f} (best possible {best_N.mean():.4f})")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""DIN on histories of which what is of the candidate's category counts: python configs/models/din.py"""
+"""DIN on synthetic histories: items of the candidate's category raise the click rate.
+
+Run it by ``python examples/din.py``, or on a cluster by
+``hybrid run examples/din.py --trainers 2 --workers 2``.
+"""
 
 import torch
 from loop_and_score import arguments, auc, scores, train
@@ -13,7 +17,7 @@ DIM = 8
 
 
 class Net(nn.Module):
-    """One table for candidates and histories, and one for the categories of both."""
+    """One table of items and one of categories, both for the candidate and for the history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +31,8 @@ class Net(nn.Module):
             torch.cat([self.item(batch[name]), self.category(batch[f"{name}_category"])], dim=-1)
             for name in ("candidate", "history")
         )
-        return self.din(candidate, history, (batch["history"] > 0).to(history.device))
+        logits: Tensor = self.din(candidate, history, (batch["history"] > 0).to(history.device))
+        return logits
 
 
 def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
-"""What the examples on click logs share: the built-in one, or that of a configuration.
+"""The training script that the examples on click logs share.
 
-``--config FILE`` names one in one process; ``hybrid run SCRIPT --config FILE`` does on a cluster, which has
-``--set`` as well. Each categorical column has one value a sample.
+It trains on the built-in click log, or on that of ``--config FILE``. On a cluster the file is given to the
+command, ``hybrid run SCRIPT --config FILE``, and ``--set`` changes single keys. Each categorical column has
+one value per sample.
 """
 
 from argparse import ArgumentParser
@@ -18,11 +19,12 @@ DIM = 16
 
 
 class Net(nn.Module):
-    """A table for each categorical column, and a net over their vectors and the numbers.
+    """A table per categorical column, and a net over the vectors and the numeric columns.
 
     Args:
-        rows: of each table, by column.
-        width: of each table.
+        rows: number of rows per column.
+        width: width of the embedding vectors.
+        net: called with the numeric columns and the concatenated vectors.
     """
 
     def __init__(self, rows: Mapping[str, int], width: int, net: nn.Module) -> None:
@@ -32,7 +34,8 @@ class Net(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
         vectors = torch.cat([table(batch[name]) for name, table in self.tables.items()], dim=1)
-        return self.net(batch["dense"].to(vectors), vectors)
+        logits: Tensor = self.net(batch["dense"].to(vectors), vectors)
+        return logits
 
 
 def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
@@ -40,10 +43,14 @@ def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def main(build: Callable[[int, int], nn.Module], width: int = DIM) -> None:
-    """Train what ``build`` makes for so many numeric columns and so many vectors of ``width``."""
+    """Train and test a model.
+
+    Args:
+        build: makes the net for a number of numeric columns and a number of vectors of ``width``.
+    """
     parser = ArgumentParser()
-    parser.add_argument("--config", help="of the data, in one process (the built-in click log)")
-    parser.add_argument("--epochs", type=int, default=1, help="passes over them (1)")
+    parser.add_argument("--config", help="configuration of the data (default: the built-in click log)")
+    parser.add_argument("--epochs", type=int, default=1, help="passes over the data (default: 1)")
     options = parser.parse_args()
     cluster = hybrid.connect(options.config)
     data, test = cluster.prepare()
@@ -51,5 +58,5 @@ def main(build: Callable[[int, int], nn.Module], width: int = DIM) -> None:
     train(cluster, model, loss, data, options.epochs, size=None)
     logits, labels = scores(cluster, lambda batch: (model(batch), batch["label"]), test)
     best = test.dataset.report.labels[0].best_auc
-    said = "" if best is None else f" (best possible {best:.4f})"
-    cluster.print(f"test AUC {auc(logits, labels):.4f}{said}")
+    suffix = "" if best is None else f" (best possible {best:.4f})"
+    cluster.print(f"test AUC {auc(logits, labels):.4f}{suffix}")

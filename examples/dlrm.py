@@ -1,0 +1,13 @@
+"""DLRM on a click log.
+
+Run it by ``python examples/dlrm.py``, or on a cluster by
+``hybrid run examples/dlrm.py --trainers 2 --workers 2``.
+``--config FILE`` trains on the click log of a configuration instead of the built-in one.
+"""
+
+import click_log
+
+from hybrid.models.dlrm import DLRM
+
+if __name__ == "__main__":
+    click_log.main(lambda num_dense, num_vectors: DLRM(num_dense, num_vectors, click_log.DIM))

@@ -1,0 +1,13 @@
+"""MMoE on two labels.
+
+Run it by ``python examples/mmoe.py``, or on a cluster by
+``hybrid run examples/mmoe.py --trainers 2 --workers 2``.
+``--census adult.data adult.test`` trains on UCI's census data instead of synthetic labels.
+"""
+
+import two_tasks
+
+from hybrid.models.mmoe import MMoE
+
+if __name__ == "__main__":
+    two_tasks.main(lambda width: MMoE(width, task_outputs=(1, 1)))
