@@ -223,10 +223,11 @@ class UpdateBarrier(Generic[Contribution]):
             self._changed.notify_all()
             ready = [w for w in self._waiting if self._ledger.is_ready(w.ticket)]
             self._waiting = [w for w in self._waiting if not self._ledger.is_ready(w.ticket)]
-        for waiting in ready:
-            if waiting.span is not None:
-                waiting.span.close()
-            self._readers.submit(self._answer, waiting.ticket, waiting.work, waiting.future)
+            # Under the lock: once no update is under way, the updater may shut the readers down.
+            for waiting in ready:
+                if waiting.span is not None:
+                    waiting.span.close()
+                self._readers.submit(self._answer, waiting.ticket, waiting.work, waiting.future)
 
     def _decision(self, step: int, update: Update) -> float | None:
         """Make a step's norm known, and wait for what the trainers make of it."""

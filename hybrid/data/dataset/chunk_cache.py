@@ -41,7 +41,7 @@ _RANGE_BYTES = 8 << 20  # of neighbouring chunks that are asked for at once
 _SLOT_ROWS = CHUNK_ROWS + 1
 _WAIT_SECONDS = 0.1  # after which a wait looks up
 _CLOSE_SECONDS = 5.0
-_GIVE_UP_SECONDS = 120.0
+_WRITE_SECONDS = 10.0
 
 _Run: TypeAlias = tuple[int, int]  # chunks from one to before another
 _Tasks: TypeAlias = SimpleQueue[partial[None] | None]  # None ends a thread
@@ -195,9 +195,9 @@ class Residence:
         for chunk in self._unused:
             if self._arrivals[chunk].done() or self._arrivals[chunk].cancel():
                 return self._forget(chunk)
-        chunk = next(iter(self._unused))  # all of them are on their way, though nobody waits any more
-        if wait([self._arrivals[chunk]], timeout=_GIVE_UP_SECONDS).not_done:
-            raise OutageError(f"{self._file}: nothing came in {_GIVE_UP_SECONDS:.0f} s")
+        chunk = next(iter(self._unused))  # all of them are being written to the local file
+        if wait([self._arrivals[chunk]], timeout=_WRITE_SECONDS).not_done:
+            raise DataError(f"{self._folder}: writing a chunk takes longer than {_WRITE_SECONDS:.0f} s")
         return self._forget(chunk)
 
     def _forget(self, chunk: int) -> int:
@@ -221,20 +221,27 @@ class Residence:
             yield first, previous + 1
 
     def _fetch_run(self, run: _Run, arrivals: Mapping[int, Future[None]]) -> None:
-        """Fetch those chunks of a run that are still wanted; in a thread."""
-        chunks = [chunk for chunk, arrival in arrivals.items() if arrival.set_running_or_notify_cancel()]
-        try:
-            if chunks:
-                self._fetch(run, chunks)
-        except BaseException as error:  # raised where the chunk is waited for
-            for chunk in chunks:
-                arrivals[chunk].set_exception(error)
-        else:
-            for chunk in chunks:
-                arrivals[chunk].set_result(None)
+        """Fetch the chunks of a run that are still wanted; in a thread.
 
-    def _fetch(self, run: _Run, chunks: Sequence[int]) -> None:
-        """Bring chunks of a run into their slots."""
+        A chunk can be evicted until its bytes are here, so that nobody waits for a fetch that hangs.
+        """
+        pending = {chunk: arrival for chunk, arrival in arrivals.items() if not arrival.cancelled()}
+        try:
+            for chunk, part in self._fetch(run, list(pending)):
+                if not pending[chunk].set_running_or_notify_cancel():
+                    del pending[chunk]
+                    continue
+                self._put(chunk, part)
+                pending.pop(chunk).set_result(None)
+        except BaseException as error:  # raised where the chunk is waited for
+            for arrival in pending.values():
+                if arrival.running() or arrival.set_running_or_notify_cancel():
+                    arrival.set_exception(error)
+
+    def _fetch(self, run: _Run, chunks: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
+        """Yield chunks of a run, verified."""
+        if not chunks:
+            return
         edges = self._index.edges
         first, last = edges[run[0]], edges[run[1]]
         data = memoryview(self._read(first, last))
@@ -247,7 +254,7 @@ class Residence:
                     raise DataError(
                         f"{self._file}: altered since it was prepared, {where}; delete its folder"
                     )
-            self._put(chunk, part)
+            yield chunk, part
 
     def _read(self, start: int, stop: int) -> bytes:
         data = self._file.read_range(start, stop)

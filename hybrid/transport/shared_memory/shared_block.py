@@ -23,6 +23,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from hybrid.errors import ClusterError
 from hybrid.security.closed_listeners import is_own_user
 from hybrid.topology import Role, RoleKind
+from hybrid.transport.shared_memory.tensor_layout import create_memory, map_memory
 from hybrid.transport.socket.lent_blocks import own_host
 
 MOST_MEMBERS = 8  # every one reads what all have written
@@ -130,8 +132,7 @@ class SharedMemory:
     def _grow(self, num_bytes: int) -> None:
         """Take larger memory; the others get it with the next signal, when they have read what was before."""
         _close_descriptors(self._unshown)
-        self._unshown.append(descriptor := os.memfd_create("hybrid"))
-        os.ftruncate(descriptor, _SLOTS * _PAGE * max(1, -(-num_bytes // _PAGE)))
+        self._unshown.append(descriptor := create_memory(_SLOTS * _PAGE * max(1, -(-num_bytes // _PAGE))))
         self._memory[self.place] = mmap.mmap(descriptor, 0)
 
     def _send(self, place: int) -> None:
@@ -147,7 +148,11 @@ class SharedMemory:
             raise self._gone(place, error) from error
         for descriptor in descriptors:
             try:
-                self._memory[place] = mmap.mmap(descriptor, 0)
+                self._memory[place] = map_memory(descriptor)
+            except (OSError, ValueError) as error:
+                raise ClusterError(
+                    f"{self.members[place]} shares memory that cannot be used: {error}"
+                ) from error
             finally:
                 os.close(descriptor)
         if said != _WRITTEN:
@@ -205,11 +210,13 @@ def _accept(
     if not is_own_user(peer):  # others are not waited for
         peer.close()
         return {}
-    peer.settimeout(_HELLO_SECONDS)
-    try:
-        hello = peer.recv(1 + len(token), socket.MSG_WAITALL)
-    except OSError:
-        hello = b""
+    hello, until = b"", time.monotonic() + _HELLO_SECONDS
+    with suppress(OSError):  # it has said too little in that time
+        while missing := 1 + len(token) - len(hello):
+            peer.settimeout(max(0.001, until - time.monotonic()))
+            if not (came := peer.recv(missing)):
+                break
+            hello += came
     if hmac.compare_digest(hello[1:], token) and hello[0] in expected:
         return {hello[0]: peer}
     peer.close()

@@ -1,6 +1,9 @@
 """Tensors one after the other in memory, as types and shapes say it to whoever else has that memory."""
 
+import fcntl
 import math
+import mmap
+import os
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -15,10 +18,31 @@ DTYPES = (
 )
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _ALIGNMENT = 64
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MANY_BYTES = 1 << 20  # to copy them takes longer than threads should wait for each other
 
 # Of each tensor, the number of its type in ``DTYPES``, and its shape.
 Described: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+
+
+def create_memory(num_bytes: int) -> int:
+    """Return the descriptor of anonymous memory whose size nobody can change any more."""
+    descriptor = os.memfd_create("hybrid", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_bytes)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+    return descriptor
+
+
+def map_memory(descriptor: int) -> mmap.mmap:
+    """Map memory of another process, which :func:`create_memory` has created there.
+
+    Raises:
+        ValueError: the other process could truncate it, and a later access here would end in SIGBUS.
+        OSError: the descriptor is not one of memory.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("its size is not sealed")
+    return mmap.mmap(descriptor, 0)
 
 
 def described(tensors: Iterable[Tensor]) -> Described:

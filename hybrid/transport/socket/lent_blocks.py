@@ -25,7 +25,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hybrid.transport.shared_memory.tensor_layout import Described, num_bytes, tensors_in, write
+from hybrid.transport.shared_memory.tensor_layout import (
+    Described,
+    create_memory,
+    map_memory,
+    num_bytes,
+    tensors_in,
+    write,
+)
 
 NUM_BYTES = 1 << 30  # of each direction; what does not fit goes by the socket
 LEAST_BYTES = 1 << 14  # less is sealed in the time that a block takes
@@ -62,8 +69,7 @@ class LentMemory:
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("hybrid")
-        os.ftruncate(self.descriptor, NUM_BYTES)
+        self.descriptor = create_memory(NUM_BYTES)
         self._memory = memoryview(mmap.mmap(self.descriptor, NUM_BYTES))
         self._lent: dict[int, tuple[int, int]] = {}  # where each block starts and ends
         self._returned: deque[int] = deque()
@@ -101,10 +107,13 @@ class BorrowedMemory:
 
     Args:
         descriptor: of the memory; the caller's to close.
+
+    Raises:
+        OSError, ValueError: see :func:`map_memory`.
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._memory = memoryview(mmap.mmap(descriptor, NUM_BYTES))
+        self._memory = memoryview(map_memory(descriptor))
         self._borrowed: dict[int, weakref.ref[memoryview]] = {}
         self._returned: deque[int] = deque()
 

@@ -156,8 +156,8 @@ class _Caller:
             self._has_ended = True
 
     def _serve(self, call: Message) -> None:
-        function, plain = call.value
         try:
+            function, plain = call.value
             answer = self._functions[function](plain, call.tensors)
         except Exception as error:  # comes back as words
             self._answer(Message(Kind.FAILED, call.number, raised_later(error)))

@@ -126,3 +126,27 @@ def test_what_does_not_come_in_time_is_an_outage(tmp_path: Path) -> None:
     is_let_go.set()
     assert_here(residence, [0])
     residence.close()
+
+
+def test_room_is_made_while_fetches_that_nobody_waits_for_hang(tmp_path: Path) -> None:
+    file, may_read = CountedFile(), threading.Event()
+    read = file.read_range
+
+    def hang(start: int, stop: int) -> bytes:
+        if start < NUM_SLOTS * CHUNK_ROWS:
+            assert may_read.wait(SECONDS)
+        return read(start, stop)
+
+    file.read_range = hang  # type: ignore[method-assign]
+    residence = residence_of(file, tmp_path)
+    residence.pin(range(NUM_SLOTS))
+    residence.unpin(range(NUM_SLOTS))
+    pinning = threading.Thread(target=residence.pin, args=([NUM_SLOTS + 1],), daemon=True)
+    pinning.start()
+    pinning.join(SECONDS / 4)
+    assert not pinning.is_alive(), "the thread holds the lock that close() needs"
+    assert_here(residence, [NUM_SLOTS + 1])
+    residence.pin([0])
+    may_read.set()
+    assert_here(residence, [0, NUM_SLOTS + 1])
+    residence.close()

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future as Future_, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from support.barriers import (
     Applied,
     Barrier,
     Gate,
+    Merged,
     answer,
     barrier,
     give,
@@ -25,6 +26,8 @@ from support.barriers import (
 from torch.futures import Future
 
 from hybrid.errors import ClusterError
+from hybrid.primitives.step_timings import OpenSpan, StepClock
+from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 
 
 def assert_told(
@@ -204,3 +207,24 @@ class TestClose:
             assert [answer(future) for future in futures] == list(range(200))
             with pytest.raises(ClusterError, match="the worker is stopping"):
                 answer(too_late)
+
+    def test_it_answers_lookups_that_an_update_of_another_thread_releases(self) -> None:
+        """Though that thread is slow to release them, and no update is under way any more."""
+
+        class SlowSpan(OpenSpan):
+            def close(self) -> None:
+                closing.append(pool.submit(each.close))
+                wait(closing, timeout=0.2)
+
+        class SlowClock(StepClock):
+            def begin(self, *_: object, **__: object) -> OpenSpan:
+                return SlowSpan([], "wait", 1, None, None, 0)
+
+        closing: list[Future_[None]] = []
+        rules = UpdateRules(1, UpdateMode.SYNC, timeout_seconds=PATIENCE_SECONDS)
+        each = Barrier(rules, lambda step, contributions: Merged(contributions, ignore), SlowClock())
+        with ThreadPoolExecutor(1) as pool:
+            waiting = when(each, 1, lambda: "answered")
+            give(each, 0, 0, updates_here=True)
+            assert answer(waiting) == "answered"
+            closing[0].result(PATIENCE_SECONDS)

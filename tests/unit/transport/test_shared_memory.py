@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -167,6 +168,31 @@ def test_strangers_are_sent_away(
     assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = shared_block._call
+
+    def connect_slowly(card: shared_block._Card, place: int) -> socket.socket:
+        peer = connect(card._replace(token=""), place)
+        for byte in bytes.fromhex(card.token):
+            time.sleep(0.001)
+            peer.send(bytes([byte]))
+        return peer
+
+    monkeypatch.setattr(shared_block, "_call", connect_slowly)
+    assert at_once(shown, joined(2, timeout_seconds=2.0), [b"a", b"b"]) == [[b"a", b"b"]] * 2
+
+
+def test_memory_that_its_owner_could_truncate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_unsealed(num_bytes: int) -> int:
+        descriptor = os.memfd_create("hybrid")
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor
+
+    monkeypatch.setattr(shared_block, "create_memory", create_unsealed)
+    with pytest.raises(ClusterError, match=r"^trainer \d shares memory .*not sealed"):
+        at_once(shown, joined(2), [b"a", b"b"])
 
 
 @needs_root

@@ -1,6 +1,7 @@
 """Memory that one end lends and the other borrows: what comes, and which bytes are taken again."""
 
 import gc
+import os
 import socket
 
 import pytest
@@ -102,6 +103,20 @@ def test_a_block_beyond_the_memory_is_refused(ends: tuple[LentMemory, BorrowedMe
     for start in (-64, lent_blocks.NUM_BYTES - MANY):
         with pytest.raises(ValueError, match="buffer length"):
             ends[1].tensors(Block(1, start), shapes)
+
+
+def test_memory_that_its_owner_could_truncate_is_refused() -> None:
+    """A role that reads such memory would end by SIGBUS."""
+    descriptor = os.memfd_create("hybrid")
+    os.ftruncate(descriptor, lent_blocks.NUM_BYTES)
+    with pytest.raises(ValueError, match="not sealed"):
+        BorrowedMemory(descriptor)
+    os.close(descriptor)
+    lender = LentMemory()
+    for size in (0, 2 * lent_blocks.NUM_BYTES):
+        with pytest.raises(PermissionError):
+            os.ftruncate(lender.descriptor, size)
+    lender.close()
 
 
 def passed(sender: Frames, receiver: Frames, message: Message) -> Message:

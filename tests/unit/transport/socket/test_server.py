@@ -163,6 +163,21 @@ def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: Lin
     assert doubled(link, 4) == 8
 
 
+@pytest.mark.parametrize("value", [7, None, ("f",), ([], 1)], ids=str)
+def test_a_call_that_is_malformed_is_rejected_and_the_next_is_served(value: object) -> None:
+    ours, theirs = connection()
+    server = Server([theirs], FUNCTIONS)
+    ours.socket.send(ours.frames.seal(Message(Kind.CALL, 1, value)))
+    until(lambda: ours.frames.receive(ours.socket))
+    message = ours.frames.next()
+    assert message is not None
+    assert (message.kind, message.number) == (Kind.FAILED, 1)
+    link = Link(ours, SECONDS)
+    assert doubled(link, 4) == 8
+    link.close()
+    server.close(SECONDS)
+
+
 def test_any_threads_may_call(link: Link) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda n: doubled(link, n), range(400))) == list(range(0, 800, 2))
