@@ -100,6 +100,25 @@ def test_a_role_that_sees_another_folder_is_told_and_the_probe_is_gone(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_probe_that_cannot_be_removed_does_not_hide_the_first_error(
+    loopback: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = files.remove
+
+    def refuse(path: Path) -> None:
+        if "-" in path.name.removeprefix(".seen-by-all-"):  # what the role has written
+            remove(path)
+            return
+        raise OutageError(f"{path}: cannot be removed")
+
+    monkeypatch.setattr(files, "remove", refuse)
+    with pytest.raises(OutageError, match="cannot be removed"):
+        ELSEWHERE.check_checkpoints(tmp_path)
+    monkeypatch.setattr(files, "read_text", lambda path: "what another host has")
+    with pytest.raises(transport.RemoteError, match="holds other files"):
+        ELSEWHERE.check_checkpoints(tmp_path)
+
+
 def test_a_folder_that_is_not_there_or_cannot_be_written_is_not_shared(tmp_path: Path) -> None:
     probe = tmp_path / "checkpoints" / "probe"
     folder = re.escape(str(probe.parent))

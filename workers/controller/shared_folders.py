@@ -175,8 +175,11 @@ def _probe(place: Place, token: str) -> Iterator[Place]:
         raise CheckpointError(f"cannot write {place}: {error.strerror}") from error
     try:
         yield place
-    finally:
-        files.remove(place)
+    except BaseException:
+        with suppress(OSError, StorageError):  # the first error says more
+            files.remove(place)
+        raise
+    files.remove(place)
 
 
 def _checksum(folder: Path) -> str:

@@ -65,7 +65,8 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
                 raise tell_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
-                announce_stop(cluster, Word(code_of(error), last_words(error)))
+                with suppress(LostRoleError):  # the first error is the one to report
+                    announce_stop(cluster, Word(code_of(error), last_words(error)))
                 raise
             announce_stop(cluster, Word(code))
     if code is not ExitCode.DONE:

@@ -158,6 +158,21 @@ def test_processes_end_with_the_block() -> None:
     assert is_gone(process)
 
 
+def test_a_busy_machine_does_not_fail_the_end_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = list[subprocess.Popen[bytes]]()
+
+    def expire(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        busy.append(process)
+        raise subprocess.TimeoutExpired(process.args, timeout or 0.0)
+
+    with ForkServer(["support.forked"]) as server:
+        process = running(server)
+        monkeypatch.setattr(subprocess.Popen, "wait", expire)
+    monkeypatch.undo()
+    assert busy[0].wait(SECONDS) == -signal.SIGKILL
+    assert eventually(lambda: is_gone(process), SECONDS)
+
+
 def test_processes_end_with_a_launcher_that_was_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "support.forked", "pause", "freeze"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
