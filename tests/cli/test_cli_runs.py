@@ -163,7 +163,7 @@ def check_profile(folder: Path, said: str) -> None:
 
 
 OWN_NET = """
-from hybrid.dense.configured import build_dense_net
+from hybrid.dense.net_builder import build_dense_net
 
 def build(config, input_spec, widths):
     return build_dense_net(config.replace(dense=type(config.dense)()), input_spec, widths)

@@ -38,7 +38,7 @@ OWN_NET = """
 import time
 from itertools import count
 from pathlib import Path
-from hybrid.dense.configured import build_dense_net
+from hybrid.dense.net_builder import build_dense_net
 
 def block():
     Path("blocked").touch()

@@ -21,7 +21,7 @@ from workers.cli import main
 # A net that is another in each process, which no comparison can miss.
 ODD_NET = """
 import os
-from hybrid.dense.configured import build_dense_net
+from hybrid.dense.net_builder import build_dense_net
 
 def build(config, spec, widths):
     net = build_dense_net(config.replace(dense=type(config.dense)(net="dcn_v2")), spec, widths)

@@ -24,7 +24,7 @@ _BEGIN = """
 import sys
 from pathlib import Path
 from hybrid.storage.files import copy, entries, tag
-from hybrid.storage.places import place
+from hybrid.storage.remote_path import place
 folder = place(sys.argv[1])
 """
 _SEND = f"""{_BEGIN}

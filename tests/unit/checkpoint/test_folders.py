@@ -39,7 +39,9 @@ def die(*_: object, **__: object) -> None:
     raise Killed
 
 
-@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "manifest.json.dumps", "folders.os.rename"])
+@pytest.mark.parametrize(
+    "last", ["tensor_file.struct.pack", "checkpoint_manifest.json.dumps", "checkpoint_folders.os.rename"]
+)
 def test_a_checkpoint_that_was_not_finished_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
@@ -88,7 +90,7 @@ def test_folders_are_safe_on_the_disk_before_and_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    for module in ("manifest", "folders"):
+    for module in ("checkpoint_manifest", "checkpoint_folders"):
         monkeypatch.setattr(
             f"hybrid.checkpoint.{module}.sync", lambda path: synced.append(path.relative_to(tmp_path))
         )
@@ -108,9 +110,9 @@ def test_a_checkpoint_is_not_overwritten(folder: Path) -> None:
     "function",
     [
         "storage.files.os.fsync",
-        "checkpoint.folders.os.rename",
-        "private_files.Path.mkdir",
-        "checkpoint.folders.shutil.rmtree",
+        "checkpoint.checkpoint_folders.os.rename",
+        "storage.private_files.Path.mkdir",
+        "checkpoint.checkpoint_folders.shutil.rmtree",
     ],
 )
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])

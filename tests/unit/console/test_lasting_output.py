@@ -11,7 +11,7 @@ from support.commands import ROOT
 # Prints a lot, then says on a file of its own that it has come to its end.
 RUN = """
 import sys
-from workers.screen.lasting_output import lasting_output
+from workers.console.output_stream import lasting_output
 with lasting_output("hybrid launch", goes_on=%r) as losses:
     for number in range(20_000):
         print("step", number)

@@ -20,7 +20,7 @@ from hybrid.storage.remote_path import RemotePath, place
 HANGING = """
 import sys, time
 from pathlib import Path
-from hybrid.data.building import building
+from hybrid.data.dataset.atomic_directory import building
 with building(Path(sys.argv[1]) / "x", "whole") as folder:
     (folder / "part").touch()
     print(flush=True)

@@ -126,8 +126,12 @@ def test_a_part_of_a_file_is_read_by_itself(
     pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
     sent(here, there)
     monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=50_000))
-    for module, name in (("lines", "MAX_RECORD_BYTES"), ("text", "MAX_RECORD_BYTES"), ("text", "PEEK_BYTES")):
-        monkeypatch.setattr(f"hybrid.data.{module}.{name}", 2000)
+    for module, name in (
+        ("text_lines", "MAX_RECORD_BYTES"),
+        ("delimited_text", "MAX_RECORD_BYTES"),
+        ("delimited_text", "PEEK_BYTES"),
+    ):
+        monkeypatch.setattr(f"hybrid.data.parse.{module}.{name}", 2000)
     for name, least, most in (("a.csv", 1.0, 1.3), ("a.parquet", 0.2, 0.5)):
         with Proxy(store) as proxy:
             monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")

@@ -43,7 +43,7 @@ READING = """
 import sys
 from pathlib import Path
 from hybrid.config import DataSection
-from hybrid.data.sources import Source
+from hybrid.data.parse.sources import Source
 data = DataSection(format="parquet", sparse=("city",), max_bad_fraction=1.0)
 try:
     for block in Source((Path(sys.argv[1]),), data).blocks():

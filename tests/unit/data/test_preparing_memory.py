@@ -85,9 +85,9 @@ WIDTH = 40
 PREPARING = """
 import sys
 from pathlib import Path
-from hybrid.config.file import load_config
-from hybrid.data.from_files import FilesPreparation
-from hybrid.data.stages import Reading
+from hybrid.config.loading import load_config
+from hybrid.data.prepare.file_preparation import FilesPreparation
+from hybrid.data.prepare.stages import Reading
 path, folder, limit = sys.argv[1:]
 names = [f"c{i}" for i in range(WIDTH)]
 columns = [f"data.label={names[0]}", f"data.sparse={names[-1]}", f"data.dense={names[1:-1]}"]

@@ -114,7 +114,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[1], str(Path(sys.argv[1]).parents[1])
 from test_processes import TELL_NOBODY, wait_for_ever
-from hybrid.data.processes import Processes
+from hybrid.data.prepare.processes import Processes
 with Processes(2) as processes:
     list(processes.map(wait_for_ever, [Path(sys.argv[2], "a"), Path(sys.argv[2], "b")], TELL_NOBODY))
 """

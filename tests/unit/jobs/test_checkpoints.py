@@ -278,10 +278,10 @@ def test_where_a_store_does_not_even_tell_what_is_there_training_goes_on(
         raise error
 
     with monkeypatch.context() as down:
-        down.setattr("workers.jobs.checkpoint_schedule.folders.stored", refuse)
+        down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.stored", refuse)
         run.at(20)
         assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training goes on"]
-        down.setattr("workers.jobs.checkpoint_schedule.folders.begin", refuse)
+        down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.begin", refuse)
         with pytest.raises(CheckpointError) as caught:
             run.checkpoints.write_last(moment(25))
     rule = "s3: cannot be listed; the run is at its end, and nobody can look now what of it is saved"

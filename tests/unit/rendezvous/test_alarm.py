@@ -17,7 +17,7 @@ SECONDS = 5.0
 START = """
 import signal, sys, threading, time
 from hybrid.errors import ClusterError, ConfigError
-from workers.joining.alarm import Alarm
+from workers.rendezvous.interrupt import Alarm
 alarm = Alarm("hybrid worker 0", {seconds})
 ring = lambda: alarm.ring(ClusterError("the master is frozen"))
 """
@@ -47,7 +47,7 @@ sys.exit("told")
 
 def test_it_ends_the_wait_for_a_call_that_hears_nothing() -> None:
     program = """
-from workers.joining.alarm import run_interruptibly
+from workers.rendezvous.interrupt import run_interruptibly
 def deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as in a call into torch
     threading.Timer(0.05, ring).start()

@@ -238,7 +238,7 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
 
 @pytest.mark.parametrize("name", ["result.json", "curves.png"])
 def test_a_full_disk_at_the_end(folder: RunFolder, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "curves" if name == "curves.png" else "folder"
+    module = "curves" if name == "curves.png" else "run_files"
     monkeypatch.setattr(f"workers.run_folder.{module}.open_file", _on_a_full_disk)
     with pytest.raises(HybridError, match=f"{name}: cannot be written: No space left on device"):
         folder.finish({"auc": 0.5})
