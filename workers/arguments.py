@@ -181,8 +181,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=ROW_TYPES,
-        default=ROW_TYPES[0],
-        help=f"of the rows of tables; what is lost by it is measured (default: {ROW_TYPES[0]})",
+        help="data type of the tables; the loss of precision is measured (default: that of the run)",
     )
     _add_map(parser, "what tables are called in the file of tables")
     _add_trust(parser)

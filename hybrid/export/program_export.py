@@ -42,22 +42,27 @@ class _PlainTensors(nn.Module):
         self.model = model
 
     def forward(self, *tensors: Tensor) -> dict[str, Tensor]:
+        # Relates the sizes before the model uses them. Otherwise torch guards on at least two samples.
+        sizes = [
+            tensor.shape[0] - (each.shape[0] == STARTS)
+            for each, tensor in zip(self.model.inputs, tensors, strict=True)
+            if each.shape[0] in _RECORDED
+        ]
+        assert all(size == sizes[0] for size in sizes)
         given: dict[str, Tensor] = self.model(dict(zip(self.model.input_names, tensors, strict=True)))
         return given
 
 
-def narrow(model: TrainedModule, kind: str) -> dict[str, StoredRows]:
-    """Have the tables of a model hold their rows in some type; the rows by table.
-
-    Tables that are of that type already stay as they are.
+def narrow(model: TrainedModule, kind: str | None) -> dict[str, StoredRows]:
+    """Convert the tables of a model to a data type; return the rows by table.
 
     Args:
-        kind: float32, bfloat16 or int8.
+        kind: float32, bfloat16 or int8; None to keep the data type of each table.
     """
     stored = {}
     for place, name in enumerate(model.table_names):
         rows_RD = model.rows(name).detach()
-        stored[name] = stored_rows(rows_RD, kind)
+        stored[name] = StoredRows(rows_RD) if kind is None else stored_rows(rows_RD, kind)
         if stored[name].rows_RD.dtype != rows_RD.dtype:
             model.tables[place] = NarrowTable(stored[name], rows_RD.dtype)
     return stored
@@ -81,8 +86,13 @@ def recorded_program(model: TrainedModule) -> ExportedProgram:
         inputs.append(torch.zeros(_RECORDED.get(first, _IDS), *rest, dtype=each.dtype))
         sizes.append({0: named.setdefault(first, Dim(f"ids_{len(named)}"))})
     plain = _PlainTensors(model.requires_grad_(False)).eval()
-    # Else it would take two samples or more; torch's exporter of ONNX does the same.
-    with _saying_why("program"), torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+    # Without an input of one value per sample, only this mode takes fewer than two samples.
+    has_only_bags = all(each.shape[0] != SAMPLES for each in model.inputs)
+    with (
+        _saying_why("program"),
+        torch.no_grad(),
+        _config.patch(backed_size_oblivious=has_only_bags),  # type: ignore[attr-defined]
+    ):
         return torch.export.export(plain, tuple(inputs), dynamic_shapes=(tuple(sizes),))
 
 
@@ -135,15 +145,18 @@ def _set_apart(graph: Any, taken: Collection[str]) -> None:
 
 @contextmanager
 def _saying_why(form: str) -> Iterator[None]:
-    """Say in one line what of a net, which may be the user's own, has no place in a form."""
+    """Turn an error of torch's exporter into one line with its reasons."""
     try:
         yield
-    except Exception as error:  # of torch, which has many kinds, or of the user's code
+    except Exception as error:  # torch and custom nets raise many types
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
+        # torch lists violated constraints below the first line of its message.
+        below = [line.strip() for line in str(cause).splitlines()[1:]]
+        reason = next((f"; {line[2:]}" for line in below if line.startswith("- ")), "")
         raise HybridError(
-            f"--format {form}: torch cannot record the net as such: {words_of(cause)}"
+            f"--format {form}: torch cannot export the net: {words_of(cause)}{reason}"
         ) from error
 
 

@@ -31,7 +31,7 @@ def export_run(
     folder: Place,
     output: Place,
     formats: Sequence[str],
-    kind: str,
+    kind: str | None,
     names: NameMap,
     trust_code: bool = False,
 ) -> None:
@@ -40,7 +40,8 @@ def export_run(
     Args:
         folder: a run, of whose checkpoints the best is taken; or one of these.
         formats: of "program", "onnx" and "tables".
-        kind: type of the tables' rows; where it is narrower than theirs, the loss is measured and printed.
+        kind: data type of the tables, None for that of the run. If it is narrower, the loss is measured and
+            printed.
         names: what tables are called in the file of tables.
 
     Raises:
@@ -72,10 +73,10 @@ def export_run(
         print(visible(line))
 
 
-def _narrowed(model: TrainedModule, kind: str) -> tuple[dict[str, StoredRows], list[str]]:
+def _narrowed(model: TrainedModule, kind: str | None) -> tuple[dict[str, StoredRows], list[str]]:
     """The tables' rows as they are to be written, and what is to be said of them."""
     whole = [model.rows(name).detach() for name in model.table_names]
-    if not any(getattr(torch, kind).itemsize < rows.element_size() for rows in whole):
+    if kind is None or not any(getattr(torch, kind).itemsize < rows.element_size() for rows in whole):
         return program_export.narrow(model, kind), []
     try:
         dataset = test_rows(model.trained)

@@ -46,7 +46,7 @@ torch.save(torch.export.load(program).module()(*torch.load(inputs)), output)
 def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run as a program and as ONNX."""
     folder = tmp_path_factory.mktemp("exported") / "served"
-    export_run(run, folder, ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, folder, ["program", "onnx"], None, NO_NAMES)
     return folder
 
 
@@ -99,12 +99,12 @@ def test_every_format_gives_what_predict_writes(run: Path, served: Path, tmp_pat
 def test_other_nets_do_too(tmp_path: Path, net: str, pooling: str) -> None:
     config = clicks_config(tmp_path, dense={"net": net}, embedding={"dim": 4, "pooling": pooling})
     run = write_trained(tmp_path / "run", config)
-    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
 def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
-    """What is remote, shared and hashed is in the files; rows of float64 become float32."""
+    """A remote net, a shared table, hashed ids, and float64."""
     sections: dict[str, dict[str, object]] = {
         "tables.shared": {"features": ["user", "tags"]},
         "data": {"dense": [], "vocabulary": "hash", "hash_rows": 50},
@@ -112,14 +112,17 @@ def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
         "train": {"dtype": "float64"},
     }
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], None, NO_NAMES)
+    assert {rows.dtype for rows in load_file(tmp_path / "served/tables.safetensors").values()} == {
+        torch.float64
+    }
     assert model_of(run).input_names == ("user", "item", "tags", "tags.offsets")
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
 def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path) -> None:
     served = tmp_path / "served"
-    export_run(shop_run, served, ["program", "onnx"], "float32", NO_NAMES)
+    export_run(shop_run, served, ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(shop_run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
     said = json.loads((served / "preprocessing.json").read_text())
     ids = {"type": "int64", "shape": ["ids of tags"]}
@@ -145,7 +148,7 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
         write_trained(tmp_path / "run", history_config(tmp_path, dense={"net": net})),
         tmp_path / "served",
     )
-    export_run(run, served, ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, served, ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(run, served, write_shop(tmp_path / "new.csv", 70, seed=2))
     given = {
         each["name"]: each["shape"]
@@ -161,7 +164,7 @@ def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
         "data": {"path": write_shop(tmp_path / "shop.csv"), "sparse": ["user", "item", "seen"]},
     }
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
 
 
@@ -175,13 +178,13 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
     (tmp_path / "c.csv").write_text(header + rows)
     data = {"path": tmp_path / "c.csv", "dense": [], "sparse": names.split(",")}
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
-    export_run(run, tmp_path / "served", ["program", "onnx"], "float32", NO_NAMES)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(run, tmp_path / "served", tmp_path / "c.csv")
     (tmp_path / "d.csv").write_text((header + rows).replace("sigmoid", "probability"))
     data |= {"path": tmp_path / "d.csv", "sparse": names.replace("sigmoid", "probability").split(",")}
     run = write_trained(tmp_path / "other", clicks_config(tmp_path, data=data))
     with pytest.raises(HybridError, match="onnx: probability is an input and an output; rename the column"):
-        export_run(run, tmp_path / "none", ["onnx"], "float32", NO_NAMES)
+        export_run(run, tmp_path / "none", ["onnx"], None, NO_NAMES)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2])
@@ -280,16 +283,53 @@ def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(
     (tmp_path / "gates.py").write_text(code_block("README.md", "python", "DenseNet"))
     monkeypatch.syspath_prepend(tmp_path)
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, dense={"net": "gates:build"}))
-    export_run(run, tmp_path / "served", ["program"], "float32", NO_NAMES)
-    said = r"^--format onnx: torch cannot record the net as such: \w+: No ONNX function found for .*sym_numel"
+    export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
+    said = r"^--format onnx: torch cannot export the net: \w+: No ONNX function found for .*sym_numel"
     with pytest.raises(HybridError, match=said):
-        export_run(run, tmp_path / "other", ["onnx"], "float32", NO_NAMES)
+        export_run(run, tmp_path / "other", ["onnx"], None, NO_NAMES)
     assert not list(tmp_path.glob("*other*"))
+
+
+CUSTOM_NET = """
+from torch import nn
+from hybrid.models.dense_net import DenseNet
+
+class Interaction(nn.Module):
+    def forward(self, bottom_BD, pooled_BE):
+        BODY
+
+def build(config, input_spec, widths):
+    return DenseNet(nn.Identity(), Interaction(), nn.Linear(WIDTH, 1))
+"""
+
+
+def custom_run(folder: Path, name: str, body: str, width: int) -> Path:
+    """Write a run whose net has ``body`` as its interaction."""
+    (folder / f"{name}.py").write_text(CUSTOM_NET.replace("BODY", body).replace("WIDTH", str(width)))
+    return write_trained(folder / "run", clicks_config(folder, dense={"net": f"{name}:build"}))
+
+
+def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "return pooled_BE[:, :8].reshape(pooled_BE.shape[0], 2, 4).sum(1)"
+    run = custom_run(tmp_path, "reshaping", body, 4)
+    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
+    check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
+    one_row = write_clicks(tmp_path / "one.csv", 1)
+    found = by_program(tmp_path / "served", model_of(run).encode(texts_of(one_row)))
+    assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
+
+
+def test_an_error_of_the_exporter_has_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    run = custom_run(tmp_path, "fixed", "return pooled_BE if len(pooled_BE) == 3 else -pooled_BE", 12)
+    with pytest.raises(HybridError, match=r"^--format program: .*samples.*(specializ|constant)[^\n]*$"):
+        export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
 
 
 def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
     names = NameMap.parse(["embedding_bags.*.weight=*"])
-    export_run(run, tmp_path / "served", ["tables"], "float32", names)
+    export_run(run, tmp_path / "served", ["tables"], None, names)
     tables = load_file(tmp_path / "served/tables.safetensors")
     assert sorted(tables) == [f"embedding_bags.{table}.weight" for table in ("item", "tags", "user")]
     model = model_of(run)
@@ -301,7 +341,7 @@ def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
 
 
 def test_the_preprocessing_says_what_the_inputs_are(run: Path, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)
+    export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
     said = json.loads((tmp_path / "served/preprocessing.json").read_text())
     assert [(each["name"], each["type"], each["shape"]) for each in said["inputs"]] == [
         ("dense", "float32", ["samples", 2]),
@@ -320,7 +360,7 @@ def test_the_preprocessing_says_what_the_inputs_are(run: Path, tmp_path: Path) -
 def test_missing_packages_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_export, "find_spec", lambda name: None)
     with pytest.raises(HybridError, match=r"^--format onnx: needs onnx and onnxscript: pip install 'hybrid"):
-        export_run(run, tmp_path / "served", ["onnx"], "float32", NO_NAMES)
+        export_run(run, tmp_path / "served", ["onnx"], None, NO_NAMES)
     assert not list(tmp_path.iterdir())
 
 
@@ -332,8 +372,8 @@ def test_nothing_is_overwritten_and_nothing_left(
 
     monkeypatch.setattr(program_export, "write_tables", fails)
     with pytest.raises(HybridError, match="served: cannot be written: No space left on device"):
-        export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)
+        export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
     assert not list(tmp_path.iterdir())
     (tmp_path / "served").mkdir()
     with pytest.raises(HybridError, match="exists already"):
-        export_run(run, tmp_path / "served", ["tables"], "float32", NO_NAMES)
+        export_run(run, tmp_path / "served", ["tables"], None, NO_NAMES)
