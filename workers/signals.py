@@ -91,7 +91,7 @@ class Stop:
     def _give_up(self, number: int, frame: FrameType | None) -> None:
         raise Interrupt(
             self.code,
-            f"the step or the checkpoint took longer than {self._seconds:g} s (cluster.rpc_timeout_seconds)",
+            f"the step or the checkpoint took longer than {self._seconds:g} s (cluster.timeout_seconds)",
         )
 
 

@@ -8,7 +8,7 @@ from hybrid.config.key import by_host, fixed, option
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
-SCALINGS = ("standardise", "min_max", "none")
+SCALINGS = ("standardize", "min_max", "none")
 VOCABULARIES = ("build", "hash")
 COLUMN_KINDS = ("value", "buckets", "hour", "weekday", "cross", "weighted")
 POOLINGS = ("sum", "mean", "max")
@@ -66,8 +66,8 @@ class DataSection:
         "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=TRANSFORMS
     )
     numeric_scaling: str = fixed(
-        "standardise",
-        "over the training rows: standardise to mean 0 and deviation 1, min_max to 0 and 1, or none",
+        "standardize",
+        "over the training rows: standardize to mean 0 and deviation 1, min_max to 0 and 1, or none",
         choices=SCALINGS,
     )
     vocabulary: str = fixed(
@@ -152,9 +152,9 @@ class ColumnSection:
     )
     max_ids: int = fixed(0, "ids that a row may hold; 0 for any number (value, weighted)", minimum=0)
     too_many_ids: str = fixed(
-        "bad_row",
-        "what becomes of more than max_ids: a bad row, or the first or the last of them are kept",
-        choices=("bad_row", "keep_first", "keep_last"),
+        "invalid_row",
+        "what becomes of more than max_ids: an invalid row, or the first or the last of them are kept",
+        choices=("invalid_row", "keep_first", "keep_last"),
     )
     numeric_transform: str | None = fixed(None, "log, or none (of data.dense)", choices=TRANSFORMS)
     numeric_scaling: str | None = fixed(None, "as of [data] (of data.dense)", choices=SCALINGS)

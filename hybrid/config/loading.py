@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hybrid.config import former_keys
 from hybrid.config.key import Key
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
@@ -24,7 +25,7 @@ _ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, 
 _ALL = "hybrid config --describe lists all"
 
 
-def load_config(path: Place | None, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Place | None, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
     """Read a configuration, apply overrides, check every rule.
 
     Args:
@@ -32,11 +33,12 @@ def load_config(path: Place | None, overrides: Sequence[str] = ()) -> RunConfig:
             current folder.
         overrides: ``section.key=value``, also of a section ``tables.NAME``, later ones winning. A value is
             TOML; text keys take it unquoted too; one value makes a list of one.
+        is_stored: whether the file is that of a run or checkpoint. Former keys in it are translated.
 
     Raises:
         ConfigError: the file cannot be read, or a key or value breaks a rule.
     """
-    sections = {} if path is None else _read_sections(path)
+    sections = {} if path is None else _read_sections(path, is_stored)
     for text in overrides:
         section, name, value = _override(text)
         sections.setdefault(section, {})[name] = _find(section, name).parse(value)
@@ -113,10 +115,12 @@ def _read_toml(path: Place) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
 
 
-def _read_sections(path: Place) -> dict[str, dict[str, Any]]:
+def _read_sections(path: Place, is_stored: bool) -> dict[str, dict[str, Any]]:
     """The sections of a file, of which every key is one; where one is not, the error names the file."""
     try:
         sections = _by_section(_read_toml(path))
+        if is_stored:
+            former_keys.translate(sections, lambda section, name: name in _keys_of(section))
         for section, values in sections.items():
             for name in values:
                 _find(section, name)
@@ -172,6 +176,8 @@ def _unknown(section: str, name: str) -> UnknownKeyError:
         hint = f"did you mean [{near[0]}]?" if near else _ALL
         return UnknownKeyError(f"[{section}]", f"no such section; {hint}")
     dotted = ".".join(part for part in (section, name) if part)
+    if (advice := former_keys.advice(section, name)) is not None:
+        return UnknownKeyError(dotted, advice)
     nearest = _nearest_key(section, name)
     if nearest is None:
         known = bool(_keys_of(section))
@@ -214,6 +220,8 @@ def validate(config: RunConfig) -> None:
         if key.choices == TABLE_OPTIMIZERS and value not in TABLE_OPTIMIZERS:
             rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
             raise ConfigError(f"{section}.{name}", rule, value)
+        if (advice := former_keys.advice_on_value(section, name, value)) is not None:
+            raise ConfigError(f"{section}.{name}", advice, value)
         key.check(f"{section}.{name}", value)
     check_rules(config)
 

@@ -83,13 +83,12 @@ class ClusterSection:
     start_timeout_seconds: float = by_host(
         60.0, "how long the master waits for every role, and a role for the master", above=0
     )
-    rpc_timeout_seconds: float = option(
-        60.0, "how long one call may take, and a run that is asked to stop to end its step and save", above=0
+    timeout_seconds: float = option(
+        60.0,
+        "time limit of one call, of a step on a worker that waits for gradients, and of the last step and "
+        "checkpoint of a run that is stopped",
+        above=0,
     )
-    step_timeout_seconds: float = option(
-        60.0, "how long a worker waits for the gradients of all trainers", above=0
-    )
-    stop_timeout_seconds: float = option(4.0, "how long a role may take to stop", above=0)
     heartbeat_timeout_seconds: float = option(
         10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
     )
@@ -101,6 +100,11 @@ class ClusterSection:
         "file with the cluster's secret, which only its owner may read; empty takes that of the environment "
         "variable HYBRID_SECRET, and launch then makes its own where there is none",
     )
+
+    @property
+    def stop_timeout_seconds(self) -> float:
+        """How long a role may take to stop."""
+        return max(4.0, self.timeout_seconds / 15)
 
     @property
     def topology(self) -> Topology:

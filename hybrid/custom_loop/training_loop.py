@@ -119,7 +119,7 @@ class Loop:
         mode = DdpMode(dense.ddp) if is_reduced else DdpMode.NONE
         shared = None
         if mode is not DdpMode.NONE and dense.all_reduce == "auto" and dist.get_backend(host.group) == "gloo":
-            timeout_seconds = host.config.cluster.rpc_timeout_seconds
+            timeout_seconds = host.config.cluster.timeout_seconds
             shared = SharedSum.join(host.group, host.trainer, self.device, timeout_seconds)
         return DdpModel(module, mode, Arrangement(host.group), self._clock, dense.bucket_mb, shared)
 

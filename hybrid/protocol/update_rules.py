@@ -53,7 +53,7 @@ class UpdateRules:
             parts=train.micro_batches,
             clip_norm=train.clip_norm,
             check_finite=train.non_finite == "stop",
-            timeout_seconds=config.cluster.step_timeout_seconds,
+            timeout_seconds=config.cluster.timeout_seconds,
             schedule=schedule,
         )
 

@@ -240,7 +240,7 @@ class UpdateBarrier(Generic[Contribution]):
         with self._changed:
             is_decided = self._await(lambda: step in self._decisions or self._closed)
             if not is_decided or self._closed:
-                raise ClusterError(f"step {step}: no decision of trainer 0 (cluster.step_timeout_seconds)")
+                raise ClusterError(f"step {step}: no decision of trainer 0 (cluster.timeout_seconds)")
             return self._decisions.pop(step)
 
     def _next(self) -> tuple[int, list[Contribution]]:

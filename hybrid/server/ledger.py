@@ -139,7 +139,7 @@ class Ledger(Generic[Contribution]):
         if left <= 0:
             missing = ", ".join(f"trainer {t}" for step, t in expected if not self._is_whole(t, step))
             message = f"step {self.version}: no gradients from {missing} for {timeout:g} s"
-            raise ClusterError(f"{message} (cluster.step_timeout_seconds)")
+            raise ClusterError(f"{message} (cluster.timeout_seconds)")
         return left
 
     def _expected(self) -> list[tuple[int, int]]:

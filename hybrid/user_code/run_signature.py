@@ -48,7 +48,7 @@ def load_run_config(path: Place, overrides: Sequence[str] = (), trust_code: bool
     Raises:
         ConfigError: it names code that this user has not signed; or as :func:`load_config`.
     """
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, is_stored=True)
     named = [] if trust_code else _named_code(config)
     for dotted, code in named:
         if not _is_signed(path, dotted, code):

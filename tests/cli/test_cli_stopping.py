@@ -143,7 +143,7 @@ def blocked(arguments: list[str], function: str, folder: Path) -> Iterator[Comma
 
 @pytest.mark.parametrize("then", ["again", pytest.param("too long", marks=pytest.mark.long), "killed"])
 def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path) -> None:
-    bound = settings(cluster={"rpc_timeout_seconds": 5})
+    bound = settings(cluster={"timeout_seconds": 5})
     with blocked(["launch", *endless, *RUN, *bound], "build", tmp_path) as command:
         command.process.send_signal(signal.SIGINT)
         assert eventually(
@@ -154,7 +154,7 @@ def test_a_step_that_does_not_end(then: str, endless: list[str], tmp_path: Path)
         elif then == "killed":
             command.role("worker 0").kill()
         ended = command.wait(STOP_SECONDS)
-    bound_said = r"the step or the checkpoint took longer than 5 s \(cluster.rpc_timeout_seconds\)"
+    bound_said = r"the step or the checkpoint took longer than 5 s \(cluster.timeout_seconds\)"
     killed_said = r"worker 0 \(pid \d+\) was killed by SIGKILL; see \S+; the run was asked to stop"
     code, said = {
         "again": (130, "stopped"),

@@ -87,7 +87,7 @@ def test_its_commands_are_ones_of_this_project(jobset: dict[str, Any]) -> None:
 
 
 def test_its_pods_end_by_what_this_project_means(jobset: dict[str, Any]) -> None:
-    grace = load_config(None).cluster.rpc_timeout_seconds
+    grace = load_config(None).cluster.timeout_seconds
     for job in jobs(jobset).values():
         assert (job["parallelism"], job["backoffLimit"]) == (job["completions"], 0)
         (rule,) = job["podFailurePolicy"]["rules"]

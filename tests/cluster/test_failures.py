@@ -26,9 +26,9 @@ def train_alone(cluster: Cluster, config: RunConfig, cache: Path) -> str:
 
 def test_a_trainer_whose_gradients_do_not_come_is_named(clusters: Clusters, cache: Path) -> None:
     # Without DDP the trainers meet only at the workers' barrier.
-    config = small_config(cluster={"step_timeout_seconds": 0.5}, dense={"ddp": "none"})
+    config = small_config(cluster={"timeout_seconds": 0.5}, dense={"ddp": "none"})
     message = clusters.get(2, 2).run(train_alone, config, cache)
-    assert "step 0: no gradients from trainer 1 for 0.5 s (cluster.step_timeout_seconds)" in message
+    assert "step 0: no gradients from trainer 1 for 0.5 s (cluster.timeout_seconds)" in message
     assert "\n" not in message
 
 

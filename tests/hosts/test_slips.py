@@ -26,7 +26,7 @@ ANOTHER_SECRET = "1f9a6c07e2b85d34a1c6f70e9b2d4853"
 def job(tiny: list[str], shared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A run of its own, which waits for little."""
     run = shared / tmp_path_factory.mktemp("run").name
-    cluster = {"start_timeout_seconds": 8, "rpc_timeout_seconds": 4}
+    cluster = {"start_timeout_seconds": 8, "timeout_seconds": 4}
     return [*tiny, *settings(run={"folder": run}, cluster=cluster)]
 
 

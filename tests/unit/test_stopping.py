@@ -90,7 +90,7 @@ def wait_after_it_was_asked(stop: Stop) -> None:
 
 
 def test_it_may_not_take_longer_than_it_may() -> None:
-    said = r"^the step or the checkpoint took longer than 0.05 s \(cluster.rpc_timeout_seconds\)$"
+    said = r"^the step or the checkpoint took longer than 0.05 s \(cluster.timeout_seconds\)$"
     stop = Stop(0.05)
     with pytest.raises(KeyboardInterrupt, match=said):
         wait_after_it_was_asked(stop)

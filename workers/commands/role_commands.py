@@ -70,7 +70,7 @@ def _wanted_config(options: argparse.Namespace) -> RunConfig:
     """The configuration of the run that is to be, as far as it is known without a look at its folder."""
     if options.resume in (None, AUTO):
         return read_config(options)
-    return load_config(place(options.resume) / CONFIG_FILE, overrides(options))
+    return load_config(place(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
 
 
 def _master_of(options: argparse.Namespace) -> str:

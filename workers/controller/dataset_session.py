@@ -98,4 +98,4 @@ class DatasetSession(Session):
 
     def _timeout_seconds(self, num_steps: int) -> float:
         cluster = self.config.cluster
-        return cluster.rpc_timeout_seconds + num_steps * cluster.step_timeout_seconds
+        return cluster.timeout_seconds + num_steps * cluster.timeout_seconds

@@ -133,7 +133,7 @@ def load(deployed: Deployment, dense: DenseSection, stored: Checkpoint) -> None:
     calls = [
         each.call(Hosted.load, there, stored.manifest.step, timeout_seconds=bulk) for each in deployed.hosted
     ]
-    is_same_mode = load_config(stored.parts / CONFIG_FILE).dense.ddp == dense.ddp
+    is_same_mode = load_config(stored.parts / CONFIG_FILE, is_stored=True).dense.ddp == dense.ddp
     for index, trainer in enumerate(deployed.trainers):
         own = dense_file(index - index % dense.trainers_per_net)
         name = own if is_same_mode and own in stored.manifest.files else dense_file(0)

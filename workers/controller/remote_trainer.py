@@ -234,7 +234,7 @@ class Trainer:
         config = self._config
         if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
             return None
-        timeout_seconds = config.cluster.rpc_timeout_seconds
+        timeout_seconds = config.cluster.timeout_seconds
         return SharedSum.join(self._arrangement.group, self._index, self._device, timeout_seconds)
 
     def _sources(self, job: Job) -> Mapping[int, TableSource]:
@@ -242,7 +242,7 @@ class Trainer:
         config, tables = self._config, list(job.remote_tables.values())
         if not may_combine(config) or dist.get_backend(self._group) != "gloo":
             return job.remote_tables
-        timeout_seconds = config.cluster.rpc_timeout_seconds
+        timeout_seconds = config.cluster.timeout_seconds
         memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)
         if memory is None or not (config.cluster.combine == "on" or pays(len(memory.members), len(tables))):
             return job.remote_tables

@@ -64,7 +64,7 @@ class Training:
         self._profile: ProfileSummary | None = None
         self._owes_evaluation = False
         self._seconds_per_step = _CALL_SECONDS
-        self._stop = Stop(config.cluster.rpc_timeout_seconds)
+        self._stop = Stop(config.cluster.timeout_seconds)
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""

@@ -66,7 +66,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
         while True:
             roles = RoleProcesses(server, config, folder)
             # The master gives up by itself; this is for one that cannot be reached.
-            seconds = config.cluster.rpc_timeout_seconds + 2 * config.cluster.stop_timeout_seconds
+            seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
             stop = Stop(seconds, roles.ask_to_stop)
             failure = _run(server, roles, config, task, lock, screen, stop)
             if failure is None:

@@ -144,7 +144,7 @@ def lead(
                 rendezvous.stop(Word(code_of(error), last_words(error)), _FAREWELL_SECONDS)
                 raise
             # To leave the RPC group in peace takes the store, until the last role has left.
-            rendezvous.await_left(section.rpc_timeout_seconds)
+            rendezvous.await_left(section.timeout_seconds)
 
 
 @contextmanager
@@ -203,7 +203,7 @@ def _in_groups(
     """Torch's groups, from when every role has joined to when all leave."""
     run_interruptibly(partial(_start_torch, cluster, config, secret, interface, created))
     yield
-    _leave(config.cluster.rpc_timeout_seconds)
+    _leave(config.cluster.timeout_seconds)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -250,7 +250,7 @@ def _start_torch(
 ) -> None:
     """Form the groups of torch; returns when every role has joined."""
     section = config.cluster
-    try_ways(cluster.role, cluster.store, interface, section.rpc_timeout_seconds)
+    try_ways(cluster.role, cluster.store, interface, section.timeout_seconds)
     if cluster.role.kind is RoleKind.TRAINER:
         _join_trainers(cluster.store, cluster.role, config)
     transport.start(
@@ -262,7 +262,7 @@ def _start_torch(
         interface=interface,
         transport=section.transport,
         carrier=section.carrier,
-        timeout_seconds=section.rpc_timeout_seconds,
+        timeout_seconds=section.timeout_seconds,
         data=DATA,
         created=created,
     )
@@ -281,7 +281,7 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
             store=names,
             rank=role.index,
             world_size=section.trainers,
-            timeout=timedelta(seconds=section.rpc_timeout_seconds),
+            timeout=timedelta(seconds=section.timeout_seconds),
         )
 
 

@@ -36,7 +36,7 @@ def resumed_config(run: Place, overrides: Sequence[str], trust_code: bool = Fals
 
 def check_same_model(run: Place, config: RunConfig) -> None:
     """ConfigError where ``run`` cannot go on with ``config``, since it has another model or other data."""
-    before, now = fixed_values(load_config(run / CONFIG_FILE)), fixed_values(config)
+    before, now = fixed_values(load_config(run / CONFIG_FILE, is_stored=True)), fixed_values(config)
     for dotted in before | now:
         left_out = _left_out(dotted)
         then, wanted = before.get(dotted, left_out), now.get(dotted, left_out)
@@ -60,7 +60,7 @@ def as_decided(run: Path, config: RunConfig) -> RunConfig:
     """
     if config.dense.matmul != "auto" or why_not_onednn(config) or not (run / CONFIG_FILE).is_file():
         return config
-    decided = load_config(run / CONFIG_FILE).dense.matmul
+    decided = load_config(run / CONFIG_FILE, is_stored=True).dense.matmul
     return config.replace(dense=dataclasses.replace(config.dense, matmul=decided))
 
 
@@ -74,5 +74,5 @@ def is_over(run: Place, config: RunConfig) -> bool:
     """Whether a run has come to its end, and ``config`` asks for no other one."""
     if not files.exists(run / RESULT_FILE):
         return False
-    before, now = (each.train for each in (load_config(run / CONFIG_FILE), config))
+    before, now = (each.train for each in (load_config(run / CONFIG_FILE, is_stored=True), config))
     return all(getattr(before, key) == getattr(now, key) for key in _LIMITS)

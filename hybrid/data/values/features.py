@@ -85,7 +85,7 @@ def _limited(column: Column, made: Feature, reject: Reject) -> Feature:
     """``made`` with no more than ``max_ids`` ids a row, where there is such a limit."""
     if not column.max_ids or not is_list(made.values):
         return made
-    if column.too_many_ids == "bad_row":
+    if column.too_many_ids == "invalid_row":
         is_over_B = np.diff(np.asarray(made.values.offsets)) > column.max_ids
         reject(is_over_B, Reason.MANY, column.source, f"at most {column.max_ids} ids")
         return made

@@ -116,7 +116,7 @@ class Moments:
         lowest, highest = float(self._lowest_F[f]), float(self._highest_F[f])
         if column.scaling == "none":
             return DenseEncoding(column.name, transform=column.transform)
-        if column.scaling == "standardise":
+        if column.scaling == "standardize":
             return DenseEncoding(column.name, mean, deviation, transform=column.transform)
         if not lowest < highest:  # constant, or there is no number
             shift = lowest if lowest == highest else 0.0

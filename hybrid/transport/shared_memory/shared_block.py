@@ -161,7 +161,7 @@ class SharedMemory:
     def _gone(self, place: int, error: OSError | None = None) -> ClusterError:
         if isinstance(error, TimeoutError):
             return ClusterError(
-                f"{self.members[place]}, of this host, did not come in cluster.rpc_timeout_seconds"
+                f"{self.members[place]}, of this host, did not come in cluster.timeout_seconds"
             )
         return ClusterError(f"{self.members[place]}, of this host, is gone while a step is taken together")
 

@@ -40,7 +40,7 @@ def test_what_a_section_leaves_out_is_as_in_data() -> None:
         "price",
         "cents",
         "none",
-        "standardise",
+        "standardize",
     )
     assert (user.source, user.kind, user.separator, user.vocabulary, user.min_count, user.hash_rows) == (
         *("user", "value", "|", "build"),

@@ -46,7 +46,7 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
         [train]
         batch_size = 4096
         [cluster]
-        rpc_timeout_seconds = 5
+        timeout_seconds = 5
         [tables.user]
         dim = 8
         workers = [1]
@@ -58,10 +58,10 @@ def test_a_file_sets_keys_and_tables(tmp_path: Path) -> None:
     assert config == RunConfig(
         data=DataSection(format="criteo", path=("day_0.gz", "day_1.gz"), numeric_scaling="none"),
         train=TrainSection(batch_size=4096),
-        cluster=ClusterSection(rpc_timeout_seconds=5.0),
+        cluster=ClusterSection(timeout_seconds=5.0),
         tables={"user": user, "item.id": TableSection()},
     )
-    assert type(config.cluster.rpc_timeout_seconds) is float
+    assert type(config.cluster.timeout_seconds) is float
 
 
 def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ FULL = RunConfig(
 )
 
 
-INTEGER = RunConfig(cluster=ClusterSection(rpc_timeout_seconds=5))
+INTEGER = RunConfig(cluster=ClusterSection(timeout_seconds=5))
 
 
 @pytest.mark.parametrize("config", [RunConfig(), FULL, INTEGER], ids=["defaults", "full", "5 in a float key"])

@@ -83,7 +83,7 @@ class TestDecided:
             assert answer(when(each, 2, lambda: list(applied))) == [["t0s1"]]
 
     def test_an_undecided_step_is_an_error(self) -> None:
-        message = r"^step 0: no decision of trainer 0 \(cluster.step_timeout_seconds\)$"
+        message = r"^step 0: no decision of trainer 0 \(cluster.timeout_seconds\)$"
         with barrier(1, ignore, decided=True, timeout_seconds=0.05) as each:
             waiting = when(each, 1, nothing)
             give(each, 0, 0)
@@ -104,7 +104,7 @@ class TestFailure:
             waiting = when(each, 1, nothing)
             give(each, 1, 0)
             missing = "trainer 0, trainer 2"
-            message = rf"^step 0: no gradients from {missing} for 0.05 s \(cluster.step_timeout_seconds\)$"
+            message = rf"^step 0: no gradients from {missing} for 0.05 s \(cluster.timeout_seconds\)$"
             assert_told([waiting], each, message)
 
     @pytest.mark.parametrize("updates_here", [False, True])

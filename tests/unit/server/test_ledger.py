@@ -247,9 +247,7 @@ class TestTime:
         each.finish(3, 0)
         for trainer, part in ((1, 0), (1, 1), (2, 0)):
             give(each, trainer, 0, part)
-        message = (
-            r"^step 0: no gradients from trainer 0, trainer 2 for 20 s \(cluster.step_timeout_seconds\)$"
-        )
+        message = r"^step 0: no gradients from trainer 0, trainer 2 for 20 s \(cluster.timeout_seconds\)$"
         with pytest.raises(ClusterError, match=message):
             each.seconds_left(20.0)
 

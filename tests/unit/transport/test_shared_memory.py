@@ -71,7 +71,7 @@ def test_one_that_is_gone_is_named_at_once() -> None:
 
 def test_one_that_does_not_come_is_named_in_time() -> None:
     first, second = joined(2, timeout_seconds=0.2)
-    late = r"of this host, did not come in cluster\.rpc_timeout_seconds$"
+    late = r"of this host, did not come in cluster\.timeout_seconds$"
     with pytest.raises(ClusterError, match=rf"^trainer 1, {late}"):
         first.publish()
     second.publish()  # the first did come, once
