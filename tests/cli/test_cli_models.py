@@ -1,4 +1,4 @@
-"""The examples of models: each trains, and docs/models.md has its command, its lines and its scores."""
+"""The examples of models: each trains, and docs/models.md has its command and its scores."""
 
 import random
 import re
@@ -77,9 +77,7 @@ def test_the_page_has_every_model() -> None:
     shared = {"__init__", "dense_net", "mlp", "padding"}
     models = {path.stem for path in (ROOT / "hybrid/models").glob("*.py")} - shared
     assert set(NAMES) == models
-    for name in models:
-        lines = (ROOT / f"hybrid/models/{name}.py").read_text(encoding="utf-8").count("\n")
-        assert str(lines) in row_of(name), (name, lines)
+    assert all(row_of(name) for name in models)
 
 
 @pytest.mark.long
@@ -142,7 +140,7 @@ def history_columns(num_rows: int) -> dict[str, list[Any]]:
 
 
 def write_page(folder: Path) -> None:
-    (folder / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    (folder / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     (folder / "clicks.toml").write_text(code_block("docs/models.md", "toml"))
 
 

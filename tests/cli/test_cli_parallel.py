@@ -13,7 +13,7 @@ SPLIT = settings(dense={"net": "my_net:build", "parallel": "tensor", "tensor_pla
 
 
 def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tiny: list[str], tmp_path: Path) -> None:
-    (tmp_path / "my_net.py").write_text(code_block("README.md", "python", "DenseNet"))
+    (tmp_path / "my_net.py").write_text(code_block("docs/models.md", "python", "class Gates"))
     said = output_of(["compare", "--steps", 10, *tiny, *SPLIT], tmp_path)
     assert "trainer 1: interaction.gate.weight" in said
 

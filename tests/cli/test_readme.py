@@ -34,7 +34,7 @@ def write_clicks(path: Path, num_rows: int = 2000) -> None:
 
 
 def test_its_net_and_its_configuration_train_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_net.py").write_text(code_block("README.md", "python", "DenseNet"))
+    (tmp_path / "my_net.py").write_text(code_block("docs/models.md", "python", "class Gates"))
     (tmp_path / "clicks.toml").write_text(code_block("README.md", "toml"))
     write_clicks(tmp_path / "clicks.csv")
     own_net = ["--set", "dense.net=my_net:build", "--set", "run.folder=trained"]

@@ -143,7 +143,7 @@ def test_the_snippet_of_the_page_on_groups_trains() -> None:
     names = {"cluster": cluster, "model": model, "train": {"user": user, "item": item, "label": label}}
     names["optimizer"] = torch.optim.Adam(model.parameters(), lr=0.05)
     for _ in range(5):
-        exec(code_block("docs/own_loop.md", "python"), names)
+        exec(code_block("docs/custom_loop.md", "python"), names)
     assert loss() < 0.8 * before
 
 

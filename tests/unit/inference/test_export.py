@@ -141,7 +141,7 @@ def test_several_tasks_and_columns_of_every_kind(shop_run: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("net", ["din_net:build", pytest.param("dcn_v2", marks=pytest.mark.long)])
 def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "din_net", raising=False)
     run, served = (
@@ -280,7 +280,7 @@ def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the README's net, which repeats by a tensor."""
-    (tmp_path / "gates.py").write_text(code_block("README.md", "python", "DenseNet"))
+    (tmp_path / "gates.py").write_text(code_block("docs/models.md", "python", "class Gates"))
     monkeypatch.syspath_prepend(tmp_path)
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, dense={"net": "gates:build"}))
     export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)

@@ -104,7 +104,7 @@ def test_several_tasks_and_columns_of_every_kind(tmp_path: Path, net: str) -> No
 @pytest.mark.parametrize("net", ["dlrm", "dcn_v2", "deepfm", "wide_deep", "din_net:build"])
 def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nets that are built in, and of that of docs/models.md."""
-    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "DenseNet"))
+    (tmp_path / "din_net.py").write_text(code_block("docs/models.md", "python", "class Interest"))
     monkeypatch.syspath_prepend(tmp_path)
     config = history_config(tmp_path, dense={"net": net}, train={"dtype": "float64"})
     run = write_trained(tmp_path / "run", config)

@@ -1,0 +1,8 @@
+"""Hooks of the documentation site."""
+
+import re
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Replace links to files outside docs/, which the site does not have, by their text."""
+    return re.sub(r"\[([^\]]+)\]\(\.\./[^)]+\)", r"\1", markdown)
