@@ -17,14 +17,23 @@ DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
 _EARLIER = "earlier."
+_MAX_NAME_BYTES = 255  # of file systems
+_PREFIX_BYTES = 100
 
 # Files by their path relative to the checkpoint, with their size in bytes and their SHA-256.
 Files: TypeAlias = dict[str, tuple[int, str]]
 
 
 def shard_file(table: str, index: int, count: int) -> str:
-    """Relative path of the file with one shard of a table."""
-    return f"tables/{quote(table, safe='')}.{index}-of-{count}.safetensors"
+    """Return the relative path of the file with one shard of a table.
+
+    If the table's name is too long for a file name, a prefix and a hash of it stand for it.
+    """
+    name, end = quote(table, safe=""), f".{index}-of-{count}.safetensors"
+    if len(name) + len(end) > _MAX_NAME_BYTES:
+        digest = hashlib.sha256(table.encode()).hexdigest()
+        name = f"{name[:_PREFIX_BYTES]}%-{digest}"  # no quoted name contains "%-"
+    return f"tables/{name}{end}"
 
 
 def earlier_file(worker: int) -> str:

@@ -20,7 +20,7 @@ from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, misfit, writing
 from hybrid.checkpoint.checkpoint_manifest import PARTIAL, PARTS, Manifest
 from hybrid.errors import CheckpointError
 from hybrid.storage import files
-from hybrid.storage.private_files import make_folder, sync
+from hybrid.storage.private_files import make_folder, refuse_link, sync
 from hybrid.storage.remote_path import Place, PlaceT, RemotePath
 
 _FOLDER = "checkpoints"  # of a run
@@ -39,11 +39,16 @@ def step_folder(run: PlaceT, step: int) -> PlaceT:
 
 
 def stored(run: PlaceT) -> list[PlaceT]:
-    """The checkpoints of a run, newest first; none that is partial."""
+    """The checkpoints of a run, newest first; none that is partial.
+
+    Raises:
+        HybridError: their folder is a link.
+    """
     if isinstance(run, RemotePath):
         named = [each.place for each in files.entries(folder_of(run)) if each.is_folder]
         folders = [f for f in _of_steps(named) if files.is_file(f / MANIFEST_FILE)]
     else:
+        refuse_link(folder_of(run))
         folders = _of_steps(path.parent for path in run.glob(f"{_FOLDER}/step-*/{MANIFEST_FILE}"))
     return cast(list[PlaceT], sorted(folders, key=step_of, reverse=True))
 
@@ -76,6 +81,7 @@ def share(source: Path, folder: Place, name: str) -> None:
         if isinstance(target, RemotePath):  # where it is there whole or not at all
             files.copy(source, target)
             return
+        refuse_link(target.parent)
         make_folder(target.parent)
         partial = target.with_name(target.name + PARTIAL)
         try:

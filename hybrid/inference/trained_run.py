@@ -40,23 +40,31 @@ class Trained:
     encoder: FeatureEncoder
 
     @classmethod
-    def read(cls, folder: Place, say: Callable[[str], object], trust_code: bool = False) -> Trained:
+    def read(
+        cls,
+        folder: Place,
+        say: Callable[[str], object],
+        trust_code: bool = False,
+        *,
+        uses_paths: bool = False,
+    ) -> Trained:
         """The model of a run's best checkpoint, or of one that is named.
 
         Args:
             folder: of the run, or of one of its checkpoints.
             say: told, in one line, of checkpoints that are damaged.
             trust_code: whether code that it names may be run though the user has not signed it.
+            uses_paths: whether its data will be read, too; see :func:`load_run_config`.
 
         Raises:
             CheckpointError: there is no checkpoint, it is broken, or of a loop of the user's own.
-            ConfigError: it names code that may not be run.
+            ConfigError: it names code that may not be run, or paths that may not be used.
         """
         stored = Checkpoint.best_good(folder, say)
         if not storage.exists(stored.parts / FILE_NAME):
             rule = "its module is known to your code alone: hybrid.load(FOLDER, MODULE) takes both"
             raise CheckpointError(f"{stored.folder}: was saved by a loop of your own; {rule}")
-        config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code)
+        config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
         return cls(stored, _with_weights(config, encoder), encoder)
 

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 
+from hybrid.errors import StorageError
 from hybrid.storage.object_stores import asking, content_of, listed
 from hybrid.storage.remote_files import RemoteFile, writing_remote
 from hybrid.storage.remote_path import Place, RemotePath
@@ -67,6 +68,8 @@ def entry(place: Place) -> Entry | None:
             status = place.stat()
         except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a text that names no file
             return None
+        except OSError as error:
+            raise _unusable(place, error) from error
         is_folder = stat.S_ISDIR(status.st_mode)
         return Entry(place, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
     with asking(place, "found") as (filesystem, path):
@@ -74,6 +77,11 @@ def entry(place: Place) -> Entry | None:
     if found is None:
         _remote_entries(place, is_deep=False)  # of which a bucket that is not there makes an error
     return found
+
+
+def _unusable(path: Path, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    return StorageError(f"{path}: cannot be used: {reason}; correct the path, or its permissions", reason)
 
 
 def exists(place: Place) -> bool:
@@ -107,8 +115,9 @@ def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
         is_deep: all files below it, and no folders.
     """
     if not isinstance(folder, RemotePath):
-        found = folder.rglob("*") if is_deep else folder.glob("*")
-        every = [each for path in found if (each := entry(path)) is not None]
+        is_there = (found := entry(folder)) is not None and found.is_folder
+        paths = (folder.rglob("*") if is_deep else folder.glob("*")) if is_there else ()
+        every = [each for path in paths if (each := entry(path)) is not None]
     else:
         every = _remote_entries(folder, is_deep)
     return sorted((e for e in every if not (is_deep and e.is_folder)), key=lambda each: str(each.place))

@@ -43,9 +43,15 @@ def open_file(path: str | Path, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
-        if error.errno == errno.ELOOP and os.path.islink(path):
-            raise HybridError(f"{path}: is a link, and nothing is written through one; remove it") from error
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
         raise
+
+
+def refuse_link(path: str | Path) -> None:
+    """Raise HybridError if a file or folder is a symbolic link, which may lead anywhere."""
+    if os.path.islink(path):
+        raise HybridError(f"{path}: is a link, and nothing is written through one; remove it")
 
 
 def own_folder(variable: str, default: str, name: str = "") -> Path | None:
@@ -85,7 +91,21 @@ def _is_writable(folder: Path, harmless: int) -> bool:
     # Who is given a group of his own, of the same number, is alone in it.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
     is_shared = status.st_mode & (group | stat.S_IWOTH) and not status.st_mode & harmless
-    return bool(is_shared) or status.st_uid not in (0, os.geteuid())
+    return bool(is_shared) or status.st_uid not in (0, os.geteuid(), _unmapped_uid())
+
+
+def _unmapped_uid() -> int:
+    """The user id of root's files in a user namespace without root, such as that of a launch; else 0.
+
+    Files of other users have this id there, too, which is why only their modes count.
+    """
+    try:
+        ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if any(int(first) == 0 for first, _, _ in ranges):
+            return 0
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 0
 
 
 def sync(path: Path) -> None:

@@ -1,12 +1,12 @@
-"""Whether the code that a run's configuration names is the user's own choice. Free of torch.
+"""Signatures of what a run's configuration names: user code, paths and URLs. Free of torch.
 
-A run keeps its configuration, and so does each of its checkpoints. It may name a net, losses or metrics of
-the user's own, which whoever evaluates the run, or goes on with it, imports from the folder that he is in. So
-the master signs such names as it writes a configuration, with a key that only its user can read, and what is
-not signed with the key of the user who reads it is not imported unasked.
+A run keeps its configuration, and so does each of its checkpoints. The configuration may name modules, which
+commands import, and files, folders and stores, which commands read and write. A run of another user must do
+none of that unless the user allows it. So the program signs such values as it writes a configuration, with a
+key that only the user can read.
 
-Each name is signed, and nothing else: the rest of a configuration is data, of which nothing runs. Signatures
-are comments in the file. So they go where the configuration goes, and the user may edit what else is there.
+Each value is signed by itself. The signatures are comments at the end of the file: they are copied with it,
+and the user may edit all other keys.
 """
 
 import hmac
@@ -14,10 +14,10 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybrid.config import RunConfig
+from hybrid.config import ClusterSection, RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
@@ -25,61 +25,97 @@ from hybrid.storage.files import read_text
 from hybrid.storage.private_files import own_folder
 from hybrid.storage.remote_path import Place
 
-_PREFIX = "# own code signed by the user of this run: "
+_PREFIX = "# signed by the user of this run: "
+_PREFIXES = (_PREFIX, "# own code signed by the user of this run: ")  # the second is of older runs
 _KEY_BYTES = 32
+_ALLOW = "look at it, and then allow it with --trust-code"
 
 
 def signed_toml(config: RunConfig) -> str:
-    """The configuration of a run as TOML text; signed where it names code, and there is a place for a key."""
-    text, named = to_toml(config), _named_code(config)
-    if not named or (key := _key()) is None:
+    """Return the configuration of a run as TOML text, signed if the user has a private folder for a key."""
+    text, entries = to_toml(config), [*_code_entries(config), *_path_entries(config)]
+    if not entries or (key := _key()) is None:
         return text
-    lines = (f"{_PREFIX}{_signature(key, *each)}\n" for each in named)
+    lines = (f"{_PREFIX}{_signature(key, *each)}\n" for each in entries)
     return f"{text}\n{''.join(lines)}"
 
 
-def load_run_config(path: Place, overrides: Sequence[str] = (), trust_code: bool = False) -> RunConfig:
-    """Read the configuration of a run, of which code is to be imported.
+def load_run_config(
+    path: Place, overrides: Sequence[str] = (), trust_code: bool = False, *, uses_paths: bool = False
+) -> RunConfig:
+    """Read the configuration of a run, whose code will be imported.
 
     Args:
-        overrides: see :func:`load_config`.
-        trust_code: whether the user allows it, whosever the run is.
+        overrides: see :func:`load_config`; values given here need no signature.
+        trust_code: whether the user trusts the run, whoever has written it.
+        uses_paths: whether its paths and URLs will be used, too.
 
     Raises:
-        ConfigError: it names code that this user has not signed; or as :func:`load_config`.
+        ConfigError: it names code, or a path, that this user has not signed; or see :func:`load_config`.
     """
     config = load_config(path, overrides, is_stored=True)
-    named = [] if trust_code else _named_code(config)
-    for dotted, code in named:
-        if not _is_signed(path, dotted, code):
+    if trust_code:
+        return config
+    chosen = {text.partition("=")[0].strip() for text in overrides}
+    is_signed = _signature_check(path)
+    for dotted, code in _code_entries(config):
+        if not is_signed(dotted, code):
+            rule = f"{path} names this code, which would be imported and run, and you have not signed it"
+            raise ConfigError(dotted, f"{rule}; {_ALLOW}", code)
+    for dotted, value in _path_entries(config) if uses_paths else ():
+        if dotted not in chosen and not is_signed(dotted, value):
             rule = (
-                f"{path} names this code, which would be imported and run, and you have not signed it; "
-                "look at it, and then allow it with --trust-code"
+                f"{path} names this, which would be used, and you have not signed it; {_ALLOW}, or set "
+                f"another with --set {dotted}=..."
             )
-            raise ConfigError(dotted, rule, code)
+            raise ConfigError(dotted, rule, value)
     return config
 
 
-def _named_code(config: RunConfig) -> list[tuple[str, str]]:
-    """The code of the user's own that a configuration names, each with its key."""
-    named = [] if config.dense.net in NETS else [("dense.net", config.dense.net)]
+def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
+    """The user code that a configuration names, each with its key."""
+    entries = [] if config.dense.net in NETS else [("dense.net", config.dense.net)]
     for name, task in config.tasks.items():
-        named += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
-        named += [(f"tasks.{name}.metrics", metric) for metric in task.metrics if ":" in metric]
-    return named
+        entries += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
+        entries += [(f"tasks.{name}.metrics", metric) for metric in task.metrics if ":" in metric]
+    return entries
 
 
-def _is_signed(path: Place, dotted: str, code: str) -> bool:
+def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
+    """The paths, URLs and addresses of a configuration that are not defaults, each with its key."""
+    data, cluster, default = config.data, config.cluster, ClusterSection()
+    entries = [
+        *(("data.path", each) for each in data.path),
+        *(("data.test_path", each) for each in data.test_path),
+        ("data.cache_folder", data.cache_folder),
+        ("data.local_cache_folder", data.local_cache_folder),
+        ("cluster.secret_file", cluster.secret_file),
+        *(("cluster.master_address", cluster.master_address),)
+        * (cluster.master_address != default.master_address),
+        *((f"tables.{name}.initial", table.initial) for name, table in config.tables.items()),
+    ]
+    return [(dotted, value) for dotted, value in entries if value]
+
+
+def _signature_check(path: Place) -> Callable[[str, str], bool]:
+    """Return a function that tells whether the file at ``path`` has the user's signature of a value."""
     lines = read_text(path).splitlines()
-    found = [line.removeprefix(_PREFIX).strip() for line in lines if line.startswith(_PREFIX)]
-    if not found or (key := _key()) is None:
-        return False
-    expected = _signature(key, dotted, code).encode()
-    return any(hmac.compare_digest(each.encode(), expected) for each in found)
+    signatures = [
+        line.removeprefix(p).strip().encode() for line in lines for p in _PREFIXES if line.startswith(p)
+    ]
+    key = _key() if signatures else None
+
+    def is_signed(dotted: str, value: str) -> bool:
+        if key is None:
+            return False
+        expected = _signature(key, dotted, value).encode()
+        return any(hmac.compare_digest(each, expected) for each in signatures)
+
+    return is_signed
 
 
-def _signature(key: bytes, dotted: str, code: str) -> str:
-    return hmac.new(key, f"{dotted} = {code}".encode(), "sha256").hexdigest()
+def _signature(key: bytes, dotted: str, value: str) -> str:
+    return hmac.new(key, f"{dotted} = {value}".encode(), "sha256").hexdigest()
 
 
 def _key() -> bytes | None:

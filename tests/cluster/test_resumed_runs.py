@@ -27,6 +27,7 @@ from hybrid.storage.remote_path import place
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import Cluster
+from workers.run_folder.remote_run import held_folder
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -285,9 +286,9 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
     config = CONFIG.replace(checkpoint=dataclasses.replace(CONFIG.checkpoint, every_steps=CUT))
     with Proxy(store) as proxy:
         query = f"scheme=http&endpoint_override={proxy.address}"
-        there, run, cluster = place(f"s3://{BUCKET}/resumed?{query}"), tmp_path / "run", clusters.get(2, 2)
-        run.mkdir()
-        (run / ".store").write_text(str(there))
+        there, cluster = place(f"s3://{BUCKET}/resumed?{query}"), clusters.get(2, 2)
+        with held_folder(there, is_resumed=False) as (run, _):
+            pass
         proxy.plan = lambda method, path: "503" if len(proxy.seen) % 100 == 30 else None
         cluster.run(train, config, cache, run, last_step=15, saved_step=CUT)
         left = checkpoint_folders.begin(step_folder(there, 16))

@@ -1,16 +1,20 @@
 """What is made is its owner's alone, no link leads what is written elsewhere, and own folders are own."""
 
+import ctypes
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.users import needs_root
 
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import DataError, HybridError
 from hybrid.storage.private_files import make_folder, open_file, own_folder
 from workers.exit_codes import Cause
+from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.restarts import Restarts
 from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import _log_to
@@ -160,3 +164,33 @@ def test_where_there_is_no_place_there_is_no_own_folder(home: Path, monkeypatch:
         os.path, "expanduser", lambda path: path
     )  # as for a user whom the system does not know
     assert own_folder(VARIABLE, DEFAULT) is None
+
+
+PR_SET_DUMPABLE = 4  # linux/prctl.h
+
+
+@needs_root
+def test_the_namespace_of_a_launch_has_the_private_folders_of_its_user() -> None:
+    """In it, folders of root are of an unknown user."""
+    ordinary = 12345
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, ordinary, ordinary)
+        child = os.fork()
+        if not child:
+            try:
+                os.environ |= {"HOME": folder, VARIABLE: ""}
+                os.setgroups([])
+                os.setgid(ordinary)
+                os.setuid(ordinary)
+                ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec
+                is_private = own_folder(VARIABLE, DEFAULT) is not None
+                enter_network_namespace()
+                os._exit(0 if is_private and own_folder(VARIABLE, DEFAULT) is not None else 1)
+            except PermissionError:  # this system allows ordinary users no namespaces
+                os._exit(2)
+            finally:
+                os._exit(3)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code == 2:
+        pytest.skip("the system allows ordinary users no namespaces")
+    assert code == 0

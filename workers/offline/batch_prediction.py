@@ -90,7 +90,7 @@ def _assemble(trained: Trained) -> tuple[Embeddings, HybridModel]:
 
 def evaluate(folder: Place, inputs: Sequence[str], trust_code: bool = False) -> None:
     """Print the metrics of a trained model on labelled files, or on the test rows of its run."""
-    model = read_model(folder, trust_code)
+    model = read_model(folder, trust_code, uses_paths=not inputs)
     with _dataset(model.trained, inputs, with_labels=True) as dataset:
         config = model.trained.config
         is_weighted = config.data.weighted_metrics
@@ -121,7 +121,7 @@ def predict(
         HybridError: the output exists, or cannot be written.
     """
     check_new(output)
-    model = read_model(folder, trust_code)
+    model = read_model(folder, trust_code, uses_paths=not inputs)
     tasks = model.trained.config.all_tasks
     check_kept(model, keep)
     kept = _kept_columns(model.trained, inputs, keep) if keep else None
@@ -197,11 +197,11 @@ def warn(line: str) -> None:
     print(visible(line), file=sys.stderr)
 
 
-def read_model(folder: Place, trust_code: bool) -> TrainedModel:
+def read_model(folder: Place, trust_code: bool, *, uses_paths: bool = False) -> TrainedModel:
     """The model of a run's best checkpoint, or of one that is named; see :meth:`Trained.read`."""
     with passing_status() as say:
         say("reading the model")
-        return TrainedModel(Trained.read(folder, warn, trust_code))
+        return TrainedModel(Trained.read(folder, warn, trust_code, uses_paths=uses_paths))
 
 
 @contextmanager

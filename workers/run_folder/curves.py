@@ -8,17 +8,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from hybrid.config.task_sections import metric_title
 from hybrid.storage.private_files import open_file
 from workers.run_folder.run_paths import writing_temporarily
+from workers.run_folder.run_state import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# A line of metrics.jsonl.
-Record: TypeAlias = dict[str, Any]
 
 _PHASE_COLOURS = {
     "data": "#e9c46a",

@@ -5,17 +5,19 @@ which names the store, and are sent before each checkpoint and at the end.
 """
 
 import hashlib
+import os
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hybrid.errors import StorageError
+from hybrid.errors import HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import own_folder
+from hybrid.storage.private_files import own_folder, refuse_link
 from hybrid.storage.remote_path import Place, RemotePath, place
 from workers.run_folder.run_lock import run_lock
-from workers.run_folder.run_paths import RUNS, writing
+from workers.run_folder.run_paths import writing
 
 _STORE_FILE = ".store"  # holds the URL
 _DIGITS = 12
@@ -24,9 +26,23 @@ _CLOCKS_NS = 60_000_000_000
 
 
 def store_of(folder: Path) -> Place:
-    """Where a run with this folder keeps its checkpoints: the store that it names, or itself."""
+    """Where a run with this folder keeps its checkpoints: the store that it names, or itself.
+
+    Raises:
+        HybridError: it names a store, but this program has not made it for that store.
+    """
     path = folder / _STORE_FILE
-    return place(path.read_text(encoding="utf-8")) if path.exists() else folder
+    if not os.path.lexists(path):
+        return folder
+    try:
+        run, status = place(path.read_text(encoding="utf-8")), folder.stat()
+    except (OSError, ValueError) as error:
+        raise HybridError(f"{path}: cannot be read: {error}; remove it") from error
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if not isinstance(run, RemotePath) or not is_private or not folder.samefile(_folder_here(run)):
+        rule = "names a store, but this folder was not made for a run in it; remove the file"
+        raise HybridError(f"{path}: {rule}, or name the run by its URL")
+    return run
 
 
 @contextmanager
@@ -44,6 +60,8 @@ def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
         StorageError: the store does not give its files, or does not take them.
     """
     if not isinstance(run, RemotePath):
+        for name in ("logs", "profile"):
+            refuse_link(run / name)
         with run_lock(run) as lock:
             yield run, lock
         return
@@ -64,7 +82,10 @@ def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
 
 def _folder_here(run: RemotePath) -> Path:
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGITS]
-    base = own_folder("XDG_STATE_HOME", ".local/state", "runs") or RUNS.absolute()
+    base = own_folder("XDG_STATE_HOME", ".local/state", "runs")
+    if base is None:
+        rule = "a run in a store needs a private folder on this machine"
+        raise HybridError(f"{run}: {rule}; set XDG_STATE_HOME to one that only you can write to")
     return base / f"{run.name}-{digest}"
 
 

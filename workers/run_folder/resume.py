@@ -29,7 +29,7 @@ def resumed_config(run: Place, overrides: Sequence[str], trust_code: bool = Fals
     """
     if not files.is_file(run / CONFIG_FILE):
         raise ConfigError("--resume", "holds no run", str(run))
-    config = load_run_config(run / CONFIG_FILE, overrides, trust_code)
+    config = load_run_config(run / CONFIG_FILE, overrides, trust_code, uses_paths=True)
     check_same_model(run, config)
     return config
 

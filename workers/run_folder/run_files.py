@@ -23,9 +23,10 @@ from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.progress_lines import Progress
 from workers.run_folder.append_only_file import AppendedFile
-from workers.run_folder.curves import Record, draw_curves
+from workers.run_folder.curves import draw_curves
 from workers.run_folder.remote_run import drop, send, store_of
 from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, writing
+from workers.run_folder.run_state import read_records
 from workers.step_profile import Profile
 
 
@@ -73,7 +74,7 @@ class RunFolder:
             drop(path, RESULT_FILE)
         if (path / METRICS_FILE).exists():
             last = {"test": step if is_evaluated else step - 1}
-            records = _read_records(path / METRICS_FILE)
+            records = read_records(path / METRICS_FILE)
             kept = [record for record in records if record["step"] <= last.get(record["kind"], step)]
             _write_text(path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         _write_text(path / CONFIG_FILE, signed_toml(config))
@@ -144,7 +145,7 @@ class RunFolder:
     def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
         """Draw the curves, with that of the metric ``score``, and write the outcome."""
         with writing(self.curves):
-            draw_curves(_read_records(self._metrics_path), self.curves, score)
+            draw_curves(read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:
@@ -218,12 +219,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _finite(element) for name, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read_records(path: Path) -> list[Record]:
-    """The lines of metrics.jsonl; a last one cut short, by a kill while it was written, is left out."""
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
 
 
 def _versions() -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.storage.remote_path import Place
 from workers.run_folder.remote_run import store_of
 from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, own_command
 
+# A line of metrics.jsonl.
+Record: TypeAlias = dict[str, Any]
 _FileVersion: TypeAlias = tuple[int, int, int] | None
 
 
@@ -69,15 +72,20 @@ def newest_step(folder: Place) -> int | None:
     return next(map(checkpoint_folders.step_of, checkpoint_folders.stored(folder)), None)
 
 
+def read_records(path: Path) -> list[Record]:
+    """Return the records of metrics.jsonl, without lines that a kill or a power cut has damaged."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
+                records.append(record)
+    return records
+
+
 def _logged_step(log: Path) -> int:
-    if not log.exists():
-        return 0
-    whole, _, _ = log.read_text(encoding="utf-8").rpartition("\n")  # the last line may be cut short
-    for line in reversed(whole.splitlines()):
-        record = json.loads(line)
-        if record["kind"] == "train":
-            return int(record["step"])
-    return 0
+    records = read_records(log) if log.exists() else []
+    return next((record["step"] for record in reversed(records) if record["kind"] == "train"), 0)
 
 
 def _version(path: Path) -> _FileVersion:

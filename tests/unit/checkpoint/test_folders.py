@@ -12,7 +12,7 @@ from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, write_
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.errors import CheckpointError
+from hybrid.errors import CheckpointError, HybridError
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -98,6 +98,20 @@ def test_folders_are_safe_on_the_disk_before_and_after_the_rename(
     partial = Path("step-1.partial")
     assert set(synced[:-1]) == {partial, partial / "tables"}
     assert synced[-1] == Path()
+
+
+def test_checkpoints_of_another_run_are_not_reached_through_a_link(tmp_path: Path) -> None:
+    write_run(tmp_path / "mine", 1, 2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "mine/checkpoints")
+    for use in (
+        lambda: checkpoint_folders.prune(tmp_path / "run", 1, None),
+        lambda: checkpoint_folders.drop_later(tmp_path / "run", 0),
+        lambda: Checkpoint.newest_good(tmp_path / "run", print),
+    ):
+        with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a link"):
+            use()
+    assert len(checkpoint_folders.stored(tmp_path / "mine")) == 2
 
 
 def test_a_checkpoint_is_not_overwritten(folder: Path) -> None:

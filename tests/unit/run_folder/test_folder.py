@@ -23,6 +23,7 @@ from hybrid.protocol.update_rules import Staleness
 from hybrid.topology import Role, RoleKind
 from workers.console.progress_lines import Progress
 from workers.run_folder.run_files import RunFolder
+from workers.run_folder.run_state import RunState
 from workers.step_profile import Profile
 
 CONFIG = RunConfig(train=TrainSection(epochs=3))
@@ -175,6 +176,25 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
     expected = [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
     assert [(record["step"], record["loss"]) for record in _records(path)] == expected
     assert _scalars(path)["train/loss"] == expected
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["\0" * 40, '{"kind": "tr', '{"kind": "train"}', "[]", "\ud800"],
+    ids=["nuls", "cut", "no step", "list", "bytes"],
+)
+def test_a_damaged_line_is_left_out(tmp_path: Path, damage: str) -> None:
+    """As a power cut leaves one, in which what was not written yet is zeros."""
+    path = tmp_path / "run"
+    with RunFolder.create(path, CONFIG) as folder:
+        folder.log_progress(_progress(10))
+        with (path / "metrics.jsonl").open("ab") as file:
+            file.write(damage.encode(errors="surrogatepass") + b"\n")
+        folder.log_progress(_progress(20))
+        folder.finish({})
+    assert RunState.of(path).logged_step == 20
+    RunFolder.reopen(path, CONFIG, step=20).close()
+    assert [record["step"] for record in _records(path)] == [10, 20]
 
 
 @pytest.mark.parametrize("is_evaluated", [True, False])

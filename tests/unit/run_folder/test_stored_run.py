@@ -10,6 +10,8 @@ from hybrid.storage import files
 from hybrid.storage.remote_path import Place, place
 from workers.run_folder import remote_run, run_lock
 from workers.run_folder.remote_run import held_folder, store_of
+from workers.run_folder.run_files import RunFolder
+from workers.run_folder.run_state import RunState
 
 
 @pytest.fixture
@@ -34,6 +36,21 @@ def test_who_is_refused_neither_fetches_nor_sends(run: Place) -> None:
         (here / "metrics.jsonl").write_text("whole lines")
     assert files.read_text(run / "metrics.jsonl") == "whole lines"
     assert store_of(here) == run
+
+
+def test_a_folder_of_somebody_else_names_no_store(run: Place, tmp_path: Path) -> None:
+    with held_folder(run, is_resumed=False) as (here, _):
+        for folder in (tmp_path / "foreign", here.with_name("foreign"), here.with_name(f"{here.name}0")):
+            folder.mkdir(mode=0o700)
+            (folder / ".store").write_text(str(run))
+            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                RunState.of(folder)
+            with pytest.raises(HybridError, match=rf"^{folder}/\.store: "):
+                RunFolder(folder)
+        here.chmod(0o755)
+        with pytest.raises(HybridError, match=rf"^{here}/\.store: "):
+            RunState.of(here)
+        here.chmod(0o700)
 
 
 def test_one_that_goes_on_has_what_the_store_has(run: Place) -> None:
@@ -72,3 +89,12 @@ def test_a_folder_of_this_machine_is_itself(tmp_path: Path) -> None:
     with held_folder(tmp_path / "run", is_resumed=False) as (here, _):
         assert here == tmp_path / "run"
         assert [each.name for each in here.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["logs", "profile"])
+def test_a_folder_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path)
+    with pytest.raises(HybridError, match=rf"^{tmp_path}/run/{name}: is a link"):
+        with held_folder(tmp_path / "run", is_resumed=False):
+            raise AssertionError

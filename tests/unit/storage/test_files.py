@@ -49,6 +49,16 @@ def check_read(file: Place, num_bytes: int) -> None:
     assert mapped.tobytes() == content  # the file itself may be gone
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("loop", "symbolic links"), ("loop/a", "symbolic links"), ("a" * 300, "too long")]
+)
+def test_a_path_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for use in (files.exists, files.entries, files.size):
+        with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*{reason}"):
+            use(tmp_path / name)
+
+
 def test_ranges_come_in_their_order(folder: Place) -> None:
     content = some_bytes(100_000)
     files.write_bytes(folder / "a", content)

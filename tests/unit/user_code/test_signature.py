@@ -122,6 +122,34 @@ def test_without_a_place_for_a_key_runs_are_unsigned(state: Path) -> None:
     assert signed_toml(OWN) == to_toml(OWN)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "data.path=s3://theirs/clicks.csv",
+        "data.test_path=/etc/passwd",
+        "data.cache_folder=s3://theirs/cache",
+        "data.local_cache_folder=/srv",
+        "cluster.secret_file=/root/secret",
+        "cluster.master_address=0.0.0.0",
+        "tables.C1.initial=/srv/rows.npy",
+    ],
+)
+def test_paths_of_another_user_are_used_only_if_allowed(setting: str, tmp_path: Path, state: Path) -> None:
+    csv = [] if "data.path" in setting else ["data.path=mine.csv"]
+    config = load_config(None, [setting, "data.format=csv", "data.sparse=C1", *csv])
+    run = tmp_path / "run"
+    RunFolder.create(run, config).close()
+    assert resumed_config(run, ["train.epochs=2"]).train.epochs == 2
+    shutil.rmtree(state)
+    key = setting.partition("=")[0]
+    chosen = [f"data.path={config.data.path[0]}"] if key != "data.path" else []
+    with pytest.raises(ConfigError, match=rf"^{key} = .*--trust-code"):
+        resumed_config(run, chosen)
+    assert load_run_config(run / "config.toml") == config, "to evaluate the model on files takes none"
+    assert resumed_config(run, [*chosen, setting]) == config
+    assert resumed_config(run, [], trust_code=True) == config
+
+
 LOSSES = RunConfig(tasks={"a": TaskSection(loss="mine:loss", metrics=("mine:lift",)), "b": TaskSection()})
 
 
