@@ -38,9 +38,9 @@ from hybrid.embedding.trainer.module_lookups import AskedTables
 from hybrid.engine.backward import Graph, recorded_graph
 from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.hybrid_model import LocalModel
 from hybrid.engine.losses import weighted_part
-from hybrid.engine.shared_memory_reduce import SharedSum
 from hybrid.engine.step_feed import Feed, StepInput
 from hybrid.engine.step_seed import seed_step
 from hybrid.engine.update_guard import Guard
@@ -118,10 +118,10 @@ class Loop:
         is_reduced = not host.is_alone and any(p.requires_grad for p in net.parameters())
         mode = DdpMode(dense.ddp) if is_reduced else DdpMode.NONE
         shared = None
-        if mode is not DdpMode.NONE and dense.all_reduce == "auto" and dist.get_backend(host.group) == "gloo":
+        if mode is not DdpMode.NONE and dist.get_backend(host.group) == "gloo":
             timeout_seconds = host.config.cluster.timeout_seconds
-            shared = SharedSum.join(host.group, host.trainer, self.device, timeout_seconds)
-        return DdpModel(module, mode, Arrangement(host.group), self._clock, dense.bucket_mb, shared)
+            shared = SharedMemoryReduce.join(host.group, host.trainer, self.device, timeout_seconds)
+        return DdpModel(module, mode, Arrangement(host.group), self._clock, shared)
 
     @property
     def _reducing_device(self) -> torch.device:

@@ -33,14 +33,17 @@ CHOICES = {
     "weight_decay": (0.0, 0.01),
     "all_rows": (False, True),
     "dense_optimizer": ("SGD", "AdamW"),
-    "all_reduce": ("auto", "group"),
+    "has_many_hosts": (False, True),
     "combine": ("off", "on"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
     "tasks": ("one", "weighted", "several", "ranked"),
 }
 # By cluster, so that one lives on until another is wanted; the last is the first of those below.
-CASES = sorted((Case(**row) for row in covering_rows(CHOICES)), key=lambda c: (c.trainers, c.workers % 3))
+CASES = sorted(
+    (Case(**row) for row in covering_rows(CHOICES)),
+    key=lambda c: (c.trainers, c.workers % 3, c.has_many_hosts),
+)
 
 # Nothing here adds numbers in another order than torch does. Each multi-hot table is on a worker of its
 # own: torch sorts the ids of a bag's backward pass, and several tables in one sort change its order. The
@@ -84,7 +87,8 @@ SAME_BITS = (
 
 
 def trained(clusters: Clusters, case: Case) -> Outcome:
-    return clusters.get(case.trainers, case.workers).run(train_case, case)
+    cluster = clusters.get(case.trainers, case.workers, has_many_hosts=case.has_many_hosts)
+    return cluster.run(train_case, case)
 
 
 @pytest.mark.parametrize("case", SAME_BITS, ids=lambda case: case.name)

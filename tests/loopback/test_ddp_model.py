@@ -13,9 +13,9 @@ from torch.distributed import autograd as dist_autograd
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
-from hybrid.engine import ddp
 from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.gradient_reduction import sum_hook
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import Concatenation, DenseNet
 from hybrid.primitives.step_timings import StepClock
@@ -52,14 +52,13 @@ def take_step(model: DdpModel, micros: list[MicroBatch[Batch]]) -> None:
 def reductions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all gradients that are reduced."""
     sizes: list[int] = []
-    sum_hook = ddp.sum_hook
 
     @wraps(sum_hook)
     def noted(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         sizes.append(bucket.buffer().numel())
         return sum_hook(state, bucket)
 
-    monkeypatch.setattr(ddp, "sum_hook", noted)
+    monkeypatch.setattr("hybrid.engine.ddp.sum_hook", noted)
     return sizes
 
 
@@ -151,18 +150,6 @@ def test_gradients_that_wait_for_the_last_part_may_be_overwritten_meanwhile() ->
     gradient.fill_(100.0)
     model.collect({parameter: torch.ones_like(parameter)}, is_last=True)
     assert torch.equal(model.gradients[parameter], torch.full_like(parameter, 2.0))
-
-
-def test_gradients_are_reduced_at_once_up_to_a_size(reductions: list[int]) -> None:
-    assert dist.group.WORLD is not None
-    wide = nn.Sequential(nn.Linear(3 + WIDTH, 40_000), nn.ReLU(), nn.Linear(40_000, 1))
-    for bucket_mb, num_reductions in ((4.0, 1), (0.25, 3)):  # of 1.4 MB, most of it in two parameters
-        net = HybridModel(DenseNet(nn.Linear(NUM_DENSE, 3), Concatenation(), wide))
-        model = DdpModel(net, DdpMode.OUTSIDE, Arrangement(dist.group.WORLD), bucket_mb=bucket_mb)
-        for step in range(2):  # DDP orders its buckets anew after the first
-            reductions.clear()
-            take_step(model, micro_batches(step, 1))
-        assert len(reductions) == num_reductions
 
 
 def test_a_parameter_without_a_gradient_keeps_none_of_the_step_before() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from socket import socket
 from typing import Any, Concatenate, ParamSpec, TypeVar
+from unittest.mock import patch
 
 from support.fork_context import fork_context
 
@@ -67,9 +68,16 @@ class RunningCluster:
 
 
 def _serve(
-    role: Role, config: RunConfig, secret: Secret, listener: socket | Address, cases: Connection | None
+    role: Role,
+    config: RunConfig,
+    secret: Secret,
+    listener: socket | Address,
+    cases: Connection | None,
+    has_own_host: bool,
 ) -> None:
     faulthandler.enable()
+    if has_own_host:
+        patch("hybrid.transport.shared_memory.shared_block.own_host", lambda: str(role)).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if isinstance(listener, Address):
         serve(role, listener, secret)
@@ -89,8 +97,12 @@ def _run(cluster: Cluster, case: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 @contextmanager
-def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
-    """A cluster for the length of a ``with`` block; at its end every role must stop in peace."""
+def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator[RunningCluster]:
+    """A cluster for the length of a ``with`` block; at its end every role must stop in peace.
+
+    Args:
+        has_many_hosts: whether each trainer believes to be on a host of its own, and shares no memory.
+    """
     context = fork_context()
     ours, theirs = context.Pipe()
     secret = Secret.fresh()
@@ -100,7 +112,9 @@ def running_cluster(config: RunConfig) -> Iterator[RunningCluster]:
         for role in config.cluster.topology.roles:
             extra = (listener, theirs) if role == MASTER else (address, None)
             processes.append(
-                context.Process(target=_serve, args=(role, config, secret, *extra), name=str(role))
+                context.Process(
+                    target=_serve, args=(role, config, secret, *extra, has_many_hosts), name=str(role)
+                )
             )
             processes[-1].start()
     try:
@@ -119,19 +133,21 @@ class Clusters:
     """Hands out a running cluster of a wanted shape; keeps the last one until another is wanted."""
 
     def __init__(self) -> None:
-        self._shape: tuple[int, int, str] | None = None
+        self._shape: tuple[int, int, str, bool] | None = None
         self._stack = ExitStack()
         self._cluster: RunningCluster | None = None
 
-    def get(self, trainers: int, workers: int, device: str = "cpu") -> RunningCluster:
+    def get(
+        self, trainers: int, workers: int, device: str = "cpu", has_many_hosts: bool = False
+    ) -> RunningCluster:
         """A cluster of one master, ``trainers`` that reduce gradients on ``device``, and ``workers``."""
-        shape = (trainers, workers, device)
+        shape = (trainers, workers, device, has_many_hosts)
         if self._cluster is None or self._shape != shape:
             self.close()
             config = small_config(
                 cluster={"trainers": trainers, "workers": workers}, dense={"device": device}
             )
-            self._cluster = self._stack.enter_context(running_cluster(config))
+            self._cluster = self._stack.enter_context(running_cluster(config, has_many_hosts))
             self._shape = shape
         return self._cluster
 

@@ -78,7 +78,7 @@ class Case:
     net: str = "dcn_v2"
     top_mlp: tuple[int, ...] = (6,)
     remote_mlp: tuple[int, ...] = (5, 4)
-    all_reduce: str = "auto"
+    has_many_hosts: bool = False
     combine: str = "auto"
     parallel: str = "none"
     compile: str = "none"
@@ -123,7 +123,6 @@ class Case:
                 "devices": ("cpu", "cpu") if self.parallel == "replicas" else (),
                 "tensor_size": self.tensor_size,
                 "tensor_plan": self.tensor_plan,
-                "all_reduce": self.all_reduce,
                 "compile": self.compile,
                 "cross_layers": 1,
                 "experts": 2,

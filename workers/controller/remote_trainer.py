@@ -25,8 +25,8 @@ from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.execution_backends import arrange
+from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.losses import Objective
-from hybrid.engine.shared_memory_reduce import SharedSum
 from hybrid.engine.step_feed import Feed, StepInput
 from hybrid.engine.step_seed import seed_step
 from hybrid.engine.train_step import predict_step, train_step
@@ -71,7 +71,7 @@ class Trainer:
         self._arrangement = arrange(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
         self._model = DdpModel(
-            model, DdpMode(dense.ddp), self._arrangement, self._clock, dense.bucket_mb, self._share_memory()
+            model, DdpMode(dense.ddp), self._arrangement, self._clock, self._share_memory()
         )
         decided: list[RemoteHosted[Any]] = [
             *job.remote_tables.values(),
@@ -229,13 +229,12 @@ class Trainer:
             self._stream.close()
             self._stream = None
 
-    def _share_memory(self) -> SharedSum | None:
-        """How the trainers of a net sum its gradients where they need no process group for that."""
-        config = self._config
-        if config.dense.all_reduce == "group" or dist.get_backend(self._group) != "gloo":
+    def _share_memory(self) -> SharedMemoryReduce | None:
+        """The all-reduce of trainers that share memory; None where the process group has to do it."""
+        if dist.get_backend(self._group) != "gloo":
             return None
-        timeout_seconds = config.cluster.timeout_seconds
-        return SharedSum.join(self._arrangement.group, self._index, self._device, timeout_seconds)
+        timeout_seconds = self._config.cluster.timeout_seconds
+        return SharedMemoryReduce.join(self._arrangement.group, self._index, self._device, timeout_seconds)
 
     def _sources(self, job: Job) -> Mapping[int, TableSource]:
         """Who answers for each worker's tables: it, or the trainers of this host together."""

@@ -151,7 +151,7 @@ def _of_trainer(config: RunConfig, samples: float, moved: Traffic, dense: DenseW
         "handed_peer": 2 * parts * others,
     }
     peers = trainers - 1
-    if hosts == 1 and config.dense.all_reduce == "auto" and trainers <= MOST_MEMBERS:
+    if hosts == 1 and trainers <= MOST_MEMBERS:
         return terms | {"peer": peers, "peer_parameter": peers * dense.parameters}
     return terms | {"gloo_round": 2 * peers, "gloo_byte": gradient_bytes(trainers, dense)}
 

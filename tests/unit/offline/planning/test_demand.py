@@ -68,18 +68,17 @@ def test_who_carries_messages(
 
 
 @pytest.mark.parametrize(
-    ("trainers", "all_reduce", "hosts", "is_by_gloo"),
-    [(8, "auto", 1, False), (9, "auto", 1, True), (8, "auto", 2, True), (8, "group", 1, True)],
+    ("trainers", "hosts", "is_by_gloo"),
+    [(8, 1, False), (9, 1, True), (8, 2, True)],
 )
 def test_how_gradients_meet(
     configured: Configured,
     spec: InputSpec,
     trainers: int,
-    all_reduce: str,
     hosts: int,
     is_by_gloo: bool,
 ) -> None:
-    config = configured(cluster={"trainers": trainers}, dense={"all_reduce": all_reduce})
+    config = configured(cluster={"trainers": trainers})
     terms = demand(config, spec, {}, hosts=hosts).trainer
     peers = trainers - 1
     assert (terms["gloo_round"], terms["peer"]) == ((2 * peers, 0) if is_by_gloo else (0, peers))

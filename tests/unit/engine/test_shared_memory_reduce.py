@@ -5,15 +5,15 @@ import torch
 import torch.distributed as dist
 from support.shared_memory import SECONDS, at_once, together
 
-from hybrid.engine.shared_memory_reduce import SharedSum
+from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.transport.shared_memory.shared_block import MOST_MEMBERS
 
 CPU = torch.device("cpu")
 
 
-def joined(size: int) -> list[SharedSum]:
+def joined(size: int) -> list[SharedMemoryReduce]:
     """The parts of a group, one a rank."""
-    parts = together(size, lambda rank, group: SharedSum.join(group, rank, CPU, SECONDS))
+    parts = together(size, lambda rank, group: SharedMemoryReduce.join(group, rank, CPU, SECONDS))
     assert all(part is not None for part in parts)
     return [part for part in parts if part is not None]
 
@@ -27,12 +27,12 @@ def test_the_sum_is_that_of_the_ranks_in_their_order_on_each(size: int) -> None:
         expected = tensors[0] + tensors[1]
         for tensor in tensors[2:]:
             expected = expected + tensor
-        at_once(SharedSum.sum_, parts, tensors)
+        at_once(SharedMemoryReduce.sum_, parts, tensors)
         assert all(torch.equal(tensor, expected) for tensor in tensors)
 
 
 def test_many_sums_in_a_row_never_meet_a_slot_that_is_still_read() -> None:
-    def train(rank: int, part: SharedSum) -> None:
+    def train(rank: int, part: SharedMemoryReduce) -> None:
         for step in range(300):
             numbers = torch.full((500,), float((rank + 1) * step), dtype=torch.float64)
             part.sum_(numbers)
@@ -44,13 +44,13 @@ def test_many_sums_in_a_row_never_meet_a_slot_that_is_still_read() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_any_type_of_gradients(dtype: torch.dtype) -> None:
     tensors = [torch.ones(5, dtype=dtype), torch.full((5,), 2.0, dtype=dtype)]
-    at_once(SharedSum.sum_, joined(2), tensors)
+    at_once(SharedMemoryReduce.sum_, joined(2), tensors)
     assert all(torch.equal(tensor, torch.full((5,), 3.0, dtype=dtype)) for tensor in tensors)
 
 
 def test_one_trainer_too_many_or_a_gpu_leave_it_to_the_group() -> None:
-    def join(rank: int, group: dist.ProcessGroup, *others: torch.device) -> SharedSum | None:
-        return SharedSum.join(group, rank, (CPU, *others)[min(rank, len(others))], SECONDS)
+    def join(rank: int, group: dist.ProcessGroup, *others: torch.device) -> SharedMemoryReduce | None:
+        return SharedMemoryReduce.join(group, rank, (CPU, *others)[min(rank, len(others))], SECONDS)
 
     assert together(1, join) == [None]
     assert together(2, lambda rank, group: join(rank, group, torch.device("cuda"))) == [None, None]
