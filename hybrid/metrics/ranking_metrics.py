@@ -1,8 +1,8 @@
-"""Metrics of the order within groups of samples, such as what one user was shown.
+"""Ranking metrics over groups of samples, such as the impressions of one user.
 
-The first is the sample of the highest score. Where scores tie, every order of the tied samples counts alike:
-no metric depends on the order in which samples come. A group with nothing to put in order is left out: one
-without a label above 0, and for GAUC one whose labels are all the same.
+Samples are ranked by descending score. A metric is the mean over all orders of samples with equal scores, so
+it does not depend on the order of the samples. A group is left out if no order of it is better than another:
+if it has no label above 0, and for GAUC if all its labels are the same.
 """
 
 from __future__ import annotations
@@ -19,91 +19,110 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Ranking:
-    """N samples group by group, in each from the first to the last.
+    """N samples, group by group, each group in descending order of scores. A tie is a run of equal scores.
 
     Attributes:
-        labels_N: what should come first has the higher one.
-        groups_N: number of the group.
-        ranks_N: place in the group, from 0.
-        runs_N: number of the run of samples with equal scores.
-        sizes_G: samples of each group.
-        run_sizes_R, run_labels_R: samples of each run, and the mean of their labels.
+        labels_N: the relevance of each sample.
+        groups_N: index of its group.
+        ranks_N: rank within the group, from 0.
+        ties_N: index of its tie.
+        group_sizes_G: samples in each group.
+        tie_sizes_R, tie_labels_R: samples in each tie, and the mean of their labels.
     """
 
     labels_N: Floats
     groups_N: Integers
     ranks_N: Integers
-    runs_N: Integers
-    sizes_G: Integers
-    run_sizes_R: Integers
-    run_labels_R: Floats
+    ties_N: Integers
+    group_sizes_G: Integers
+    tie_sizes_R: Integers
+    tie_labels_R: Floats
 
     @classmethod
     def of(cls, scores_N: Floats, labels_N: Floats, groups_N: Integers) -> Ranking:
-        """Of samples in any order."""
+        """Rank samples that come in any order."""
         _, groups_N = np.unique(groups_N, return_inverse=True)
         order_N = np.lexsort((-scores_N, groups_N))
         scores_N, labels_N, groups_N = scores_N[order_N], labels_N[order_N], groups_N[order_N]
-        sizes_G = np.bincount(groups_N)
-        starts_G = np.cumsum(sizes_G) - sizes_G
+        group_sizes_G = np.bincount(groups_N)
+        starts_G = np.cumsum(group_sizes_G) - group_sizes_G
         is_first_N = np.ones(len(order_N), np.bool_)
         is_first_N[1:] = (np.diff(groups_N) != 0) | (scores_N[1:] != scores_N[:-1])
-        runs_N = np.cumsum(is_first_N) - 1
-        run_sizes_R = np.bincount(runs_N)
-        run_labels_R = _sums(runs_N, labels_N) / run_sizes_R
+        ties_N = np.cumsum(is_first_N) - 1
+        tie_sizes_R = np.bincount(ties_N)
+        tie_labels_R = _sums(ties_N, labels_N) / tie_sizes_R
         ranks_N = np.arange(len(order_N)) - starts_G[groups_N]
-        return cls(labels_N, groups_N, ranks_N, runs_N, sizes_G, run_sizes_R, run_labels_R)
+        return cls(labels_N, groups_N, ranks_N, ties_N, group_sizes_G, tie_sizes_R, tie_labels_R)
+
+    @property
+    def _first_N(self) -> Integers:
+        """Index of the first sample of each tie."""
+        return np.flatnonzero(np.diff(self.ties_N, prepend=-1))
 
     def gauc(self) -> float:
-        """The mean AUC of the groups, each by its samples (Zhou et al. 2018, equation 7)."""
+        """Return the mean AUC of the groups, weighted by their samples (Zhou et al. 2018, equation 7)."""
         is_positive_N = self.labels_N > 0
         positives_G = _sums(self.groups_N, is_positive_N)
-        pairs_G = positives_G * (self.sizes_G - positives_G)
-        # How many come after a sample, of ties half: Mann and Whitney's statistic, from ranks.
-        first_N = self.ranks_N[np.flatnonzero(np.diff(self.runs_N, prepend=-1))][self.runs_N]
-        behind_N = self.sizes_G[self.groups_N] - first_N - (self.run_sizes_R[self.runs_N] + 1) / 2
+        pairs_G = positives_G * (self.group_sizes_G - positives_G)
+        # The Mann-Whitney statistic from ranks: samples behind each positive, half of those in its tie.
+        tie_ranks_N = self.ranks_N[self._first_N][self.ties_N]
+        behind_N = self.group_sizes_G[self.groups_N] - tie_ranks_N - (self.tie_sizes_R[self.ties_N] + 1) / 2
         won_G = _sums(self.groups_N, np.where(is_positive_N, behind_N, 0))
         won_G -= positives_G * (positives_G - 1) / 2
         has_pairs_G = pairs_G > 0
-        return _mean(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.sizes_G[has_pairs_G])
+        return _mean(won_G[has_pairs_G] / pairs_G[has_pairs_G], self.group_sizes_G[has_pairs_G])
 
     def ndcg(self, k: int) -> float:
-        """Mean discounted gain of the first ``k``, over that of the best order (Järvelin, Kekäläinen 2002).
+        """Return the mean discounted gain of the first ``k`` samples, over that of the ideal order.
 
-        A sample gains its label, over log2 of its place and 1.
+        The gain of a sample is its label, divided by log2(1 + rank) (Järvelin and Kekäläinen 2002).
         """
         if (self.labels_N < 0).any():
             return float("nan")
         discounts_N = np.where(self.ranks_N < k, 1 / np.log2(self.ranks_N + 2), 0)
-        best_N = self.labels_N[np.lexsort((-self.labels_N, self.groups_N))]
-        gains_G = _sums(self.groups_N, discounts_N * self.run_labels_R[self.runs_N])
-        return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * best_N))
+        ideal_N = self.labels_N[np.lexsort((-self.labels_N, self.groups_N))]
+        gains_G = _sums(self.groups_N, discounts_N * self.tie_labels_R[self.ties_N])
+        return _mean_ratio(gains_G, _sums(self.groups_N, discounts_N * ideal_N))
 
     def recall(self, k: int) -> float:
-        """Mean share of a group's labels that the first ``k`` have."""
-        labels_N = self.run_labels_R[self.runs_N]
+        """Return the mean fraction of a group's labels that is among its first ``k`` samples."""
+        labels_N = self.tie_labels_R[self.ties_N]
         found_G = _sums(self.groups_N, np.where(self.ranks_N < k, labels_N, 0))
         return _mean_ratio(found_G, _sums(self.groups_N, self.labels_N))
 
     def mrr(self) -> float:
-        """Mean of 1 over the place of a group's first sample with a label above 0.
-
-        Among m tied samples, p of them such, the first is expected at place (m + 1) / (p + 1).
-        """
-        starts_R = np.flatnonzero(np.diff(self.runs_N, prepend=-1))
-        positives_R = _sums(self.runs_N, self.labels_N > 0)
-        hits = np.flatnonzero(positives_R)
-        if not len(hits):
+        """Return the mean of 1 / rank of the first sample of a group with a label above 0."""
+        first_R = self._first_N
+        relevant_R = _sums(self.ties_N, self.labels_N > 0).astype(np.int64)
+        has_relevant = np.flatnonzero(relevant_R)
+        if not len(has_relevant):
             return float("nan")
-        _, first = np.unique(self.groups_N[starts_R[hits]], return_index=True)
-        runs = hits[first]
-        places = self.ranks_N[starts_R[runs]] + (self.run_sizes_R[runs] + 1) / (positives_R[runs] + 1)
-        return float((1 / places).mean())
+        _, firsts = np.unique(self.groups_N[first_R[has_relevant]], return_index=True)
+        ties_G = has_relevant[firsts]
+        cases_G3 = np.stack(
+            [self.ranks_N[first_R[ties_G]], self.tie_sizes_R[ties_G], relevant_R[ties_G]], axis=1
+        )
+        cases, counts = np.unique(cases_G3, axis=0, return_counts=True)
+        return _mean(np.array([_mean_reciprocal_rank(*case) for case in cases.tolist()]), counts)
 
 
-def _mean_ratio(found_G: Floats, most_G: Floats) -> float:
-    has_most_G = most_G > 0
-    return _mean(found_G[has_most_G] / most_G[has_most_G], np.ones(int(has_most_G.sum())))
+def _mean_reciprocal_rank(rank: int, size: int, num_relevant: int) -> float:
+    """Return the mean of 1 / rank of the first relevant sample over all orders of a tie.
+
+    Args:
+        rank: of the first sample of the tie, from 0.
+        size: samples in the tie.
+        num_relevant: how many of them are relevant; at least one.
+    """
+    ahead = np.arange(size - num_relevant + 1)  # how many samples of the tie precede the first relevant one
+    is_irrelevant = 1 - num_relevant / (size - ahead)
+    probabilities = np.cumprod([1.0, *is_irrelevant[:-1]]) * num_relevant / (size - ahead)
+    return float((probabilities / (rank + ahead + 1)).sum())
+
+
+def _mean_ratio(found_G: Floats, total_G: Floats) -> float:
+    has_any_G = total_G > 0
+    return _mean(found_G[has_any_G] / total_G[has_any_G], np.ones(int(has_any_G.sum())))
 
 
 def _mean(values_G: Floats, weights_G: npt.NDArray[np.float64] | Integers) -> float:

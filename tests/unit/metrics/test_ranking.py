@@ -54,13 +54,23 @@ def test_recall_is_the_mean_over_all_orders_of_ties(k: int) -> None:
     assert found.recall(k) == pytest.approx(expected, abs=1e-15)
 
 
-def test_mrr_takes_the_expected_place_of_the_first() -> None:
-    scores_N = np.array([3.0, 2, 1, 5, 5, 5, 4, 1, 2])
-    labels_N = np.array([0.0, 1, 1, 0, 1, 0, 1, 0, 0])
-    groups_N = np.array([7, 7, 7, 2, 2, 2, 2, 9, 9])  # the last has none
-    places = [[p.index(1) + 1 for p in permutations([0, 1, 0])]]
-    expected = np.mean([1 / 2, 1 / np.mean(places)])
-    assert Ranking.of(scores_N, labels_N, groups_N).mrr() == pytest.approx(expected, abs=1e-15)
+def test_mrr_is_the_mean_over_all_orders_of_ties() -> None:
+    groups = {  # scores and labels; the last has no relevant sample
+        7: ([3.0, 2, 1], [0.0, 1, 1]),
+        2: ([5.0, 5, 5, 4], [0.0, 1, 0, 1]),
+        3: ([9.0, 8, 8, 8, 8, 8], [0.0, 1, 0, 0, 2, 0]),
+        9: ([1.0, 2], [0.0, 0]),
+    }
+    scores_N, labels_N = (np.concatenate([group[part] for group in groups.values()]) for part in (0, 1))
+    groups_N = np.repeat(list(groups), [len(labels) for _, labels in groups.values()])
+    expected = []
+    for scores, labels in [*groups.values()][:-1]:
+        orders = [p for p in permutations(range(len(scores))) if (np.diff(np.take(scores, p)) <= 0).all()]
+        expected.append(np.mean([1 / (1 + np.flatnonzero(np.take(labels, p))[0]) for p in orders]))
+    found = Ranking.of(scores_N, labels_N, groups_N).mrr()
+    assert found == pytest.approx(np.mean(expected), abs=1e-15)
+    two = Ranking.of(np.ones(2), np.array([0.0, 1.0]), np.zeros(2, np.int64))
+    assert two.mrr() == pytest.approx(0.75)
 
 
 def test_the_order_in_which_samples_come_is_no_matter() -> None:
