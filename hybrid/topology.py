@@ -83,9 +83,9 @@ class Topology:
         return f"1 master, {self.num_trainers} trainer(s), {self.num_workers} worker(s)"
 
 
-def rpc_transport(wanted: str, world_size: int) -> str:
-    """The transport that "uv", "shm" or "auto" means for a cluster of so many roles: "uv" or "shm"."""
-    if wanted != "auto":
-        return wanted
-    # shm polls: with fewer cores than processes it takes the core that the answer is computed on.
-    return "uv" if world_size > (os.cpu_count() or 1) else "shm"
+def polls_shared_memory(world_size: int) -> bool:
+    """Whether RPC within a host goes through shared memory, for a cluster of so many roles.
+
+    Polling it takes the core that computes the response, unless every process has one.
+    """
+    return world_size <= (os.cpu_count() or 1)

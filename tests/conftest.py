@@ -5,7 +5,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from support import cluster, other_stores
+from support import other_stores
 from support.cluster import Clusters
 from support.stores import CREDENTIALS, Store, named_by_environment
 
@@ -14,15 +14,6 @@ from workers.launching.preloading import lasting_imports
 
 # As commands set it before they import torch; processes that are forked here have imported it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    choices, said = ("socket", "rpc"), "cluster.carrier of the clusters that tests start"
-    parser.addoption("--carrier", choices=choices, default=choices[0], help=said)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    cluster.SMALL = cluster.small_config(cluster={"carrier": config.getoption("carrier")})
 
 
 @pytest.hookimpl(wrapper=True)

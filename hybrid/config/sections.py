@@ -61,24 +61,6 @@ class ClusterSection:
         "only loopback and the system allows it; off leaves them in the machine's, for code that connects",
         choices=("auto", "off"),
     )
-    transport: str = option(
-        "auto",
-        "RPC transport: shm polls shared memory, uv is TCP; auto takes uv where processes outnumber cores",
-        choices=("auto", "uv", "shm"),
-    )
-    carrier: str = option(
-        "socket",
-        "how lookups and gradients travel outside of autograd (all but those of synchronous steps): socket "
-        "is one encrypted connection between a trainer and a worker, with memory that they share within a "
-        "host; rpc is RPC",
-        choices=("socket", "rpc"),
-    )
-    combine: str = option(
-        "auto",
-        "whether the trainers of a host ask each worker together, through one of them, for what they look up "
-        "ahead; auto where it spares work",
-        choices=("auto", "on", "off"),
-    )
     threads: int = by_host(1, "intra-op threads of each trainer and worker", minimum=1)
     start_timeout_seconds: float = by_host(
         60.0, "how long the master waits for every role, and a role for the master", above=0

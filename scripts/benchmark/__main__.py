@@ -30,7 +30,7 @@ _MODULES = {
 # fmt: off
 _DIMENSIONS = (
     "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "pooled", "adagrad", "hidden",
-    "peers", "rpc", "sync", "gloo", "alone", "together",
+    "peers", "sync", "gloo", "together",
 )
 # fmt: on
 

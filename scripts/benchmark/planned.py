@@ -20,7 +20,6 @@ CORES, MEMORY_BYTES, BYTES_PER_SECOND = 32, 512 * 2.0**30, 25e9 / 8  # of a host
 # Workers, trainers, hosts.
 CLUSTERS = ((10, 10, 10), (100, 10, 100), (100, 100, 100), (1000, 100, 1000), (1000, 1000, 1000))
 SIZES = (10, 30, 100, 300, 1000)
-_CARRIERS = {"socket": "the carrier", "rpc": "RPC"}
 _REASONS = 2
 
 
@@ -30,8 +29,8 @@ def planned_tables(costs: Costs) -> list[TextTable]:
 
 
 @cache
-def _asked(trainers: int, workers: int, hosts: int, carrier: str) -> Demand:
-    cluster = {"trainers": trainers, "workers": workers, "carrier": carrier}
+def _asked(trainers: int, workers: int, hosts: int) -> Demand:
+    cluster = {"trainers": trainers, "workers": workers}
     overrides = [f"cluster.{key}={value}" for key, value in cluster.items()]
     config = load_config(CONFIG, [*overrides, f"train.batch_size={SAMPLES * trainers}"])
     return demand(config, *expected_data(config, Path()), hosts=hosts)
@@ -50,13 +49,11 @@ def _clusters(costs: Costs) -> TextTable:
         "ms of a step",
         "samples/s",
         "limited by",
-        "samples/s by RPC",
     )
     table = TextTable("A trillion parameters", header)
     for workers, trainers, hosts in CLUSTERS:
-        asked = _asked(trainers, workers, hosts, "socket")
+        asked = _asked(trainers, workers, hosts)
         found = _forecast(asked, costs, hosts)
-        by_rpc = _forecast(_asked(trainers, workers, hosts, "rpc"), costs, hosts)
         table.rows.append(
             (
                 f"{workers:,}, {trainers:,}, {hosts:,}",
@@ -66,7 +63,6 @@ def _clusters(costs: Costs) -> TextTable:
                 f"{found.step_seconds * 1e3:,.0f}",
                 f"{found.samples_per_second:,.0f}",
                 _limit(found),
-                f"{by_rpc.samples_per_second:,.0f}",
             )
         )
     return table
@@ -80,48 +76,45 @@ def _limit(found: Forecast) -> str:
 
 def _message(costs: Costs) -> TextTable:
     table = TextTable("A message of a step, ms of processor time", ("by", "trainer", "worker", "both"))
-    for carrier, name in _CARRIERS.items():
-        # What a worker does for a trainer that has spoken, whoever has carried it.
-        of_worker = costs.worker_seconds[f"{carrier}_message"] + costs.worker_seconds["part"]
-        each = [costs.trainer_seconds[f"{carrier}_message"], of_worker]
+    for kind, name in {"socket": "socket", "rpc": "RPC"}.items():
+        of_worker = costs.worker_seconds[f"{kind}_message"] + costs.worker_seconds["part"]
+        each = [costs.trainer_seconds[f"{kind}_message"], of_worker]
         table.rows.append((name, *(f"{seconds * 1e3:.2f}" for seconds in (*each, sum(each)))))
     return table
 
 
 def _growing(costs: Costs) -> TextTable:
-    header = ["trainers, workers, hosts", "messages a step"]
-    for name in _CARRIERS.values():
-        header += [
-            f"samples/s by {name}",
-            "messages' share of a worker",
-            "of a trainer",
-            "a step is longer by",
-        ]
+    header = (
+        "trainers, workers, hosts",
+        "messages a step",
+        "samples/s",
+        "messages' share of a worker",
+        "of a trainer",
+        "a step is longer by",
+    )
     table = TextTable("What messages take of a step", header)
     for size in SIZES:
-        cells = []
-        for carrier in _CARRIERS:
-            asked = _asked(size, size, size, carrier)
-            found = _forecast(asked, costs, size)
-            without = _forecast(asked, _without_messages(costs), size)
-            shares = (
-                _share(costs.worker_seconds, asked.workers[0], carrier),
-                _share(costs.trainer_seconds, asked.trainer, carrier),
-                found.step_seconds / without.step_seconds - 1,
-            )
-            cells += [f"{found.samples_per_second:,.0f}", *(f"{share:.0%}" for share in shares)]
+        asked = _asked(size, size, size)
+        found = _forecast(asked, costs, size)
+        without = _forecast(asked, _without_messages(costs), size)
+        shares = (
+            _share(costs.worker_seconds, asked.workers[0]),
+            _share(costs.trainer_seconds, asked.trainer),
+            found.step_seconds / without.step_seconds - 1,
+        )
+        cells = [f"{found.samples_per_second:,.0f}", *(f"{share:.0%}" for share in shares)]
         table.rows.append((f"{size:,} each", f"{size * size:,}", *cells))
     return table
 
 
 def _without_messages(costs: Costs) -> Costs:
-    free = {f"{carrier}_message": 0.0 for carrier in _CARRIERS}
+    free = {"socket_message": 0.0}
     trainer, worker = {**costs.trainer_seconds, **free}, {**costs.worker_seconds, **free, "part": 0.0}
     return dataclasses.replace(costs, trainer_seconds=trainer, worker_seconds=worker)
 
 
-def _share(coefficients: Terms, terms: Terms, carrier: str) -> float:
-    names = (f"{carrier}_message", "part")
+def _share(coefficients: Terms, terms: Terms) -> float:
+    names = ("socket_message", "part")
     return sum(coefficients[name] * terms[name] for name in names if name in terms) / cost(
         coefficients, terms
     )

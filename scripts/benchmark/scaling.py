@@ -4,9 +4,9 @@ The base shape: 2 trainers with 512 samples each, 2 workers, 16 tables of 20,000
 feature, the dense net of W2, updates pipelined. Each trainer keeps its 512 samples where trainers grow, and
 all rows together stay as many where tables grow. "pooled" is the width of rows of which a sample has 16 a
 feature, "adagrad" of those that Adagrad updates. "hidden" is the width of both upper layers of a DLRM with
-2,048 samples a trainer; "peers" are trainers of a large net with 64 samples each; "rpc" and "sync" are
-workers by RPC and in synchronous steps, "gloo" trainers that share no memory. "alone" and "together" are as
-many trainers as workers, that ask each by itself and for each other. Other points change several things at
+2,048 samples a trainer; "peers" are trainers of a large net with 64 samples each; "sync" is
+workers in synchronous steps, "gloo" trainers that share no memory. "together" is as many trainers as workers,
+which aggregate requests per host from 4 on. Other points change several things at
 once; what they cost is foretold by what the rest has cost.
 """
 
@@ -27,7 +27,7 @@ from benchmark.planned import planned_tables
 from benchmark.plots import draw_scaling
 from benchmark.results import Measurement, split
 from benchmark.rounds import Task, measured
-from benchmark.systems import OURS_PIPELINED, OURS_PIPELINED_RPC, OURS_SYNC, OWN_PYTHON, System
+from benchmark.systems import OURS_PIPELINED, OURS_SYNC, OWN_PYTHON, System
 from benchmark.tables import TextTable, mib
 from benchmark.workloads import WORKLOADS, Workload
 from hybrid.config import RunConfig
@@ -56,14 +56,11 @@ VALUES = {
     "adagrad": (16, 64),
     "hidden": (128, 512),
     "peers": (2, 8),
-    "rpc": (2, 8),
     "sync": (2, 8),
     "gloo": (2, 4, 8),
-    "alone": (4, 8),
     "together": (2, 4, 8),
 }
-_SYSTEMS = {"rpc": OURS_PIPELINED_RPC, "sync": OURS_SYNC}
-_COMBINE = {"alone": "off", "together": "on"}
+_SYSTEMS = {"sync": OURS_SYNC}
 COSTS = "costs.toml"
 _WARM_UP_STEPS = 20  # all batches once
 _LEAST_STEPS = 20
@@ -75,18 +72,13 @@ class Point:
 
     workload: Workload
     system: System = OURS_PIPELINED
-    combine: str = "auto"
 
     @property
     def config(self) -> RunConfig:
         """The run, with what its command line says."""
         config = self.workload.config()
         update = "sync" if self.system is OURS_SYNC else "pipelined"
-        carrier = "rpc" if self.system is OURS_PIPELINED_RPC else "socket"
-        return config.replace(
-            train=dataclasses.replace(config.train, update=update),
-            cluster=dataclasses.replace(config.cluster, carrier=carrier, combine=self.combine),
-        )
+        return config.replace(train=dataclasses.replace(config.train, update=update))
 
     @property
     def demand(self) -> Demand:
@@ -98,9 +90,9 @@ class Point:
 def point(dimension: str, value: int) -> Point:
     """The base shape with one thing grown."""
     workload = dataclasses.replace(BASE, **_change(dimension, value))
-    if workload != BASE or dimension in (*_SYSTEMS, *_COMBINE):
+    if workload != BASE or dimension in (*_SYSTEMS, "together"):
         workload = dataclasses.replace(workload, name=f"{dimension} {value:,}")
-    return Point(workload, _SYSTEMS.get(dimension, OURS_PIPELINED), _COMBINE.get(dimension, "auto"))
+    return Point(workload, _SYSTEMS.get(dimension, OURS_PIPELINED))
 
 
 def _change(dimension: str, value: int) -> dict[str, Any]:
@@ -123,11 +115,11 @@ def _change(dimension: str, value: int) -> dict[str, Any]:
                 "trainer_batch": 64,
                 "dense": {"bottom_mlp": (64,), "top_mlp": (512, 512)},
             }
-        case "rpc" | "sync":
+        case "sync":
             return {"workers": value}
         case "gloo":
             return {"trainers": value, "dense": {**BASE.dense, "all_reduce": "group"}}
-        case "alone" | "together":
+        case "together":
             return {"trainers": value, "workers": value}
         case _:
             return {dimension: value}

@@ -39,22 +39,17 @@ class System:
         return (self.interpreter, "-P", *self.command)
 
 
-def _ours(update: str, is_synchronous: bool, carrier: str = "socket") -> System:
-    options = ("--config", CONFIG, "--set", f"train.update={update}", "--set", f"cluster.carrier={carrier}")
+def _ours(update: str, is_synchronous: bool) -> System:
+    options = ("--config", CONFIG, "--set", f"train.update={update}")
     command = ("-m", "workers", "run", "benchmark.ours:measure", *options)
-    name, title = f"ours-{update}", f"ours, {update}"
-    if carrier == "rpc":
-        name, title = f"{name}-rpc", f"{title}, by RPC"
-    return System(name, title, OWN_PYTHON, command, is_synchronous)
+    return System(f"ours-{update}", f"ours, {update}", OWN_PYTHON, command, is_synchronous)
 
 
 OURS_SYNC = _ours("sync", True)
 OURS_PIPELINED = _ours("pipelined", False)
-OURS_PIPELINED_RPC = _ours("pipelined", False, "rpc")
 _ALL = (
     OURS_SYNC,
     OURS_PIPELINED,
-    OURS_PIPELINED_RPC,
     _ours("async", False),
     System(
         "one-process",

@@ -8,10 +8,9 @@ from support.failure_runs import JOB, shared_server
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[str]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a job that trains within a second once its cluster is up; 16 steps an epoch."""
-    cluster = {"carrier": pytestconfig.getoption("carrier")}
-    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")}, cluster=cluster)]
+    return [*JOB, *settings(data={"cache_folder": tmp_path_factory.mktemp("prepared")})]
 
 
 @pytest.fixture(scope="session")

@@ -35,12 +35,8 @@ def test_ddp_mode_says_which_stages_trainers_share(
     assert trained.losses[-1] < trained.losses[0]
 
 
-@pytest.mark.parametrize("combine", ["off", "on"])
-def test_asynchronous_updates_learn(
-    cluster: RunningCluster, cache: Path, tmp_path: Path, combine: str
-) -> None:
-    config = small_config(train={"update": "async"}, cluster={"combine": combine})
-    trained = cluster.run(train, config, cache, tmp_path, STEPS)
+def test_asynchronous_updates_learn(cluster: RunningCluster, cache: Path, tmp_path: Path) -> None:
+    trained = cluster.run(train, small_config(train={"update": "async"}), cache, tmp_path, STEPS)
     assert trained.losses[-1] < trained.losses[0]
     assert any(not torch.equal(trained.tables_before[part], trained.tables[part]) for part in trained.tables)
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 
 import psutil
-import pytest
 from support.cluster import Clusters, running_cluster, small_config
 
 from hybrid import transport
@@ -71,10 +70,9 @@ def vitals(cluster: Cluster) -> list[Vitals]:
     return transport.gather([transport.ping(role, 10.0) for role in cluster.topology.roles])
 
 
-@pytest.mark.parametrize("transport", ["uv", "shm"])
-def test_a_role_has_as_few_files_and_threads_as_a_wide_cluster_asks_for(transport: str) -> None:
+def test_a_role_has_as_few_files_and_threads_as_a_wide_cluster_asks_for() -> None:
     """With the channels that torch would take by itself, it is two or three times as many."""
-    config = small_config(cluster={"trainers": 3, "workers": 3, "transport": transport})
+    config = small_config(cluster={"trainers": 3, "workers": 3})
     with running_cluster(config) as cluster:
         found = cluster.run(vitals)
     most = max(each.open_files for each in found)

@@ -115,8 +115,6 @@ def started(store: dist.Store) -> Iterator[None]:
         secret=Secret.fresh(),
         run_id=b"run",
         interface="lo",
-        transport="uv",
-        carrier="rpc",
         timeout_seconds=SECONDS,
     )
     try:

@@ -11,7 +11,7 @@ from support.matrix import Case, check_against_one_process, train_case
     "case",
     [
         Case(inputs="uneven", placement="row", optimizer="adam", remote=True),
-        Case(inputs="uneven", update="pipelined", optimizer="momentum", features="sum", combine="on"),
+        Case(inputs="uneven", update="pipelined", optimizer="momentum", features="sum"),
         Case(update="pipelined", optimizer="adagrad", micro_batches=2, clip_norm=0.2, schedule="cosine"),
         pytest.param(Case(inputs="uneven", optimizer="sgd", features="max"), marks=pytest.mark.long),
         pytest.param(

@@ -12,6 +12,7 @@ from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.config.sections import SCHEDULES
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.transport.shared_memory.host_aggregation import pays
 
 LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
@@ -34,7 +35,6 @@ CHOICES = {
     "all_rows": (False, True),
     "dense_optimizer": ("SGD", "AdamW"),
     "has_many_hosts": (False, True),
-    "combine": ("off", "on"),
     "parallel": ("none", "replicas"),
     "compile": ("none", "script", "trace"),
     "tasks": ("one", "weighted", "several", "ranked"),
@@ -152,21 +152,18 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(trainers=3, workers=2, update="pipelined", features="mean", inputs="uneven", placement="row"),
-        Case(trainers=3, workers=2, update="pipelined", features="max", pooled_by="trainers"),
+        Case(trainers=3, workers=4, update="pipelined", features="mean", inputs="uneven", placement="row"),
         pytest.param(
-            Case(trainers=3, workers=2, update="pipelined", micro_batches=2, dtype="float32"),
+            Case(trainers=3, workers=4, update="pipelined", features="max", pooled_by="trainers"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            Case(trainers=3, workers=4, update="pipelined", micro_batches=2, dtype="float32"),
             marks=pytest.mark.long,
         ),
     ],
     ids=lambda case: case.name,
 )
-def test_trainers_that_ask_together_have_the_bits_of_those_that_ask_alone(
-    case: Case, clusters: Clusters
-) -> None:
-    alone, together = (
-        trained(clusters, dataclasses.replace(case, combine=combine)) for combine in ("off", "on")
-    )
-    assert alone.losses == together.losses
-    assert [part for part, tensor in alone.end.items() if not torch.equal(together.end[part], tensor)] == []
-    assert alone.staleness == together.staleness
+def test_aggregation_per_host_trains_like_one_process(case: Case, clusters: Clusters) -> None:
+    assert pays(case.trainers, case.workers)
+    check_against_one_process(case, trained(clusters, case))

@@ -20,7 +20,7 @@ LONGER = 4  # than the sequences of these cases may be
     "case",
     [
         Case(trainers=3, features="sequences", inputs="uneven", placement="row", optimizer="adagrad"),
-        Case(trainers=3, features="sequences", inputs="uneven", update="pipelined", combine="on"),
+        Case(trainers=3, features="sequences", inputs="uneven", update="pipelined"),
         Case(
             trainers=3,
             features="weighted_sequences",

@@ -28,9 +28,9 @@ def hosts(switch: Switch, shared: Path) -> list[Host]:
 
 
 @pytest.fixture(scope="session")
-def tiny(shared: Path, pytestconfig: pytest.Config) -> list[str]:
+def tiny(shared: Path) -> list[str]:
     """Settings of a job of 16 steps, without the folder of its run."""
-    cluster = {"carrier": pytestconfig.getoption("carrier"), "start_timeout_seconds": 30}
+    cluster = {"start_timeout_seconds": 30}
     return [*JOB, *settings(data={"cache_folder": shared / "prepared"}, cluster=cluster)]
 
 

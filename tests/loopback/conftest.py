@@ -4,11 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from support.carrier import connection
 from support.stock_rpc import stock_rpc
 
 from hybrid import transport
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Topology
+from hybrid.transport.rpc.endpoints import SOCKET_CALLS
+from hybrid.transport.socket.socket_client import LINKS, Link
+from hybrid.transport.socket.socket_server import Server
 from workers.controller.deployment import CREATED, DATA
 
 
@@ -31,12 +35,14 @@ def loopback() -> Iterator[None]:
         secret=Secret.fresh(),
         run_id=b"loopback",
         interface="lo",
-        transport="uv",
-        carrier="rpc",
         timeout_seconds=5.0,
         data=DATA,
         created=CREATED,
     )
+    calling, serving = connection()
+    LINKS[MASTER] = Link(calling, 5.0)
+    server = Server([serving], SOCKET_CALLS)
     yield
     transport.stop(10.0)
+    server.close(10.0)
     dist.destroy_process_group()

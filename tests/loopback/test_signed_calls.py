@@ -212,7 +212,7 @@ def test_the_tag_of_a_tensor_is_no_payload(sizes: tuple[int, ...], worker: Proce
         (b"cbuiltins\nbytearray\n(I%d\ntR." % (1 << 62), "MemoryError"),
         (b"cbuiltins\nrange\n(tR.", "TypeError"),
         (b"chybrid.topology\nRoleKind\n(Vking\ntR.", "ValueError"),
-        (b"chybrid.trust.allowed\ntensor_beside\n(I3\nVfloat32\n(ttR.", "IndexError"),
+        (b"chybrid.security.allow_list\ntensor_beside\n(I3\nVfloat32\n(ttR.", "IndexError"),
     ],
 )
 def test_whatever_a_signed_pickle_raises_is_a_refusal(

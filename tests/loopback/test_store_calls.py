@@ -40,8 +40,6 @@ def test_groups_and_rpc_ask_five_questions() -> None:
             secret=opened.secret,
             run_id=os.urandom(16),
             interface="lo",
-            transport="uv",
-            carrier="rpc",
             timeout_seconds=SECONDS,
         )
         transport.stop(SECONDS)

@@ -111,11 +111,6 @@ class Plan:
         return ("sync", "pipelined")[(ROLES.index(self.kind) + HOWS.index(self.how)) % 2]
 
     @property
-    def combine(self) -> str:
-        """Whether trainers that look ahead ask together: some do."""
-        return "on" if self.how in (STARVED, *HOWS[1::2]) else "off"
-
-    @property
     def phases(self) -> tuple[str, ...]:
         return ("step",) if self.how == STARVED else PHASES
 

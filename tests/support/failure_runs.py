@@ -139,11 +139,7 @@ def live_through(plan: Plan, job: Sequence[str], folder: Path) -> list[Took]:
         train={"update": plan.update},
         dense={"net": "support.faulty_net:build"},
         checkpoint={"every_steps": CHECKPOINT_STEPS},
-        cluster={
-            "max_restarts": len(plan.rows),
-            "heartbeat_timeout_seconds": beat,
-            "combine": plan.combine,
-        },
+        cluster={"max_restarts": len(plan.rows), "heartbeat_timeout_seconds": beat},
     )
     launches = []
     for rows in plan.launches:

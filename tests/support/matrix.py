@@ -79,7 +79,6 @@ class Case:
     top_mlp: tuple[int, ...] = (6,)
     remote_mlp: tuple[int, ...] = (5, 4)
     has_many_hosts: bool = False
-    combine: str = "auto"
     parallel: str = "none"
     compile: str = "none"
     tensor_size: int = 2
@@ -103,7 +102,7 @@ class Case:
         warmup = 0 if self.schedule in ("constant", "one_cycle") else 4
         options = {"SGD": ("momentum = 0.9",), "AdamW": ("eps = 0.01",)}[self.dense_optimizer]
         config = small_config(
-            cluster={"trainers": self.trainers, "workers": self.workers, "combine": self.combine},
+            cluster={"trainers": self.trainers, "workers": self.workers},
             embedding={
                 "dim": 4,
                 "pooling": self._pooling,

@@ -243,7 +243,7 @@ class Trainer:
             return job.remote_tables
         timeout_seconds = config.cluster.timeout_seconds
         memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)
-        if memory is None or not (config.cluster.combine == "on" or pays(len(memory.members), len(tables))):
+        if memory is None or not pays(len(memory.members), len(tables)):
             return job.remote_tables
         return Combining(memory, tables).sources()
 

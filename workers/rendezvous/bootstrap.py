@@ -260,8 +260,6 @@ def _start_torch(
         secret=secret,
         run_id=cluster.store.get("run"),
         interface=interface,
-        transport=section.transport,
-        carrier=section.carrier,
         timeout_seconds=section.timeout_seconds,
         data=DATA,
         created=created,

@@ -4,18 +4,19 @@ import resource
 
 from hybrid.config import ClusterSection
 from hybrid.errors import HybridError
-from hybrid.topology import rpc_transport
+from hybrid.topology import polls_shared_memory
 
 # Measured with 5 to 41 roles (torch 2.13), and rounded up: what the master has open, who has the most,
 # alone and for each other role. By shared memory a connection takes 18 more, and there are two.
 _ALONE = 120
-_FOR_EACH_OTHER = {"uv": 9, "shm": 48}
+_FOR_EACH_OTHER, _FOR_EACH_OTHER_BY_SHARED_MEMORY = 9, 48
 
 
 def files_needed(cluster: ClusterSection) -> int:
     """About how many files a role of this cluster has open at most."""
     size = cluster.topology.world_size
-    return _ALONE + _FOR_EACH_OTHER[rpc_transport(cluster.transport, size)] * (size - 1)
+    each = _FOR_EACH_OTHER_BY_SHARED_MEMORY if polls_shared_memory(size) else _FOR_EACH_OTHER
+    return _ALONE + each * (size - 1)
 
 
 def allow_open_files(cluster: ClusterSection) -> None:

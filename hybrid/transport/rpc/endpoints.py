@@ -4,7 +4,7 @@ import itertools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -23,7 +23,6 @@ from hybrid.primitives.deferred_response import Answer, serving
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.hosted_module import Hosted
 from hybrid.transport.rpc.call_failure import Failure, failure_of
-from hybrid.transport.socket.socket_server import Carried
 from hybrid.user_code.function_names import resolved
 
 # What others have created here, by number, as long as they keep it.
@@ -79,31 +78,19 @@ def vitals() -> Vitals:
     )
 
 
-def _carried(function: Carried) -> Carried:
-    """One that RPC and the carrier know; what it raises at once comes back like an error of its answer."""
-
-    @wraps(function)
-    def answered(plain: Any, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-        try:
-            return function(plain, tensors)
-        except Exception as error:  # the caller's to know
-            answer: Answer[list[Tensor]] = Answer()
-            answer.set_exception(error)
-            return answer
-
-    known: Carried = rpc.functions.async_execution(answered)
-    return known
-
-
-@_carried
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.lookup`."""
+    """See :meth:`TableShards.lookup`. An exception comes back like one of a later response."""
     number, ticket, items = plain
     tables: TableShards = _created[number]
-    return tables.lookup(Ticket.of(ticket), put_together(items, tensors))
+    try:
+        return tables.lookup(Ticket.of(ticket), put_together(items, tensors))
+    except Exception as error:  # the caller's to know
+        answer: Answer[list[Tensor]] = Answer()
+        answer.set_exception(error)
+        return answer
 
 
-@_carried
 def exchange(plain: tuple[int, Sequence[PlainPart]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """What trainers send for their steps, one or several: gradients, then lookups, each of either or none.
 
@@ -207,6 +194,6 @@ def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
     return getattr(owned, method)(*map(resolved, args))
 
 
-# What takes no part in distributed autograd, and so can go by a carrier of its own.
-CARRIED = (lookup, exchange)
-CALLS = (*CARRIED, greet, vitals, call_net, norm, create, await_module, invoke, invoke_barrier)
+# Calls outside of distributed autograd, by the socket transport; a lookup within it is a call by RPC.
+SOCKET_CALLS = (lookup, exchange)
+CALLS = (lookup, greet, vitals, call_net, norm, create, await_module, invoke, invoke_barrier)

@@ -16,8 +16,8 @@ from hybrid.security.message_signature import Signatures
 from hybrid.security.rejected_messages import Refusals
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, install, plain_collectives
-from hybrid.topology import Role, RoleKind, Topology, rpc_transport
-from hybrid.transport.rpc.endpoints import CALLS, CARRIED
+from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
+from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS
 from hybrid.transport.rpc.payload_classes import DATA
 from hybrid.transport.rpc.stubs import greet
 from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
@@ -40,8 +40,6 @@ def start(
     secret: Secret,
     run_id: bytes,
     interface: str,
-    transport: str,
-    carrier: str,
     timeout_seconds: float,
     data: Iterable[type[Any]] = (),
     created: Iterable[Callable[..., Any]] = (),
@@ -53,9 +51,6 @@ def start(
         secret: the cluster's; who does not have it can call nothing.
         run_id: the same for all roles, and drawn anew at each start of the cluster.
         interface: network interface that this process listens on.
-        transport: "uv" (TCP), "shm" (shared memory where it can), or "auto".
-        carrier: of lookups and gradients outside of autograd: "socket", a sealed connection for each trainer
-            and worker, or "rpc".
         timeout_seconds: of every call, unless it names its own.
         data: classes whose values may travel, besides those of this package; they only hold data.
         created: classes of the project's of which others may create objects here, and functions that make
@@ -66,12 +61,11 @@ def start(
     scheme = f"hybrid{next(_scheme_numbers)}"
     names = dist.PrefixStore("rpc", store)
     register_rendezvous_handler(scheme, lambda *_args, **_kwargs: iter([(names, rank, world_size)]))
-    is_tcp = rpc_transport(transport, world_size) == "uv"
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=_RPC_THREADS,
         rpc_timeout=timeout_seconds,
         init_method=f"{scheme}://",
-        _transports=["uv"] if is_tcp else ["shm", "uv"],
+        _transports=["shm", "uv"] if polls_shared_memory(world_size) else ["uv"],
         _channels=["basic"],  # tensors by one connection; others open 16 for each, and are no faster
     )
     name = role.rpc_name
@@ -82,9 +76,8 @@ def start(
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
         _connect(topology.partners(role), timeout_seconds)
-    if carrier == "socket":
-        place = Place(role, topology, secret, run_id, timeout_seconds)
-        _join_carrier(place, dist.PrefixStore("carrier", store), interface)
+    place = Place(role, topology, secret, run_id, timeout_seconds)
+    _connect_sockets(place, dist.PrefixStore("sockets", store), interface)
 
 
 def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
@@ -97,12 +90,12 @@ def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
     rpc.api._all_gather(None, timeout=timeout_seconds)
 
 
-def _join_carrier(place: Place, store: dist.Store, interface: str) -> None:
+def _connect_sockets(place: Place, store: dist.Store, interface: str) -> None:
     if place.role.kind is RoleKind.TRAINER:
         for worker, connection in meet_workers(place, store).items():
             LINKS[worker] = Link(connection, place.timeout_seconds)
     elif place.role.kind is RoleKind.WORKER:
-        _servers.append(Server(meet_trainers(place, store, interface), CARRIED))
+        _servers.append(Server(meet_trainers(place, store, interface), SOCKET_CALLS))
 
 
 def stop(timeout_seconds: float, graceful: bool = True) -> None:

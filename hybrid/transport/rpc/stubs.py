@@ -46,14 +46,11 @@ def _send(
 
 
 def _carry(role: Role, function: Carried, plain: Any, tensors: Sequence[Tensor]) -> Watched[Any]:
-    """As :func:`_send`, of one of :data:`calls.CARRIED`: by the link to ``role``, where there is one.
+    """Call one of :data:`endpoints.SOCKET_CALLS`.
 
-    The memory of ``tensors`` may be written again once it returns, as that which trainers share is.
+    The memory of ``tensors`` may be written again once this returns.
     """
-    if (link := LINKS.get(role)) is not None:
-        return link.call(function, plain, tensors)
-    # RPC reads them when it sends, some time later.
-    return _send(role, function, plain, [each.clone() for each in tensors])
+    return LINKS[role].call(function, plain, tensors)
 
 
 class Remote(Generic[Owned]):

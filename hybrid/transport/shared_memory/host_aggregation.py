@@ -38,8 +38,7 @@ _ASKER = 0  # the place of the one that asks
 
 def may_combine(config: RunConfig) -> bool:
     """Whether the trainers of a run take the same rounds, and may ask together."""
-    in_step = config.train.update != "sync" and config.dense.ddp != "none"
-    return in_step and config.cluster.combine != "off"
+    return config.train.update != "sync" and config.dense.ddp != "none"
 
 
 def pays(num_trainers: int, num_workers: int) -> bool:

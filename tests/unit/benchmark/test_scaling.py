@@ -38,15 +38,13 @@ def test_what_is_held_back_changes_several_things() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dimension", "update", "carrier"),
-    [("workers", "pipelined", "socket"), ("rpc", "pipelined", "rpc"), ("sync", "sync", "socket")],
+    ("dimension", "update"),
+    [("workers", "pipelined"), ("sync", "sync")],
 )
-def test_the_demand_is_of_what_is_run(dimension: str, update: str, carrier: str) -> None:
+def test_the_demand_is_of_what_is_run(dimension: str, update: str) -> None:
     of = FITTED[dimension, 8]
-    assert (of.config.train.update, of.config.cluster.carrier) == (update, carrier)
-    command = of.system.command
-    assert f"train.update={update}" in command
-    assert f"cluster.carrier={carrier}" in command
+    assert of.config.train.update == update
+    assert f"train.update={update}" in of.system.command
     assert of.demand.cluster.workers == 8
     assert of.config.train.batch_size == of.workload.global_batch
 
@@ -73,11 +71,11 @@ def test_each_point_grows_one_thing() -> None:
             "hotness": workload.hotness == BASE.hotness,
             "hidden": workload.dense == BASE.dense,
         }
-        grown = {"rpc": ["workers"], "sync": ["workers"], "gloo": ["trainers", "hidden"]}
+        grown = {"sync": ["workers"], "gloo": ["trainers", "hidden"]}
         grown["peers"] = ["trainers", "hidden", "samples"]
         grown |= {"pooled": ["dim", "hotness"], "adagrad": ["dim"]}
         grown |= {"hidden": ["hidden", "samples"]}
-        grown |= {name: ["trainers", "workers"] for name in ("alone", "together")}
+        grown |= {"together": ["trainers", "workers"]}
         for name in grown.get(dimension, [dimension]):
             del same[name]
         assert all(same.values()), (dimension, value, same)

@@ -1,6 +1,5 @@
 """The limit of open files: raised where it can be, refused in one line where it is too low."""
 
-import dataclasses
 import os
 import resource
 import secrets
@@ -15,12 +14,13 @@ from hybrid.config import ClusterSection
 from hybrid.errors import HybridError
 from workers.rendezvous.file_limit import allow_open_files, files_needed
 
-CLUSTER = ClusterSection(trainers=2, workers=2, transport="uv")
+CLUSTER = ClusterSection(trainers=2, workers=2)
 
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The limits that this process has, the newest last, as far as the code can tell."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     found = [(256, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda which: found[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda which, values: found.append(values))
@@ -44,12 +44,15 @@ def test_too_low_a_hard_limit_is_refused(limits: list[tuple[int, int]]) -> None:
     )
 
 
-def test_what_is_needed_grows_with_the_roles_and_how_they_connect() -> None:
-    needed = [
-        files_needed(dataclasses.replace(CLUSTER, **changes))
-        for changes in ({}, {"workers": 3}, {"transport": "shm"}, {"trainers": 32, "workers": 31})
-    ]
-    assert needed == [156, 165, 312, 687]
+def test_what_is_needed_grows_with_the_roles_and_how_they_connect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    roles = ((2, 2), (2, 3), (32, 31))
+    needed = [files_needed(ClusterSection(trainers=t, workers=w)) for t, w in roles]
+    assert needed == [156, 165, 687]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert files_needed(CLUSTER) == 312
 
 
 @pytest.mark.parametrize("command", ["launch", "run own:main", "master"])

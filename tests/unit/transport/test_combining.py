@@ -216,7 +216,6 @@ def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expecte
         (small_config(train={"update": "async"}), True),
         (small_config(train={"update": "sync"}), False),
         (small_config(train={"update": "pipelined"}, dense={"ddp": "none"}), False),
-        (small_config(train={"update": "pipelined"}, cluster={"combine": "off"}), False),
     ],
 )
 def test_trainers_that_are_in_step_may(config: RunConfig, expected: bool) -> None:

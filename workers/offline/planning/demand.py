@@ -76,7 +76,7 @@ def messages(config: RunConfig, hosts: int) -> Messages:
     trainers, workers = config.cluster.trainers, config.cluster.workers
     times = config.train.micro_batches * (2 if config.train.update == "sync" else 1)
     together = min(MOST_MEMBERS, math.ceil(trainers / hosts))
-    if not (may_combine(config) and (config.cluster.combine == "on" or pays(together, workers))):
+    if not (may_combine(config) and pays(together, workers)):
         together = 1
     groups = math.ceil(trainers / together)
     return Messages(workers * groups / trainers * times, groups * times, groups * workers * times, together)
@@ -128,8 +128,7 @@ def demand(
 
 
 def _message(config: RunConfig) -> str:
-    by_socket = config.train.update != "sync" and config.cluster.carrier == "socket"
-    return "socket_message" if by_socket else "rpc_message"
+    return "rpc_message" if config.train.update == "sync" else "socket_message"
 
 
 def _of_trainer(config: RunConfig, samples: float, moved: Traffic, dense: DenseWork, hosts: int) -> Terms:

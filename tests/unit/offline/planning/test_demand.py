@@ -15,17 +15,17 @@ Configured: TypeAlias = Callable[..., RunConfig]
 @pytest.mark.parametrize(
     ("train", "expected"),
     [
-        ({"update": "pipelined"}, (5, 3, 15, 1)),
-        ({"update": "async"}, (5, 3, 15, 1)),
-        ({"update": "sync"}, (10, 6, 30, 1)),
-        ({"update": "pipelined", "micro_batches": 4}, (20, 12, 60, 1)),
+        ({"update": "pipelined"}, (2, 3, 6, 1)),
+        ({"update": "async"}, (2, 3, 6, 1)),
+        ({"update": "sync"}, (4, 6, 12, 1)),
+        ({"update": "pipelined", "micro_batches": 4}, (8, 12, 24, 1)),
     ],
     ids=str,
 )
 def test_messages_of_trainers_that_ask_alone(
     configured: Configured, train: dict[str, object], expected: tuple[int, ...]
 ) -> None:
-    config = configured(train=train, cluster={"trainers": 3, "workers": 5, "combine": "off"})
+    config = configured(train=train, cluster={"trainers": 3, "workers": 2})
     assert messages(config, 1) == expected
 
 
@@ -41,27 +41,21 @@ def test_messages_of_trainers_that_ask_alone(
 def test_messages_of_trainers_that_ask_together(
     configured: Configured, trainers: int, hosts: int, expected: tuple[float, ...]
 ) -> None:
-    cluster = {"trainers": trainers, "workers": 8, "combine": "on"}
+    cluster = {"trainers": trainers, "workers": 8}
     assert messages(configured(train={"update": "pipelined"}, cluster=cluster), hosts) == expected
 
 
 def test_nobody_asks_together_in_synchronous_steps(configured: Configured) -> None:
-    cluster = {"trainers": 8, "workers": 8, "combine": "on"}
+    cluster = {"trainers": 8, "workers": 8}
     assert messages(configured(train={"update": "sync"}, cluster=cluster), 1) == (16, 16, 128, 1)
 
 
 @pytest.mark.parametrize(
-    ("update", "carrier", "term"),
-    [
-        ("pipelined", "socket", "socket_message"),
-        ("pipelined", "rpc", "rpc_message"),
-        ("sync", "socket", "rpc_message"),
-    ],
+    ("update", "term"),
+    [("pipelined", "socket_message"), ("sync", "rpc_message")],
 )
-def test_who_carries_messages(
-    configured: Configured, spec: InputSpec, update: str, carrier: str, term: str
-) -> None:
-    config = configured(train={"update": update}, cluster={"carrier": carrier})
+def test_who_carries_messages(configured: Configured, spec: InputSpec, update: str, term: str) -> None:
+    config = configured(train={"update": update})
     asked = demand(config, spec, {}, hosts=1)
     for terms in (asked.trainer, asked.workers[0]):
         assert [name for name, count in terms.items() if name.endswith("_message") and count] == [term]
