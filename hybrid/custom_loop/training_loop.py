@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -32,6 +33,7 @@ from hybrid.custom_loop.global_batches import Share, global_batches, shares
 from hybrid.custom_loop.loop_config import check_tables
 from hybrid.custom_loop.prepared_batches import PreparedData
 from hybrid.custom_loop.trainer_group import Trainers
+from hybrid.dense.custom_net import batch_norm_warning
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.embedding.trainer.module_lookups import AskedTables
@@ -115,6 +117,8 @@ class Loop:
     def _wrapped(self, net: nn.Module) -> DdpModel:
         host, dense = self._host, self._host.config.dense
         module = OwnModule(net.to(self.device))
+        if host.trainer == 0 and not host.is_alone and (text := batch_norm_warning(net, host.config)):
+            warnings.warn(text, stacklevel=2)
         is_reduced = not host.is_alone and any(p.requires_grad for p in net.parameters())
         mode = DdpMode(dense.ddp) if is_reduced else DdpMode.NONE
         shared = None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hybrid.config import RunConfig
 from hybrid.dense.compilation import undisturbed
 from hybrid.dense.layer_names import name_layer
 from hybrid.errors import ConfigError
@@ -70,3 +71,22 @@ def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
     if not isinstance(output, Tensor):
         raise ConfigError("dense.net", f"the {stage} gives a {type(output).__name__}, not a tensor", name)
     return output
+
+
+def batch_norm_warning(net: nn.Module, config: RunConfig) -> str | None:
+    """Return a warning if batch normalization makes the results depend on the number of trainers.
+
+    Such a layer normalizes by the statistics of the samples that it sees. One process would take those of the
+    global batch. ``torch.nn.SyncBatchNorm`` does so too, but takes no CPU tensors.
+    """
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    layers = [name for name, module in net.named_modules() if isinstance(module, kinds)]
+    together = config.cluster.trainers if config.dense.ddp != "none" else 1
+    is_split = together * config.train.micro_batches > 1 or config.dense.parallel == "replicas"
+    if not layers or not is_split:
+        return None
+    return (
+        f"batch normalization in {', '.join(layers)} takes the statistics of each slice of a batch: results "
+        "depend on cluster.trainers and differ from those of one process. Use torch.nn.LayerNorm, or on GPUs "
+        "torch.nn.SyncBatchNorm, which does not work on CPUs"
+    )

@@ -29,6 +29,16 @@ def build(config, spec, widths):
     return net
 """
 
+NORM_NET = """
+from torch import nn
+from hybrid.models.dense_net import Concatenation, DenseNet
+
+def build(config, input_spec, widths):
+    width = len(input_spec.dense_features) + sum(widths)
+    head = nn.Sequential(nn.Linear(width, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    return DenseNet(nn.Identity(), Concatenation(), head)
+"""
+
 
 def test_compare_finds_the_same_in_one_process(tiny: list[str], tmp_path: Path) -> None:
     """In metrics that count samples by their weights, too."""
@@ -44,6 +54,20 @@ def test_compare_finds_the_same_in_one_process(tiny: list[str], tmp_path: Path) 
         assert re.search(r"\d+ of \d+ tensors are the same bit for bit", said)
         found.add(same[1])
     assert len(found) == 2
+
+
+def test_compare_takes_batch_normalization_and_warns_where_trainers_split_batches(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    """Its statistics are those of one process with one trainer only; its step count is an integer."""
+    (tmp_path / "norm_net.py").write_text(NORM_NET)
+    how = ["compare", "--steps", 2, *tiny, *settings(dense={"net": "norm_net:build"})]
+    said = output_of([*how, *settings(cluster={"trainers": 1})], tmp_path)
+    assert "trainer 0: head.1.num_batches_tracked" in said
+    assert "batch normalization" not in said
+    ended = run(how, tmp_path)
+    assert (ended.code, ended.stdout.count("batch normalization in head.1 ")) == (1, 1)
+    assert "the farthest is trainer 0: head.1.num_batches_tracked" in ended.stderr
 
 
 def test_an_error_that_points_to_a_log_leaves_that_log(

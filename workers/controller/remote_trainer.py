@@ -18,6 +18,7 @@ from hybrid.config import TaskSection
 from hybrid.config.loading import with_own
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.prepare.dataset_location import open_split
+from hybrid.dense.custom_net import batch_norm_warning
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.embedding.trainer.batch_ids import BatchIds
@@ -209,6 +210,10 @@ class Trainer:
         net, state = self._arrangement.own_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
         self._optimizer.load(state, folder)
+
+    def batch_norm_warning(self) -> str | None:
+        """See :func:`hybrid.dense.custom_net.batch_norm_warning`."""
+        return batch_norm_warning(self._model.net, self._config)
 
     def record(self, steps: range) -> None:
         """See :meth:`StepClock.record`."""

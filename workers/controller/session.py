@@ -58,7 +58,7 @@ class Session:
 
     Attributes:
         config: the job, with what has been decided.
-        decisions: what was decided otherwise than by default, and why, in a line each.
+        decisions: what the user should know before training: choices and warnings, a line each.
         blueprint: of its nets and tables.
         placement: where the tables' rows are.
         recorded: the steps of which every role records what it does, as the section [profile] says;
@@ -91,6 +91,8 @@ class Session:
             self._decide_matmul(topology)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
+        if warning := self.trainers[0].call(Trainer.batch_norm_warning).wait():
+            self.decisions.append(warning)
         self._start_recording()
 
     def _decide_matmul(self, topology: Topology) -> None:
