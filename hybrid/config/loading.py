@@ -2,24 +2,19 @@
 
 import dataclasses
 import difflib
-import json
-import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hybrid.config import former_keys
 from hybrid.config.key import Key
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES, RunConfig
-from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.config.toml_values import parse_toml, toml_value
 from hybrid.config.validation import check_rules
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_bytes
 from hybrid.storage.remote_path import Place
 
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
-# A key in so many parts that the parser, which takes the square of their number in memory, is not to see it.
-_DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}""")
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
 _ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, from 0 to 1
 _ALL = "hybrid config --describe lists all"
@@ -47,7 +42,7 @@ def load_config(path: Place | None, overrides: Sequence[str] = (), *, is_stored:
 
 def read_toml_text(text: str) -> RunConfig:
     """The configuration that :func:`to_toml` has written as ``text``."""
-    return _checked(_by_section(tomllib.loads(text)))
+    return _checked(_by_section(parse_toml(text)))
 
 
 def with_own(config: RunConfig, settings: Sequence[str]) -> RunConfig:
@@ -101,10 +96,7 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
 
 def _read_toml(path: Place) -> dict[str, Any]:
     try:
-        text = read_bytes(path).decode("utf-8-sig")
-        if _DEEP_KEY.search(text):
-            raise RecursionError
-        return tomllib.loads(text)
+        return parse_toml(read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(str(path), f"cannot read the configuration: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -217,9 +209,6 @@ def _items(config: RunConfig) -> Iterator[tuple[str, str, Key, Any]]:
 def validate(config: RunConfig) -> None:
     """ConfigError where a value breaks its own rule or one that ties several keys together."""
     for section, name, key, value in _items(config):
-        if key.choices == TABLE_OPTIMIZERS and value not in TABLE_OPTIMIZERS:
-            rule = f"must be {key.rule}; tables have only these, dense.optimizer takes classes of torch.optim"
-            raise ConfigError(f"{section}.{name}", rule, value)
         if (advice := former_keys.advice_on_value(section, name, value)) is not None:
             raise ConfigError(f"{section}.{name}", advice, value)
         key.check(f"{section}.{name}", value)
@@ -237,15 +226,13 @@ def to_toml(config: RunConfig) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks.values()) + "\n"
 
 
-def toml_value(value: Any) -> str:
-    """A value of a key as TOML has it."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(toml_value(element) for element in value)}]"
-    # JSON's strings, numbers and booleans are TOML's, but for DEL, which TOML wants escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def fixed_values(config: RunConfig) -> dict[str, Any]:
-    """Every key that a run keeps when it goes on, by dotted name, with its value as JSON holds it."""
-    items = ((f"{section}.{name}", key.read(v)) for section, name, key, v in _items(config) if key.is_fixed)
-    return {dotted: list(value) if isinstance(value, tuple) else value for dotted, value in items}
+    """The values that a resumed run keeps, by dotted key, as JSON holds them."""
+    values: dict[str, Any] = {}
+    for section, name, key, value in _items(config):
+        if key.is_name_fixed:
+            values[f"{section}.{name}"] = value.partition("(")[0]
+        elif key.is_fixed:
+            read = key.read(value)
+            values[f"{section}.{name}"] = list(read) if isinstance(read, tuple) else read
+    return values

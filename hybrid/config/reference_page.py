@@ -1,8 +1,8 @@
 """docs/config.md: every key of a configuration, as ``hybrid config --describe`` prints it."""
 
 from hybrid.config.key import Key
-from hybrid.config.loading import toml_value
 from hybrid.config.sections import NAMED_KEYS, NAMED_TYPES, SECTION_KEYS, SECTION_TYPES
+from hybrid.config.toml_values import toml_value
 
 # What a key that is left out comes to.
 _ABSENT = {"tables.NAME": "as [embedding]", "columns.NAME": "as [data]", "dense_groups.NAME": "as [dense]"}
@@ -31,5 +31,6 @@ def describe() -> str:
 def _describe_key(key: Key, absent: str) -> str:
     default = key.absent or absent if key.default is None else f"`{toml_value(key.default)}`"
     meaning = f"{key.meaning} (*by host*)" if key.is_by_host else key.meaning
-    cells = [f"`{key.name}`", default, key.rule, meaning]
+    rule = key.rule if key.signatures is None else key.signatures.forms
+    cells = [f"`{key.name}`", default, rule, meaning]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

@@ -1,58 +1,64 @@
-"""Keys of [embedding] and [tables.NAME]: the tables, their first rows, and their optimizers."""
+"""Keys of [embedding] and [tables.NAME]: the tables, their initial rows, and their optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybrid.config.call import Call, Signatures, argument
 from hybrid.config.data_sections import POOLINGS
 from hybrid.config.key import fixed, option
 from hybrid.errors import ConfigError
 
-TABLE_OPTIMIZERS = ("sgd", "momentum", "adagrad", "rowwise_adagrad", "adam", "adamw", "ftrl")
-# Those of torch.optim, which says what becomes of a row whose gradient is zero.
-OPTIMIZERS_OF_ALL_ROWS = ("sgd", "momentum", "adagrad", "adam", "adamw")
+_EPS = argument("eps", float, 1e-8, minimum=1e-30)
+_DECAY = argument("weight_decay", float, 0.0, minimum=0)
+_ALL_ROWS = argument("all_rows", bool, False)
+_MOMENTUM = argument("momentum", float, 0.9, minimum=0, maximum=0.999999)
+_BETAS = argument("betas", float, (0.9, 0.999), is_list=True, size=2, minimum=0, maximum=0.999999)
+_BETA = argument("beta", float, 1.0, above=0)
+_L1 = argument("l1", float, 0.0, minimum=0)
+TABLE_OPTIMIZERS = Signatures(
+    {
+        "sgd": (_DECAY, _ALL_ROWS),
+        "momentum": (_MOMENTUM, _DECAY, _ALL_ROWS),
+        "adagrad": (_EPS, _DECAY, _ALL_ROWS),
+        "rowwise_adagrad": (_EPS, _DECAY),
+        "adam": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
+        "adamw": (_BETAS, _EPS, _DECAY, _ALL_ROWS),
+        "ftrl": (_BETA, _L1, _DECAY),
+    },
+    hint="dense.optimizer takes classes of torch.optim",
+)
+_SCALE = argument("scale", float, 0.0, minimum=0)
+INITIALIZERS = Signatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
 POOLERS = ("workers", "trainers")
-INITIALISERS = ("uniform", "normal", "zeros")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSection:
     """Defaults of all tables; a section [tables.NAME] overrides them for one."""
 
-    dim: int = fixed(16, "width of a row", minimum=1)
-    pooling: str = fixed("sum", "how a bag of ids becomes one vector", choices=POOLINGS)
-    optimizer: str = fixed("adagrad", "how rows are updated", choices=TABLE_OPTIMIZERS)
-    learning_rate: float = option(0.05, "learning rate of the rows", above=0)
-    eps: float = option(
-        1e-8,
-        "eps of adagrad, rowwise_adagrad, adam and adamw; keeps a zero gradient from dividing by zero",
-        minimum=1e-30,
+    dim: int = fixed(16, "Width of a row.", minimum=1)
+    pooling: str = fixed("sum", "How the vectors of a bag become one vector.", choices=POOLINGS)
+    optimizer: str = option(
+        "adagrad",
+        "How rows are updated. `weight_decay` and momentum apply to the rows that a step touches. With "
+        "`all_rows` every row takes every step, as in torch with dense gradients; each step then reads and "
+        "writes whole tables. hybrid/embedding/worker/row_optimizers.py has the equations.",
+        signatures=TABLE_OPTIMIZERS,
+        is_name_fixed=True,
     )
-    momentum: float = option(0.9, "momentum (momentum)", minimum=0, maximum=0.999999)
-    beta1: float = option(0.9, "first beta (adam, adamw)", minimum=0, maximum=0.999999)
-    beta2: float = option(0.999, "second beta (adam, adamw)", minimum=0, maximum=0.999999)
-    weight_decay: float = option(
-        0.0,
-        "decay of a row at each step that touches it, or at all steps with all_rows; see "
-        "hybrid/embedding/worker/row_optimizers.py",
-        minimum=0,
-    )
-    all_rows: bool = option(
-        False,
-        "every row takes every step, as in torch with dense gradients: all of them decay, and are moved by "
-        "momentum and means (sgd, momentum, adagrad, adam, adamw); a step then reads and writes whole tables",
-    )
-    ftrl_beta: float = option(1.0, "beta of ftrl, which slows its first steps", above=0)
-    ftrl_l1: float = option(0.0, "L1 penalty (ftrl): values below it are zero", minimum=0)
+    learning_rate: float = option(0.05, "Learning rate of the rows.", above=0)
     wire_dtype: str = option(
         "rows",
-        "type in which vectors and their gradients travel in training: that of the rows, or bfloat16, "
-        "half the bytes and eight bits of precision",
+        "Type in which vectors and gradients travel in training: the type of the rows, or bfloat16, with "
+        "half the bytes and eight bits of precision.",
         choices=("rows", "bfloat16"),
     )
     placement: str = option(
-        "auto", "table: whole on one worker; row: split over workers", choices=("auto", "table", "row")
+        "auto",
+        "`table` keeps a table whole on one worker; `row` splits it over workers.",
+        choices=("auto", "table", "row"),
     )
     pooled_by: str = option(
         "auto",
@@ -66,43 +72,51 @@ class EmbeddingSection:
 class TableSection:
     """Overrides for one table; a key left out takes the value of [embedding]."""
 
-    dim: int | None = fixed(None, "width of a row", minimum=1)
-    pooling: str | None = fixed(None, "pooling of a bag", choices=POOLINGS)
-    optimizer: str | None = fixed(None, "how rows are updated", choices=TABLE_OPTIMIZERS)
-    learning_rate: float | None = option(None, "learning rate of the rows", above=0)
-    all_rows: bool | None = option(None, "every row takes every step")
-    placement: str | None = option(None, "auto, table or row", choices=("auto", "table", "row"))
+    dim: int | None = fixed(None, "Width of a row.", minimum=1)
+    pooling: str | None = fixed(None, "How the vectors of a bag become one vector.", choices=POOLINGS)
+    optimizer: str | None = option(
+        None, "How rows are updated.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
+    )
+    learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
+    placement: str | None = option(None, "As in [embedding].", choices=("auto", "table", "row"))
     pooled_by: str | None = option(None, "who pools its bags", choices=("auto", *POOLERS))
-    workers: tuple[int, ...] = option((), "worker indices the table may be placed on; empty for any")
-    features: tuple[str, ...] = fixed((), "columns that share this table; empty for the one of its name")
+    workers: tuple[int, ...] = option((), "Indices of the workers that may hold the table; empty for any.")
+    features: tuple[str, ...] = fixed(
+        (), "Columns that share this table; empty for the column of the table's name."
+    )
     initial: str = fixed(
         "",
-        "file with its first rows, which all workers see, or its URL; empty for random ones. Parquet: a "
-        "column of values and one of vectors; safetensors (path#name for one of several tensors) or .npy: "
-        "row by row",
+        "File or URL with the initial rows, which all workers can read; empty for random rows. Parquet: a "
+        "column of values and one of vectors. safetensors (path#name for one of several tensors) or .npy: "
+        "row by row.",
     )
-    frozen: bool = fixed(False, "rows stay as they are first")
-    init: str = fixed("uniform", "how random first rows are drawn", choices=INITIALISERS)
-    init_scale: float = fixed(
-        0.0, "uniform: the largest absolute value, normal: the deviation; 0 for 1 / sqrt(rows)", minimum=0
+    frozen: bool = fixed(False, "Whether the rows keep their initial values.")
+    init: str = fixed(
+        "uniform",
+        "How random initial rows are drawn. `scale` is the largest absolute value (uniform) or the standard "
+        "deviation (normal); 0 means 1 / sqrt(rows).",
+        signatures=INITIALIZERS,
     )
+
+    @property
+    def initializer(self) -> Call:
+        """The parsed value of ``init``."""
+        return INITIALIZERS.parse("init", self.init)
+
+
+def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
+    """The optimizer of a table and its arguments."""
+    return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
 
 
 def check_all_rows(embedding: EmbeddingSection, tables: Mapping[str, TableSection], update: str) -> None:
-    """ConfigError where every row of a table is to take every step, and cannot.
+    """Raise ConfigError if trainers do not step together and a table's optimizer steps all rows.
 
     Args:
         update: how gradients are applied, ``train.update``.
     """
-    asked = [("embedding", embedding.all_rows, embedding.optimizer)]
-    for name, table in tables.items():
-        all_rows = embedding.all_rows if table.all_rows is None else table.all_rows
-        asked.append((f"tables.{name}", all_rows, table.optimizer or embedding.optimizer))
-    for section, all_rows, optimizer in asked:
-        if all_rows and optimizer not in OPTIMIZERS_OF_ALL_ROWS:
-            others = ", ".join(OPTIMIZERS_OF_ALL_ROWS)
-            rule = f"must be false with {optimizer}, or the optimizer one of {others}"
-            raise ConfigError(f"{section}.all_rows", rule, True)
-        if all_rows and update == "async":
-            rule = "needs train.update = sync or pipelined, whose steps all trainers take together"
-            raise ConfigError(f"{section}.all_rows", rule, True)
+    optimizers = {f"tables.{name}": each.optimizer for name, each in tables.items()}
+    for section, text in ("embedding", embedding.optimizer), *optimizers.items():
+        if text and update == "async" and TABLE_OPTIMIZERS.parse(section, text).arguments.get("all_rows"):
+            rule = "all_rows needs train.update = sync or pipelined, whose steps all trainers take together"
+            raise ConfigError(f"{section}.optimizer", rule, text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hybrid.config.key import OWN_FUNCTION, fixed, option
+from hybrid.config.key import USER_FUNCTION, fixed, option
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
 
@@ -181,7 +181,7 @@ def _check_kind(name: str, task: TaskSection) -> None:
     if task.mask and task.mask == task.label:
         raise ConfigError(f"tasks.{name}.mask", "must be another column than its label", task.mask)
     losses = LOSSES[task.kind]
-    if task.loss_name not in losses and not re.fullmatch(OWN_FUNCTION, task.loss_name):
+    if task.loss_name not in losses and not re.fullmatch(USER_FUNCTION, task.loss_name):
         rule = f"must be {' or '.join(losses)} where kind is {task.kind}, or module:function"
         raise ConfigError(f"tasks.{name}.loss", rule, task.loss)
 
@@ -201,7 +201,7 @@ def _check_ranking_loss(name: str, task: TaskSection, group: str) -> None:
 def _check_metrics(name: str, task: TaskSection, group: str) -> None:
     allowed, key = GROUP_METRICS[task.kind], f"tasks.{name}.metrics"
     for metric in task.metrics:
-        if re.fullmatch(OWN_FUNCTION, metric):
+        if re.fullmatch(USER_FUNCTION, metric):
             continue
         if not any(re.fullmatch(form, metric) for form in allowed):
             forms = [form.partition("@")[0] + "@K" * ("@" in form) for form in allowed]

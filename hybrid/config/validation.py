@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.config.data_sections import ColumnSection, DataSection
-from hybrid.config.key import OWN_FUNCTION
+from hybrid.config.key import USER_FUNCTION
 from hybrid.config.resolved_columns import columns_of, sequence_length
 from hybrid.config.sections import (
     NETS,
@@ -161,7 +161,7 @@ def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> 
 
 def _check_dense(config: RunConfig) -> None:
     dense = config.dense
-    if dense.net not in NETS and not re.fullmatch(OWN_FUNCTION, dense.net):
+    if dense.net not in NETS and not re.fullmatch(USER_FUNCTION, dense.net):
         raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
     check_device("dense.device", dense.device)
     for name in ("bottom_mlp", "top_mlp", "expert_mlp", "remote_mlp"):
@@ -269,15 +269,13 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
 
 
 def _check_first_rows(name: str, table: TableSection) -> None:
-    for key in ("optimizer", "learning_rate", "all_rows"):
+    for key in ("optimizer", "learning_rate"):
         if table.frozen and (value := getattr(table, key)) is not None:
             raise ConfigError(f"tables.{name}.{key}", "is not read of a table that is frozen", value)
     whole = table.initial and not table.initial.endswith(".parquet")
-    if whole and (table.init != "uniform" or table.init_scale):
-        rule = "leave init and init_scale out: there are no random rows beside those of this file"
+    if whole and table.init != "uniform":
+        rule = "leave init out: there are no random rows beside those of this file"
         raise ConfigError(f"tables.{name}.initial", rule, table.initial)
-    if table.init == "zeros" and table.init_scale:
-        raise ConfigError(f"tables.{name}.init_scale", "is not read where init is zeros", table.init_scale)
 
 
 def table_of_column(tables: Mapping[str, TableSection]) -> dict[str, str]:

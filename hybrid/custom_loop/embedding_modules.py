@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from hybrid.config.table_sections import INITIALISERS, POOLERS
+from hybrid.config.table_sections import INITIALIZERS, POOLERS
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.table_optimizers import Adagrad
 from hybrid.embedding.pretrained_by_position import absolute, shape_of
@@ -77,8 +77,8 @@ class TableModule(nn.Module):
         super().__init__()
         if min(num_embeddings, embedding_dim) < 1:
             raise ValueError(f"a table needs rows and columns, not {num_embeddings} x {embedding_dim}")
-        if init not in INITIALISERS:
-            raise ValueError(f"init is one of {', '.join(INITIALISERS)}, not {init!r}")
+        if init not in INITIALIZERS.names:
+            raise ValueError(f"init is one of {', '.join(INITIALIZERS.names)}, not {init!r}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.optimizer = optimizer or _DEFAULT_OPTIMIZER

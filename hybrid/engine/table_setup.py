@@ -7,6 +7,7 @@ from dataclasses import replace
 from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED
 from hybrid.config.resolved_columns import sequence_length
+from hybrid.config.table_sections import table_optimizer
 from hybrid.config.validation import table_of_column
 from hybrid.dense.net_builder import extra_columns
 from hybrid.embedding.placement import Placement, place
@@ -15,6 +16,8 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.remote_path import is_url
+
+_SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field has another name
 
 
 def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0) -> tuple[TableSpec, ...]:
@@ -57,13 +60,13 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         features=tuple(f.name for f in features),
         optimizer=_optimizer(shared, section),
         # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
-        init_scale=section.init_scale or num_rows**-0.5,
+        init_scale=section.initializer.arguments.get("scale") or num_rows**-0.5,
         placement=section.placement or shared.placement,
         pooled_by=section.pooled_by or shared.pooled_by,
         workers=section.workers,
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
         initial=absolute(section.initial) if section.initial else "",
-        init=section.init,
+        init=section.initializer.name,
         poolings=poolings if {*poolings} != {pooling} else (),
         sequences=sequences if any(sequences) else (),
     )
@@ -98,17 +101,9 @@ def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
 def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec:
     if section.frozen:
         return OptimizerSpec("frozen", 0.0)
-    return OptimizerSpec(
-        name=section.optimizer or shared.optimizer,
-        learning_rate=section.learning_rate or shared.learning_rate,
-        eps=shared.eps,
-        betas=(shared.beta1, shared.beta2),
-        momentum=shared.momentum,
-        weight_decay=shared.weight_decay,
-        ftrl_beta=shared.ftrl_beta,
-        ftrl_l1=shared.ftrl_l1,
-        all_rows=shared.all_rows if section.all_rows is None else section.all_rows,
-    )
+    call = table_optimizer(shared, section)
+    arguments = {_SPEC_FIELDS.get(name, name): value for name, value in call.arguments.items()}
+    return OptimizerSpec(call.name, section.learning_rate or shared.learning_rate, **arguments)
 
 
 def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:

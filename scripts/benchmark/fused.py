@@ -5,6 +5,7 @@ from typing import Any
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from benchmark.workloads import Workload
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 
 _KINDS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -19,5 +20,5 @@ def fused_optimizer(workload: Workload) -> dict[str, Any]:
     return {
         "optimizer": _KINDS[workload.optimizer],
         "learning_rate": embedding.learning_rate,
-        "eps": embedding.eps,
+        "eps": TABLE_OPTIMIZERS.parse("embedding.optimizer", embedding.optimizer).arguments.get("eps", 0.0),
     }

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     came_from = origin([OWN_PYTHON])
     workloads = {
         (name, rows): _workload(name, rows)
-        for name in TABLE_OPTIMIZERS
+        for name in TABLE_OPTIMIZERS.names
         for rows in (SMALL_ROWS, options.rows)
     }
     tasks = [
@@ -82,7 +82,7 @@ def _table(
         "trainer, large (MiB)",
     )
     table = TextTable("Memory of a row", header)
-    for name in TABLE_OPTIMIZERS:
+    for name in TABLE_OPTIMIZERS.names:
         small_workload, large_workload = workloads[name, SMALL_ROWS], workloads[name, rows]
         if small_workload.name not in measurements or large_workload.name not in measurements:
             continue

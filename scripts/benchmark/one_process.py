@@ -19,6 +19,7 @@ from benchmark.job import Job
 from benchmark.start import bag_offsets, bags_by_feature, initial_rows
 from benchmark.workloads import LEARNING_RATE, Workload
 from hybrid.batch import SparseFeatures
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 
 NUM_THREADS = 2
 Bags = Sequence[tuple[Tensor, Tensor]]  # ids and offsets, each tuple for one call
@@ -111,10 +112,11 @@ def sparse_optimizer(workload: Workload, tables: nn.Module) -> torch.optim.Optim
     """torch's own, for sparse gradients; it has no row-wise Adagrad."""
     embedding = workload.config().embedding
     rate, parameters = embedding.learning_rate, list(tables.parameters())
+    arguments = TABLE_OPTIMIZERS.parse("embedding.optimizer", embedding.optimizer).arguments
     if workload.optimizer == "adagrad":
-        return torch.optim.Adagrad(parameters, lr=rate, eps=embedding.eps)
+        return torch.optim.Adagrad(parameters, lr=rate, eps=arguments["eps"])
     if workload.optimizer == "adam":
-        return torch.optim.SparseAdam(parameters, lr=rate, eps=embedding.eps)
+        return torch.optim.SparseAdam(parameters, lr=rate, eps=arguments["eps"])
     return torch.optim.SGD(parameters, lr=rate)
 
 

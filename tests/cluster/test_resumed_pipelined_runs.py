@@ -52,12 +52,14 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         },
         checkpoint={"every_steps": 4, "keep_last": 99, "keep_best": "none"},
         dense={"net": "support.dropout_net:build", "optimizer": "Adam", "learning_rate": 0.01},
-        embedding={"optimizer": "adam", "dim": 4, "weight_decay": 0.01, "wire_dtype": "bfloat16"},
+        embedding={"optimizer": "adam(weight_decay = 0.01)", "dim": 4, "wire_dtype": "bfloat16"},
     ).replace(
         tables={
             "user": TableSection(placement="row", optimizer="sgd", learning_rate=0.5),
             "tag": TableSection(pooling="mean", placement="row"),
-            "brand": TableSection(pooling="sum", placement="table", all_rows=True),
+            "brand": TableSection(
+                pooling="sum", placement="table", optimizer="adam(weight_decay = 0.01, all_rows = true)"
+            ),
             "word": TableSection(pooling="max", placement="row"),
         }
     )

@@ -137,7 +137,7 @@ COLUMNS = {
     "one_tag": ColumnSection(kind="weighted", source=("tags",), pooling="none", max_ids=3),
 }
 TABLES = {
-    "tags": TableSection(pooling="mean", placement="row", init="normal", init_scale=0.1),
+    "tags": TableSection(pooling="mean", placement="row", init="normal(0.1)"),
     "seen": TableSection(placement="row"),
     "likes": TableSection(features=("likes", "mean_likes", "last_likes"), pooling="max"),
 }

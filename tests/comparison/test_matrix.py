@@ -22,7 +22,7 @@ CHOICES = {
     "ddp": ("none", "inside", "outside"),
     "placement": ("table", "row"),
     "pooled_by": ("workers", "trainers"),
-    "optimizer": TABLE_OPTIMIZERS,
+    "optimizer": TABLE_OPTIMIZERS.names,
     "inputs": ("even", "uneven"),
     "features": FEATURES,
     "remote": (False, True),

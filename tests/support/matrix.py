@@ -13,7 +13,7 @@ from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
-from hybrid.config.table_sections import OPTIMIZERS_OF_ALL_ROWS
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
 from hybrid.embedding.table_spec import tables_of
 from hybrid.engine.table_setup import place_tables
@@ -108,11 +108,11 @@ class Case:
                 "pooling": self._pooling,
                 "placement": self.placement,
                 "pooled_by": self.pooled_by,
-                "optimizer": self.optimizer,
+                "optimizer": TABLE_OPTIMIZERS.text(
+                    self.optimizer,
+                    {"eps": 1e-2, "weight_decay": self.weight_decay, "all_rows": self.all_rows},
+                ),
                 "learning_rate": 0.1,
-                "eps": 1e-2,
-                "weight_decay": self.weight_decay,
-                "all_rows": self.all_rows and self.optimizer in OPTIMIZERS_OF_ALL_ROWS,
             },
             dense={
                 "net": self.net,

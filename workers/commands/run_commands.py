@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.config.key import OWN_FUNCTION
+from hybrid.config.key import USER_FUNCTION
 from hybrid.config.loading import validate
 from hybrid.errors import ConfigError
 from workers.arguments import COMPARED_DTYPE
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, started_at: float) -> None:
     from workers.launching.launcher import launch
 
     task: OwnTask | ScriptTask
-    if re.fullmatch(OWN_FUNCTION, options.program):
+    if re.fullmatch(USER_FUNCTION, options.program):
         task = OwnTask(options.program)
     else:
         task = script_task(options.program, options.arguments)

@@ -31,7 +31,10 @@ def _keys() -> list[tuple[str, str, object]]:
 def test_a_stored_configuration_keeps_its_meaning() -> None:
     config = _stored()
     assert load_config(None).train.batch_size == config.train.batch_size
-    assert config.tables["user"].dim == 8
+    assert config.embedding.optimizer == "adagrad(eps = 1e-06, weight_decay = 0.01)"
+    user = config.tables["user"]
+    assert user.optimizer == "adam(betas = [0.8, 0.999], eps = 1e-06, weight_decay = 0.01)"
+    assert (user.dim, user.init) == (8, "normal(0.5)")
     assert config.columns["age"].numeric_scaling == "standardize"
     assert config.columns["tags"].too_many_ids == "invalid_row"
 

@@ -29,27 +29,30 @@ def config(**tables: TableSection) -> RunConfig:
 
 
 def test_by_default_each_column_has_a_table_of_the_defaults() -> None:
-    specs = table_specs(RunConfig(embedding=EmbeddingSection(dim=8, beta1=0.5)), COLUMNS)
+    specs = table_specs(RunConfig(embedding=EmbeddingSection(dim=8, optimizer="adagrad(eps = 0.5)")), COLUMNS)
     assert [(t.name, t.num_rows, t.dim, t.features) for t in specs] == [
         ("user", 100, 8, ("user",)),
         ("item", 25, 8, ("item",)),
         ("friend", 400, 8, ("friend",)),
     ]
     item = specs[1]
-    assert item.optimizer == OptimizerSpec("adagrad", 0.05, 1e-8, (0.5, 0.999))
+    assert item.optimizer == OptimizerSpec("adagrad", 0.05, 0.5)
     assert (item.pooling, item.placement, item.workers) == (Pooling.SUM, "auto", ())
     assert item.init_scale == pytest.approx(1 / 5)
 
 
-def test_every_setting_of_the_optimizer_reaches_its_tables() -> None:
-    embedding = EmbeddingSection(
-        optimizer="ftrl", learning_rate=0.1, eps=0.2, beta1=0.3, beta2=0.4, momentum=0.5, weight_decay=0.6,
-        ftrl_beta=0.7, ftrl_l1=0.8, all_rows=True,
-    )  # fmt: skip
-    expected = OptimizerSpec(
-        "ftrl", 0.1, eps=0.2, betas=(0.3, 0.4), momentum=0.5, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8,
-        all_rows=True,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        ("ftrl(beta = 0.7, l1 = 0.8, weight_decay = 0.6)",
+         OptimizerSpec("ftrl", 0.1, weight_decay=0.6, ftrl_beta=0.7, ftrl_l1=0.8)),
+        ("adamw(betas = [0.3, 0.4], eps = 0.2, all_rows = true)",
+         OptimizerSpec("adamw", 0.1, eps=0.2, betas=(0.3, 0.4), all_rows=True)),
+        ("momentum(0.5)", OptimizerSpec("momentum", 0.1, momentum=0.5)),
+    ],
+)  # fmt: skip
+def test_the_arguments_of_an_optimizer_reach_its_tables(optimizer: str, expected: OptimizerSpec) -> None:
+    embedding = EmbeddingSection(optimizer=optimizer, learning_rate=0.1)
     assert {t.optimizer for t in table_specs(RunConfig(embedding=embedding), COLUMNS)} == {expected}
 
 
@@ -61,14 +64,6 @@ def test_a_section_overrides_one_table() -> None:
     assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
     assert (item.optimizer.name, item.optimizer.learning_rate) == ("adam", 0.5)
     assert (user.dim, user.optimizer.name) == (16, "adagrad")
-
-
-@pytest.mark.parametrize("is_default", [False, True])
-def test_all_rows_of_some_tables_take_every_step(is_default: bool) -> None:
-    sections = {"user": TableSection(all_rows=True), "item": TableSection(all_rows=False)}
-    embedding = EmbeddingSection(all_rows=is_default)
-    specs = table_specs(RunConfig(embedding=embedding, tables=sections), COLUMNS)
-    assert [t.optimizer.all_rows for t in specs] == [True, False, is_default]
 
 
 def test_columns_share_a_table_as_large_as_the_largest_needs() -> None:
@@ -134,7 +129,7 @@ def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
 
 def test_first_rows_and_frozen_ones() -> None:
     sections = {
-        "user": TableSection(init="normal", init_scale=0.01),
+        "user": TableSection(init="normal(0.01)"),
         "item": TableSection(frozen=True, initial="rows.parquet", init="zeros"),
     }
     (user, item, friend), _ = place_tables(config(**sections), COLUMNS, {}, "prepared")

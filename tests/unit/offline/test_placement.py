@@ -50,8 +50,12 @@ def test_every_table_and_every_worker(planned: Planned) -> None:
 
 
 def test_tables_of_which_all_rows_take_every_step(planned: Planned) -> None:
-    embedding = EmbeddingSection(optimizer="adam", weight_decay=0.1)
-    of_tables = planned(embedding=embedding, tables={"C3": TableSection(all_rows=True)}).split("\n\n")[0]
+    embedding = EmbeddingSection(optimizer="adam(weight_decay = 0.1)")
+    all_rows = "adam(weight_decay = 0.1, all_rows = true)"
+    of_tables = planned(
+        embedding=embedding,
+        tables={"C3": TableSection(optimizer=all_rows)},
+    ).split("\n\n")[0]
     assert [line.split()[0] for line in of_tables.splitlines() if "adam, all rows " in line] == ["C3"]
 
 

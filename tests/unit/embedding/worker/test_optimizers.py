@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hybrid.config.table_sections import OPTIMIZERS_OF_ALL_ROWS, TABLE_OPTIMIZERS
+from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.embedding.table_spec import OptimizerSpec
 from hybrid.embedding.worker.row_optimizers import OPTIMIZERS, BiasCorrections, RowOptimizer
 from hybrid.reference.reference_rows import WholeTable, initial_state, update_rows
@@ -18,7 +18,10 @@ ROWS, DIM, STEPS = 9, 5, 25  # a width that no vector register holds evenly
 RATE, EPS, BETAS = 0.3, 1e-3, (0.8, 0.95)
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-every_optimizer = pytest.mark.parametrize("name", TABLE_OPTIMIZERS)
+OPTIMIZERS_OF_ALL_ROWS = [
+    name for name in TABLE_OPTIMIZERS.names if "all_rows" in TABLE_OPTIMIZERS.parse("", name).arguments
+]
+every_optimizer = pytest.mark.parametrize("name", TABLE_OPTIMIZERS.names)
 
 
 def make(name: str, weight_RD: Tensor, **settings: Any) -> RowOptimizer:

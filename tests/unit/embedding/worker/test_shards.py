@@ -26,7 +26,7 @@ def assert_same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> Non
         assert torch.equal(tensor.view(torch.int32), second[name].view(torch.int32)), name
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"),
     [
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_other_tables_is_refused(
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
 def test_the_planned_bytes_are_those_of_the_tensors(stack: ExitStack, optimizer: str) -> None:
     each = cluster(stack, specs("row", optimizer), 2)
     for shard in each.placement.shards:

@@ -88,7 +88,7 @@ def test_evaluation_records_nothing() -> None:
 class TestPrefetch:
     """Values whose gradients come by a call of their own."""
 
-    @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+    @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS.names)
     def test_it_updates_as_the_backward_pass_does_bit_for_bit(self, optimizer: str) -> None:
         rows = []
         for is_prefetched in (False, True):
