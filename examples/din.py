@@ -4,13 +4,13 @@ Run it by ``python examples/din.py``, or on a cluster by
 ``hybrid run examples/din.py --trainers 2 --workers 2``.
 """
 
+import known_models
 import torch
 from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.data.prepare import planted
 from hybrid.models.din import DIN
 
 DIM = 8
@@ -21,9 +21,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        items = 1 + planted.CATEGORIES * planted.ITEMS_OF_CATEGORY
+        items = 1 + known_models.CATEGORIES * known_models.ITEMS_OF_CATEGORY
         self.item = hybrid.Embedding(items, DIM, padding_idx=0, init_scale=0.3)
-        self.category = hybrid.Embedding(1 + planted.CATEGORIES, DIM, padding_idx=0, init_scale=0.3)
+        self.category = hybrid.Embedding(1 + known_models.CATEGORIES, DIM, padding_idx=0, init_scale=0.3)
         self.din = DIN(2 * DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor:
@@ -43,8 +43,8 @@ def main() -> None:
     options = arguments()
     cluster = hybrid.connect()
     model = cluster.distribute(Net())
-    train(cluster, model, loss, planted.interests("train", options.samples), options.epochs)
-    test = planted.interests("test", options.test_samples)
+    train(cluster, model, loss, known_models.interests("train", options.samples), options.epochs)
+    test = known_models.interests("test", options.test_samples)
     (logits,) = scores(cluster, lambda batch: (model(batch),), test)
     best = auc(test["logit"], test["label"])
     cluster.print(f"test AUC {auc(logits, test['label']):.4f} (best possible {best:.4f})")

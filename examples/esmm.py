@@ -6,12 +6,12 @@ Run it by ``python examples/esmm.py``, or on a cluster by
 Training sees the conversion label of clicked impressions only. The test set has it for every impression.
 """
 
+import known_models
 import torch
 from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data.prepare import planted
 from hybrid.models.esmm import ESMM, both_log_probabilities, entire_space_loss
 
 DIM = 8
@@ -22,8 +22,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = hybrid.Embedding(planted.NUM_USERS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3))
-        self.item = hybrid.Embedding(planted.NUM_ITEMS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3))
+        self.user = hybrid.Embedding(
+            known_models.NUM_USERS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
+        )
+        self.item = hybrid.Embedding(
+            known_models.NUM_ITEMS, DIM, init_scale=0.2, optimizer=hybrid.Adagrad(lr=0.3)
+        )
         self.esmm = ESMM(3 * DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -33,7 +37,7 @@ class Net(nn.Module):
 
 
 def impressions(split: str, num_samples: int) -> dict[str, Tensor]:
-    data = planted.two_labels(split, num_samples)
+    data = known_models.two_labels(split, num_samples)
     click, would_convert = data.pop("labels").unbind(dim=1)
     return data | {"click": click, "conversion": click * would_convert, "would_convert": would_convert}
 

@@ -4,12 +4,12 @@ Run it by ``python examples/self_attention.py``, or on a cluster by
 ``hybrid run examples/self_attention.py --trainers 2 --workers 2``.
 """
 
+import known_models
 import torch
 from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data.prepare import planted
 from hybrid.models.self_attention import SelfAttention, last_of, next_item_loss
 
 DIM = 32
@@ -21,9 +21,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.item = hybrid.Embedding(
-            1 + planted.NUM_ITEMS, DIM, padding_idx=0, init_scale=0.3, optimizer=hybrid.Adagrad(lr=0.1)
+            1 + known_models.NUM_ITEMS, DIM, padding_idx=0, init_scale=0.3, optimizer=hybrid.Adagrad(lr=0.1)
         )
-        self.attention = SelfAttention(DIM, planted.LONGEST_HISTORY)
+        self.attention = SelfAttention(DIM, known_models.LONGEST_HISTORY)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the arguments of ``next_item_loss``."""
@@ -41,9 +41,9 @@ def main() -> None:
     options = arguments(samples=50_000, epochs=4)
     cluster = hybrid.connect()
     model = cluster.distribute(Net())
-    data = planted.sequences("train", options.samples)
+    data = known_models.sequences("train", options.samples)
     train(cluster, model, lambda outputs, batch: next_item_loss(*outputs), data, options.epochs)
-    test = planted.sequences("test", options.test_samples)
+    test = known_models.sequences("test", options.test_samples)
     (logits,) = scores(cluster, model.scores, test)
     labels = torch.tensor([1.0, 0.0]).expand_as(logits)
     best = auc(test["logits"], labels)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import known_models
 import torch
 from loop_and_score import arguments, auc, scores, train
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import hybrid
-from hybrid.data.prepare import planted
 
 DIM = 8
 TASKS = ("first label", "second label"), ("income", "never married")
@@ -57,7 +57,7 @@ def loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def synthetic(split: str, num_samples: int) -> dict[str, Tensor]:
     """Return synthetic samples with two labels."""
-    data = planted.two_labels(split, num_samples)
+    data = known_models.two_labels(split, num_samples)
     ids = torch.stack([data["user"], data["item"]], dim=1)
     return {
         "ids": ids,
@@ -107,7 +107,7 @@ def main(build: Callable[[int], nn.Module]) -> None:
         data, test, rows = census(*options.census)
     else:
         data, test = synthetic("train", options.samples), synthetic("test", options.test_samples)
-        rows = [planted.NUM_USERS, planted.NUM_ITEMS]
+        rows = [known_models.NUM_USERS, known_models.NUM_ITEMS]
     cluster = hybrid.connect()
     model = cluster.distribute(Net(rows, data["numbers"].shape[1], build))
     train(cluster, model, loss, data, options.epochs)

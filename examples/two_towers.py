@@ -7,12 +7,12 @@ Run it by ``python examples/two_towers.py``, or on a cluster by
 
 from argparse import ArgumentParser
 
+import known_models
 import torch
 from loop_and_score import arguments, scores, train
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.data.prepare import planted
 from hybrid.models.two_towers import TwoTowers, in_batch_softmax, log_popularity
 
 DIM, CUT = 16, 10
@@ -23,8 +23,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.user = hybrid.Embedding(planted.NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
-        self.item = hybrid.Embedding(planted.NUM_ITEMS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
+        self.user = hybrid.Embedding(known_models.NUM_USERS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
+        self.item = hybrid.Embedding(known_models.NUM_ITEMS, DIM, optimizer=hybrid.Adagrad(lr=0.1))
         self.towers = TwoTowers(DIM, DIM)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -44,24 +44,24 @@ def main() -> None:
     options = arguments(parser)
     cluster = hybrid.connect()
     model = cluster.distribute(Net().double() if options.double else Net())
-    data = planted.choices("train", options.samples)
-    log_q_I = log_popularity(data["item"], planted.NUM_ITEMS)
+    data = known_models.choices("train", options.samples)
+    log_q_I = log_popularity(data["item"], known_models.NUM_ITEMS)
     log_q_B = torch.zeros(options.samples) if options.uncorrected else log_q_I[data["item"]]
 
     def loss(vectors: tuple[Tensor, Tensor], batch: dict[str, Tensor]) -> Tensor:
         return in_batch_softmax(*vectors, batch["item"], batch["log_q"], gather=cluster.gather)
 
     train(cluster, model, loss, data | {"log_q": log_q_B}, options.epochs)
-    test = planted.choices("test", options.test_samples)
+    test = known_models.choices("test", options.test_samples)
     with torch.no_grad():
-        items_ID = model.towers.item(model.item(torch.arange(planted.NUM_ITEMS)))
+        items_ID = model.towers.item(model.item(torch.arange(known_models.NUM_ITEMS)))
 
     def score(batch: dict[str, Tensor]) -> tuple[Tensor]:
         users_BD, _ = model(batch)
         return (recall((users_BD @ items_ID.mT).cpu(), batch["item"]),)
 
     (recall_N,) = scores(cluster, score, test)
-    best_N = recall(planted.choice_logits()[test["user"]], test["item"])
+    best_N = recall(known_models.choice_logits()[test["user"]], test["item"])
     cluster.print(f"test recall@{CUT} {recall_N.mean():.4f} (best possible {best_N.mean():.4f})")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.topology import Role, Topology
 from workers.controller.dataset_session import DatasetSession
@@ -22,7 +22,7 @@ _PING_SECONDS = 10.0
 
 def measure(topology: Topology, config: RunConfig) -> None:
     """Train, evaluate and save at the end of each interval, and ask every role how it is."""
-    session = DatasetSession(topology, config, ready(config, cache_folder(config)))
+    session = DatasetSession(topology, config, ensure_prepared(config, cache_folder(config)))
     roles = [*topology.trainers, *topology.workers]
     taken: dict[Role, list[transport.Vitals]] = {role: [] for role in roles}
     shutil.rmtree(_FOLDER, ignore_errors=True)

@@ -18,7 +18,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.custom_loop.backend import Deployed
 from hybrid.custom_loop.loop_config import own_rules
-from hybrid.data.prepare.dataset_location import ready, source_of
+from hybrid.data.prepare.dataset_location import ensure_prepared, source_of
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
@@ -59,7 +59,7 @@ class Alone:
 
     def prepare(self) -> str:
         """See :meth:`Host.prepare`."""
-        return source_of(ready(self.config, cache_folder(self.config), print))
+        return source_of(ensure_prepared(self.config, cache_folder(self.config), print))
 
     def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
         """See :meth:`Host.save`."""

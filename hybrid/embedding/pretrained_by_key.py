@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from torch import Tensor
 
 from hybrid.data.encode.sparse_encoding import SparseEncoding
-from hybrid.data.parse.parquet_blocks import opened
+from hybrid.data.parse.parquet_blocks import open_parquet
 from hybrid.data.prepare.dataset_location import read_encoder
 from hybrid.data.values.column_values import is_list, values
 from hybrid.embedding.table_spec import TableSpec
@@ -43,7 +43,7 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
     num_values, num_known = 0, 0
     with (
         _as_data_error(table.initial),
-        opened(place(table.initial)) as source,
+        open_parquet(place(table.initial)) as source,
         pq.ParquetFile(source) as file,
     ):
         if (width := len(file.schema_arrow.names)) != 2:

@@ -10,7 +10,7 @@ from hybrid.config.loading import load_config
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.stages import Reading
-from hybrid.primitives.meter import tell_nobody
+from hybrid.primitives.progress import ignore_progress
 
 
 def main(path: str, vocabulary: str, result: str) -> None:
@@ -19,7 +19,7 @@ def main(path: str, vocabulary: str, result: str) -> None:
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))
-    preparation = FilesPreparation(config, reading, folder, folder / "parts", tell_nobody, lambda: None)
+    preparation = FilesPreparation(config, reading, folder, folder / "parts", ignore_progress, lambda: None)
     encoder, reports = preparation.write([Path(path)], [])
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports)

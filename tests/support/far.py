@@ -9,9 +9,10 @@ from pathlib import Path
 from support.stores import Store
 
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.dataset.remote_dataset import StoreFolder
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.errors import HybridError
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import RemotePath, place
 
 _BUCKET = "open"
 
@@ -35,12 +36,12 @@ def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -
         config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "local")
     )
     config = config.replace(data=data)
-    ready(config, place(url))
+    ensure_prepared(config, place(url))
     return config
 
 
-class FakeFolder:
-    """See :class:`hybrid.data.dataset.remote_dataset.FarFolder`.
+class FakeFolder(StoreFolder):
+    """A folder of a store in memory.
 
     Attributes:
         files: by name.
@@ -49,6 +50,7 @@ class FakeFolder:
     """
 
     def __init__(self) -> None:
+        super().__init__(RemotePath("s3://unused", ""))
         self.files: dict[str, bytes] = {}
         self.ranges: list[tuple[str, int, int]] = []
         self.spoil: Callable[[str, bytes], bytes] = lambda name, data: data
@@ -57,7 +59,7 @@ class FakeFolder:
     def __str__(self) -> str:
         return "fake://data"
 
-    def where(self, name: str) -> str:
+    def url(self, name: str) -> str:
         return f"{self}/{name}"
 
     def read(self, name: str) -> bytes:
@@ -70,5 +72,5 @@ class FakeFolder:
             self.ranges.append((name, start, stop))
             return self.spoil(name, self.read(name)[start:stop])
 
-    def write(self, name: str, parts: Iterator[bytes]) -> None:
-        self.files[name] = b"".join(parts)
+    def write(self, name: str, blocks: Iterator[bytes]) -> None:
+        self.files[name] = b"".join(blocks)

@@ -9,7 +9,7 @@ import numpy as np
 
 from hybrid.config import ColumnSection, DataSection
 from hybrid.data.parse.sources import Source
-from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import HybridError
 
 _HEADED = DataSection(
@@ -47,7 +47,7 @@ def read_hostile(
     with_labels: bool,
     block_bytes: int,
     columns: Mapping[str, ColumnSection] = MappingProxyType({}),
-) -> tuple[BadRowReport, list[int]] | None:
+) -> tuple[InvalidRowReport, list[int]] | None:
     """The report of a file's bad rows and the numbers of its good ones; None where it is refused.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Metrics
 from hybrid.storage.remote_path import Place
 from workers.console.terminal import TerminalView
@@ -44,7 +44,7 @@ class Trained:
 @contextmanager
 def opened(cluster: Cluster, config: RunConfig, cache: Place) -> Iterator[DatasetSession]:
     """A job on a running cluster."""
-    session = DatasetSession(cluster.topology, config, ready(config, cache))
+    session = DatasetSession(cluster.topology, config, ensure_prepared(config, cache))
     try:
         yield session
     finally:
@@ -77,4 +77,6 @@ def compare(cluster: Cluster, config: RunConfig, cache: Place, num_steps: int) -
     """Train here and in one process; DifferenceError where the results differ."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         view = TerminalView(Console(file=nowhere))
-        Comparison(config, num_steps).run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
+        Comparison(config, num_steps).run(
+            cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([])
+        )

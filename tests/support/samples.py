@@ -14,7 +14,7 @@ from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import RawBlock, Source
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.data.values.targets import Targets
 from hybrid.storage.remote_path import Place
 
@@ -54,7 +54,7 @@ def read(
     block_bytes: int = 1 << 20,
     tasks: Mapping[str, TaskSection] = MappingProxyType({}),
     columns: Mapping[str, ColumnSection] = MappingProxyType({}),
-) -> tuple[RawBlock, BadRowReport]:
+) -> tuple[RawBlock, InvalidRowReport]:
     """All rows of some files as one block, and the report of the bad ones."""
     files = list_files(tuple(map(str, paths)), "data.path")
     source = Source(files, data, with_labels, block_bytes, tasks=tasks, columns=columns)
@@ -77,7 +77,7 @@ def _joined(parts: Sequence[Targets]) -> Targets:
     return Targets(*(None if column[0] is None else np.concatenate(column) for column in columns))  # type: ignore[arg-type]
 
 
-def located(report: BadRowReport, path: Path) -> list[str]:
+def located(report: InvalidRowReport, path: Path) -> list[str]:
     """The examples of a report, as ``LINE: what is wrong``; all are of ``path``."""
     assert all(example.startswith(f"{path}:") for example in report.examples)
     return [example.removeprefix(f"{path}:") for example in report.examples]

@@ -18,7 +18,7 @@ from support.shards import PATIENCE_SECONDS
 from hybrid.checkpoint.checkpoint_folders import step_folder, stored
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ready
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Predictions
 from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import Place
@@ -140,7 +140,7 @@ def train(
     view = View(run, last_step, saved_step)
     with view, sessions_closed(("", 0)):
         task = TrainTask(run, resume, time.time())
-        Training(config, task).run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
+        Training(config, task).run(cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([]))
     return view.notes
 
 
@@ -153,7 +153,9 @@ def stop(
     # However slow the machine is, a call goes as far as the next thing that is due.
     with view, sessions_closed(moment), patch("workers.jobs.training_job._CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))
-        return training.run(cluster.topology, lambda: ready(config, cache), view, Reach([])), view.statuses
+        return training.run(
+            cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([])
+        ), view.statuses
 
 
 def calls_of(cluster: Cluster, config: RunConfig, cache: Place, run: Path, seconds: float) -> list[int]:
@@ -165,7 +167,7 @@ def calls_of(cluster: Cluster, config: RunConfig, cache: Place, run: Path, secon
         patch("workers.jobs.training_job._CALL_SECONDS", seconds),
     ):
         training = Training(config, TrainTask(run, False, time.time()))
-        has_ended = training.run(cluster.topology, lambda: ready(config, cache), view, Reach([]))
+        has_ended = training.run(cluster.topology, lambda: ensure_prepared(config, cache), view, Reach([]))
         assert has_ended is ExitCode.DONE
         return sessions[0].calls
 

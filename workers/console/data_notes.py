@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hybrid.data.dataset.dataset_manifest import DatasetReport
     from hybrid.data.encode.unknown_values import UnknownValues
-    from hybrid.data.values.invalid_rows import BadRowReport
+    from hybrid.data.values.invalid_rows import InvalidRowReport
 
 _MAX_COLUMNS = 20
 
@@ -23,10 +23,10 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         if label.only is not None and label.kind == "binary":
             rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
             yield f"{rows}: AUC is undefined for them"
-    far = sorted((u for u in report.unknown if u.is_far), key=lambda u: -u.share)
+    far = sorted((u for u in report.unknown if u.is_excessive), key=lambda u: -u.fraction)
     if far:
         columns = ", ".join(
-            f"{u.share:.0%} of {u.name} ({u.expected:.0%} expected)" for u in far[:_MAX_COLUMNS]
+            f"{u.fraction:.0%} of {u.name} ({u.expected:.0%} expected)" for u in far[:_MAX_COLUMNS]
         )
         more = f" and {len(far) - _MAX_COLUMNS} more columns" if len(far) > _MAX_COLUMNS else ""
         yield (
@@ -35,7 +35,7 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         )
 
 
-def bad_row_lines(report: BadRowReport) -> Iterator[str]:
+def bad_row_lines(report: InvalidRowReport) -> Iterator[str]:
     """How many rows were skipped and why, then the first of them; nothing where none were."""
     if not report.total:
         return
@@ -48,9 +48,9 @@ def bad_row_lines(report: BadRowReport) -> Iterator[str]:
 
 def unknown_shares(unknown: Sequence[UnknownValues]) -> str:
     """The share of unknown values by column, the largest first; "none" where all are known."""
-    found = sorted((u for u in unknown if u.count), key=lambda u: -u.share)
-    shown = [f"{u.name} {u.share:.2%}" for u in found[:_MAX_COLUMNS]]
+    found = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
+    shown = [f"{u.name} {u.fraction:.2%}" for u in found[:_MAX_COLUMNS]]
     if len(found) > _MAX_COLUMNS:
         rest = found[_MAX_COLUMNS:]
-        shown.append(f"and {len(rest)} more columns, at most {rest[0].share:.2%}")
+        shown.append(f"and {len(rest)} more columns, at most {rest[0].fraction:.2%}")
     return ", ".join(shown) or "none"

@@ -20,14 +20,13 @@ from hybrid.server.hosted_module import Hosted
 from hybrid.storage.remote_path import Place
 from hybrid.topology import Role, RoleKind, Topology
 from workers.controller.job_messages import Job, Report
-from workers.controller.preparing import DATA as PREPARING_DATA, Preparer
 from workers.controller.remote_trainer import Trainer
 from workers.controller.shared_folders import DataLook, FolderLook
 from workers.controller.trainer_script import DATA as SCRIPT_DATA, Script
 
 # What travels between the roles of a session, and what the master creates on them.
-DATA = (Blueprint, Job, Report, *SCRIPT_DATA, *PREPARING_DATA)
-CREATED = (DataLook, FolderLook, MatmulTrial, Preparer, Script, TableShards, host_remote_net, Trainer)
+DATA = (Blueprint, Job, Report, *SCRIPT_DATA)
+CREATED = (DataLook, FolderLook, MatmulTrial, Script, TableShards, host_remote_net, Trainer)
 
 _BY_HOST = (MatmulTrial, Script, Trainer)
 

@@ -290,7 +290,7 @@ class Training:
             "best": best and {"step": best.step, best.metric: best.value},
             "best_reachable_auc": session.best_auc,
             "bad_rows": sum(report.bad_rows.total for report in session.reports),
-            "unknown_values": {column.name: column.share for column in session.reports[1].unknown},
+            "unknown_values": {column.name: column.fraction for column in session.reports[1].unknown},
             "steps": self._step,
             "skipped_steps": self._tally.skipped_steps,
             "samples_per_second": rate,

@@ -16,7 +16,7 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.parse.input_files import list_files
-from hybrid.data.prepare.dataset_location import open_split, ready
+from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.new_rows import encode_files, section_for
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.placement import place
@@ -219,7 +219,7 @@ def _dataset(trained: Trained, inputs: Sequence[str], with_labels: bool) -> Iter
                 trained.encoder,
                 scratch / "encoded",
                 with_labels=with_labels,
-                tell=say,
+                report=say,
             )
         yield dataset
 
@@ -237,7 +237,7 @@ def test_rows(trained: Trained) -> PreparedDataset:
     rule = "name files by --input"
     trained_on = DataManifest.read(copy, rule)
     with passing_status() as say:
-        prepared = ready(config, cache_folder(config), say)
+        prepared = ensure_prepared(config, cache_folder(config), say)
     trained_on.check_same(DataManifest.read(prepared / dataset_manifest.FILE_NAME), rule)
     dataset = open_split(prepared, "test", config.data)
     if not dataset.num_samples:

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -12,15 +12,13 @@ from typing import Protocol, Self
 
 from hybrid import transport
 from hybrid.config import RunConfig
-from hybrid.data.prepare.dataset_location import ready
-from hybrid.data.prepare.other_hosts import Host
+from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import Topology
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
-from workers.controller.preparing import HelpingHost
 from workers.controller.shared_folders import Reach, own_files
 from workers.exit_codes import ExitCode, Interrupt, Word, exit_code
 from workers.jobs.comparison import Comparison
@@ -59,7 +57,6 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
             _Preparation(config, view, is_wanted=isinstance(task, TrainTask | CompareTask)) as data,
             lead(config, secret, bound, code_of) as cluster,
         ):
-            data.share_with(_helping_hosts(cluster))
             try:
                 code = job.run(cluster.topology, data.result, view, _reach(cluster))
             except (transport.RemoteError, transport.LostError, LostRoleError) as error:
@@ -84,18 +81,6 @@ def codes_of(task: Task) -> Callable[[BaseException], ExitCode]:
 def _reach(cluster: Cluster) -> Reach:
     here = own_files()
     return Reach([role for role, member in cluster.members.items() if member.files != here])
-
-
-def _helping_hosts(cluster: Cluster) -> list[Host]:
-    """Those of trainers that see other files than this one does, each with its first trainer."""
-    seen = {own_files()}
-    hosts: list[Host] = []
-    for role in cluster.topology.trainers:
-        member = cluster.members[role]
-        if member.files not in seen:
-            seen.add(member.files)
-            hosts.append(HelpingHost(member.host, role))
-    return hosts
 
 
 class _Job(Protocol):
@@ -137,7 +122,6 @@ class _Preparation:
         self._view = view
         self._said: SimpleQueue[str] = SimpleQueue()
         self._folder: Future[Path] = Future()
-        self._hosts: Sequence[Host] = ()
         self._is_wanted = is_wanted
         self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
         if is_wanted:
@@ -151,10 +135,6 @@ class _Preparation:
         self._is_wanted = False
         if self._thread.is_alive():
             self._thread.join(_ABANDON_SECONDS)
-
-    def share_with(self, hosts: Sequence[Host]) -> None:
-        """Have hosts that are there now take part."""
-        self._hosts = hosts
 
     def result(self) -> Path:
         """The folder of the prepared data, once it is there; says meanwhile what is going on.
@@ -172,8 +152,7 @@ class _Preparation:
     def _run(self) -> None:
         try:
             cache = cache_folder(self._config)
-            folder = ready(self._config, cache, self._said.put, self._check, lambda: self._hosts)
-            self._folder.set_result(folder)
+            self._folder.set_result(ensure_prepared(self._config, cache, self._said.put, self._check))
         except BaseException as error:  # raised where the result is asked for
             self._folder.set_exception(error)
 

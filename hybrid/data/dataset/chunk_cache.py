@@ -21,13 +21,13 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -47,19 +47,12 @@ _Run: TypeAlias = tuple[int, int]  # chunks from one to before another
 _Tasks: TypeAlias = SimpleQueue[partial[None] | None]  # None ends a thread
 
 
-class FarFile(Protocol):
-    """A file of chunks that lies elsewhere; its text says where."""
-
-    def read_range(self, start: int, stop: int) -> bytes:
-        """Its bytes from ``start`` to ``stop``; raises HybridError where they cannot be had."""
-        ...
-
-
-class Residence:
-    """Chunks of a file of them, as far as they are here.
+class ChunkCache:
+    """Chunks of a remote file in a local file of bounded size.
 
     Args:
-        file: where they are fetched from.
+        fetch: returns the bytes of the remote file from a start to a stop; raises HybridError.
+        url: of the remote file.
         layout, index: of it.
         num_rows: of the split.
         folder: where the local file is.
@@ -76,14 +69,16 @@ class Residence:
 
     def __init__(
         self,
-        file: FarFile,
+        fetch: Callable[[int, int], bytes],
+        url: str,
         layout: ChunkLayout,
         index: ChunkIndex,
         num_rows: int,
         folder: Path,
         num_bytes: int,
     ) -> None:
-        self._file, self._layout, self._index, self._num_rows = file, layout, index, num_rows
+        self._fetch_range, self._url, self._layout, self._index = fetch, url, layout, index
+        self._num_rows = num_rows
         self._folder = folder
         self._most_ids = index.most_ids
         self.slot_bytes = sum(self._slot_rows(array) * array.row_bytes for array in layout.arrays)
@@ -147,7 +142,7 @@ class Residence:
             deadline = time.monotonic() + seconds
             while not is_over.is_set() and not arrival.done():
                 if time.monotonic() > deadline:
-                    raise OutageError(f"{self._file}: nothing came in {seconds:.0f} s")
+                    raise OutageError(f"{self._url}: nothing came in {seconds:.0f} s")
                 wait([arrival], timeout=_WAIT_SECONDS)
             if is_over.is_set():
                 return False
@@ -251,13 +246,11 @@ class Residence:
                 part = memoryview(self._read(edges[chunk], edges[chunk + 1]))
                 if not self._index.fits(chunk, part):
                     where = f"bytes {edges[chunk]:,} to {edges[chunk + 1]:,}"
-                    raise DataError(
-                        f"{self._file}: altered since it was prepared, {where}; delete its folder"
-                    )
+                    raise DataError(f"{self._url}: altered since it was prepared, {where}; delete its folder")
             yield chunk, part
 
     def _read(self, start: int, stop: int) -> bytes:
-        data = self._file.read_range(start, stop)
+        data = self._fetch_range(start, stop)
         with self._count_lock:
             self.bytes_fetched += len(data)
         return data

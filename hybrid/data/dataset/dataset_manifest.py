@@ -11,7 +11,7 @@ from typing import Any
 from hybrid.data.encode.unknown_values import UnknownValues
 from hybrid.data.parse import checksums
 from hybrid.data.parse.input_files import InputFile
-from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import read_bytes
@@ -20,7 +20,7 @@ from hybrid.storage.remote_path import Place
 FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
 COPY_NAME = "data.json"  # in a checkpoint
-NO_BAD_ROWS = BadRowReport({}, ())
+NO_INVALID_ROWS = InvalidRowReport({}, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class DatasetReport:
 
     num_rows: int
     labels: tuple[LabelReport, ...]
-    bad_rows: BadRowReport
+    bad_rows: InvalidRowReport
     unknown: tuple[UnknownValues, ...] = ()
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> DatasetReport:
         """Out of JSON."""
-        bad_rows = BadRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
+        bad_rows = InvalidRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
         unknown = tuple(UnknownValues(**column) for column in content["unknown"])
         labels = tuple(LabelReport(**task) for task in content["labels"])
         return cls(**{**content, "labels": labels, "bad_rows": bad_rows, "unknown": unknown})

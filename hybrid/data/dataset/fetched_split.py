@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch
-from hybrid.data.dataset.chunk_cache import Residence
+from hybrid.data.dataset.chunk_cache import ChunkCache
 from hybrid.data.dataset.dataset_manifest import DatasetReport
 from hybrid.data.dataset.prefetch import Ahead, FetchedAhead, StepRows
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
@@ -35,8 +35,8 @@ class FetchedDataset(PreparedDataset):
 
     def __init__(
         self,
-        samples: Residence,
-        weights: Residence | None,
+        samples: ChunkCache,
+        weights: ChunkCache | None,
         share_of_room: float,
         total_ids: Sequence[int],
         read_source_rows: Callable[[], npt.NDArray[np.int64]],

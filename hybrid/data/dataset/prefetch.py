@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.data.dataset.chunk_cache import Residence
+from hybrid.data.dataset.chunk_cache import ChunkCache
 from hybrid.data.dataset.sample_order import CHUNK_ROWS, WINDOW_CHUNKS
 from hybrid.errors import DataError
 
@@ -57,7 +57,7 @@ class AtHand:
 
 
 class _Planned(NamedTuple):
-    """A step, and for each residence the chunks that it has rows of."""
+    """A step, and for each cache the chunks that it has rows of."""
 
     rows: StepRows
     chunks: list[set[int]]
@@ -80,12 +80,12 @@ class FetchedAhead:
         self,
         plan: Callable[[int], StepRows],
         steps: range,
-        shares: Sequence[Residence],
-        wholes: Sequence[Residence],
+        shares: Sequence[ChunkCache],
+        wholes: Sequence[ChunkCache],
     ) -> None:
         self._plan = plan
         self._to_plan = deque(steps)
-        self._residences = [*shares, *wholes]
+        self._caches = [*shares, *wholes]
         self._num_shares = len(shares)
         self._next: _Planned | None = None  # there was no room for it
         self._planned: deque[_Planned] = deque()
@@ -108,8 +108,8 @@ class FetchedAhead:
                 raise DataError("reading was ended")
             self._held = held = self._planned.popleft()
             self._num_ahead -= len(held.rows.rows)
-        for residence, chunks in zip(self._residences, held.chunks, strict=True):
-            if not residence.wait(chunks, _WAIT_SECONDS, self._is_over):
+        for cache, chunks in zip(self._caches, held.chunks, strict=True):
+            if not cache.wait(chunks, _WAIT_SECONDS, self._is_over):
                 raise DataError("reading was ended")
         return held.rows
 
@@ -127,13 +127,13 @@ class FetchedAhead:
             if not self._to_plan or self._num_ahead > _AHEAD_ROWS:
                 return False
             self._next = self._needs(self._plan(self._to_plan.popleft()))
-        pairs = list(zip(self._residences, self._next.chunks, strict=True))
-        if not all(residence.fits(chunks) for residence, chunks in pairs):
+        pairs = list(zip(self._caches, self._next.chunks, strict=True))
+        if not all(cache.fits(chunks) for cache, chunks in pairs):
             if not self._planned:
                 raise DataError("a step needs more rows than data.local_cache_gb has room for; raise it")
             return False
-        for residence, chunks in pairs:
-            residence.pin(chunks)
+        for cache, chunks in pairs:
+            cache.pin(chunks)
         self._planned.append(self._next)
         self._num_ahead += len(self._next.rows.rows)
         self._next = None
@@ -141,7 +141,7 @@ class FetchedAhead:
 
     def _needs(self, rows: StepRows) -> _Planned:
         own, of_all = ({*np.unique(each // CHUNK_ROWS).tolist()} for each in (rows.own, rows.rows))
-        num_wholes = len(self._residences) - self._num_shares
+        num_wholes = len(self._caches) - self._num_shares
         return _Planned(rows, [own] * self._num_shares + [of_all] * num_wholes)
 
     def _release(self) -> None:
@@ -150,5 +150,5 @@ class FetchedAhead:
             self._held = None
 
     def _unpin(self, planned: _Planned) -> None:
-        for residence, chunks in zip(self._residences, planned.chunks, strict=True):
-            residence.unpin(chunks)
+        for cache, chunks in zip(self._caches, planned.chunks, strict=True):
+            cache.unpin(chunks)

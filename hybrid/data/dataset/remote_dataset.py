@@ -1,12 +1,12 @@
-"""A prepared data set that lies elsewhere: how it is laid out there, and opened.
+"""A prepared data set in an object store: its files, and how they are sent and opened.
 
 ::
 
-    CACHE/FINGERPRINT/ATTEMPT/        which attempt counts, a file beside it says (dataset_location.py)
-      features.json and the like      all files beside the splits of a folder (prepared_dataset.py)
-      train/samples, samples.index    the rows in chunks (hybrid/data/dataset/chunk_index.py)
-      train/weights, weights.index    where samples have weights
-      train/source_rows               int64, where the samples came from
+    CACHE/FINGERPRINT/ATTEMPT/        a file beside it names the valid attempt (dataset_location.py)
+      features.json and others        all files beside the splits of a folder (prepared_dataset.py)
+      train/samples, samples.index    the rows in chunks (chunk_index.py)
+      train/weights, weights.index    if samples have weights
+      train/source_rows               int64, the input row of each sample
       test/...
       chunks.json                     checksums of all of these but the chunks; written last
 """
@@ -16,15 +16,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.chunk_cache import Residence
+from hybrid.data.dataset.chunk_cache import ChunkCache
 from hybrid.data.dataset.chunk_index import (
     SAMPLES,
     WEIGHTS,
@@ -38,89 +39,105 @@ from hybrid.data.dataset.fetched_split import FetchedDataset
 from hybrid.data.dataset.prepared_dataset import map_arrays
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import DataError
-from hybrid.primitives.meter import Meter, tell_nobody
+from hybrid.primitives.progress import Progress, ignore_progress
+from hybrid.storage.files import read_bytes, writing
+from hybrid.storage.object_stores import asking
+from hybrid.storage.remote_path import RemotePath
 
 FILE_NAME = "chunks.json"
 FORMAT_VERSION = 1
 INDEX, SOURCE_ROWS = ".index", "source_rows"
 _BLOCK_ROWS, _BLOCK_BYTES = 1 << 20, 8 << 20  # that are sent at a time
 _TARGETS = ("labels", "weights", "groups")
-_TEST_SHARE = 1 / 8  # of the room for what is fetched
-_WEIGHTS_SHARE = 1 / 8  # of that of a split
+_TEST_FRACTION = 1 / 8  # of data.local_cache_gb
+_WEIGHTS_FRACTION = 1 / 8  # of the cache of a split
 
 
-class FarFolder(Protocol):
-    """Where a data set lies, by names with slashes; its text says where that is.
+class StoreFolder:
+    """A folder of an object store; its methods raise HybridError if the store refuses."""
 
-    Every method raises HybridError where something cannot be had, or be written.
-    """
-
-    def where(self, name: str) -> str:
-        """What a file is called in messages."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """All of a file."""
-        ...
-
-    def read_range(self, name: str, start: int, stop: int) -> bytes:
-        """Some bytes of one."""
-        ...
-
-    def write(self, name: str, parts: Iterator[bytes]) -> None:
-        """Write a file, which is there once it is whole."""
-        ...
-
-
-class _FarFile:
-    """A file in a folder; see :class:`hybrid.data.dataset.chunk_cache.FarFile`."""
-
-    def __init__(self, folder: FarFolder, name: str) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, folder: RemotePath) -> None:
+        self._folder = folder
+        # A file is opened once, since opening it requests its size.
+        self._opened = lru_cache(maxsize=None)(self._open)
 
     def __str__(self) -> str:
-        return self._folder.where(self._name)
+        return str(self._folder)
 
-    def read_range(self, start: int, stop: int) -> bytes:
-        return self._folder.read_range(self._name, start, stop)
+    def url(self, name: str) -> str:
+        """Return the URL of a file."""
+        return str(self._folder / name)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file."""
+        try:
+            return read_bytes(self._folder / name)
+        except FileNotFoundError as error:
+            raise DataError(f"{self}: lacks {name}; delete it, and it is prepared anew") from error
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Return some bytes of a file."""
+        with asking(self._folder / name, "read"):
+            data: bytes = self._opened(name).read_at(stop - start, start)
+            return data
+
+    def write(self, name: str, blocks: Iterator[bytes]) -> None:
+        """Write a file, which appears once it is complete."""
+        with writing(self._folder / name) as file:
+            for block in blocks:
+                file.write(block)
+
+    def _open(self, name: str) -> pa.NativeFile:
+        with asking(self._folder / name, "read") as (filesystem, path):
+            return filesystem.open_input_file(path)
 
 
 def send(
     folder: Path,
-    far: FarFolder,
-    tell: Callable[[str], None] = tell_nobody,
+    remote: StoreFolder,
+    report: Callable[[str], None] = ignore_progress,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send a prepared data set, whose folder is whole, elsewhere.
+    """Send a prepared data set to a store.
 
     Args:
-        tell: told every now and then how far it is.
-        check: called between chunks; what it raises ends it.
+        report: receives progress, one line at a time.
+        check: called between chunks; what it raises ends the transfer.
 
     Raises:
         HybridError: it cannot be sent.
     """
-    description = DataManifest.read(folder / dataset_manifest.FILE_NAME)
+    manifest = DataManifest.read(folder / dataset_manifest.FILE_NAME)
     checksums: dict[str, str] = {}
     targets: dict[str, list[ChunkArray]] = {}
 
-    def write(name: str, parts: Iterable[bytes]) -> None:
+    def write(name: str, blocks: Iterable[bytes]) -> None:
         digest = hashlib.sha256()
-        far.write(name, _digested(parts, digest))
+
+        def digested() -> Iterator[bytes]:
+            for block in blocks:
+                digest.update(block)
+                yield block
+
+        remote.write(name, digested())
         checksums[name] = digest.hexdigest()
 
-    for split, report in description.splits.items():
+    for split, split_report in manifest.splits.items():
         arrays = map_arrays(folder / split)
         targets[split] = [
             ChunkArray(n, arrays[n].dtype, arrays[n].shape[1:]) for n in _TARGETS if n in arrays
         ]
-        for name, layout in _layouts(description, targets[split]).items():
+        for name, layout in _layouts(manifest, targets[split]).items():
             path = f"{split}/{name}"
-            index = IndexBuilder(arrays, layout, report.num_rows)
-            meter = Meter(f"sending {far.where(path)}", tell)
-            far.write(path, _chunks(arrays, layout, report.num_rows, index, meter, check))
+            index = IndexBuilder(arrays, layout, split_report.num_rows)
+            progress = Progress(report, f"sending {remote.url(path)}")
+            remote.write(path, _chunks(arrays, layout, split_report.num_rows, index, progress, check))
             write(path + INDEX, [index.stored()])
-        write(f"{split}/{SOURCE_ROWS}", _blocks(arrays[SOURCE_ROWS]))
+        rows = arrays[SOURCE_ROWS]
+        write(
+            f"{split}/{SOURCE_ROWS}",
+            (rows[start : start + _BLOCK_ROWS].tobytes() for start in range(0, len(rows), _BLOCK_ROWS)),
+        )
     for file in sorted(each for each in folder.iterdir() if each.is_file()):
         with file.open("rb") as opened:
             write(file.name, iter(partial(opened.read, _BLOCK_BYTES), b""))
@@ -129,7 +146,7 @@ def send(
         for split, of_split in targets.items()
     }
     content = {"format": FORMAT_VERSION, "arrays": described, "checksums": checksums}
-    far.write(FILE_NAME, iter([json.dumps(content, indent=1).encode()]))
+    remote.write(FILE_NAME, iter([json.dumps(content, indent=1).encode()]))
 
 
 def _chunks(
@@ -137,7 +154,7 @@ def _chunks(
     layout: ChunkLayout,
     num_rows: int,
     index: IndexBuilder,
-    meter: Meter,
+    progress: Progress,
     check: Callable[[], None],
 ) -> Iterator[bytes]:
     for chunk in range(-(-num_rows // CHUNK_ROWS)):
@@ -145,95 +162,89 @@ def _chunks(
         data = layout.pack(arrays, chunk, num_rows)
         index.add(chunk, data)
         yield data
-        meter.add(min(CHUNK_ROWS, num_rows - chunk * CHUNK_ROWS))
+        progress.add(min(CHUNK_ROWS, num_rows - chunk * CHUNK_ROWS))
 
 
-def _blocks(values: npt.NDArray[Any]) -> Iterator[bytes]:
-    for start in range(0, len(values), _BLOCK_ROWS):
-        yield values[start : start + _BLOCK_ROWS].tobytes()
-
-
-def _digested(parts: Iterable[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
-    for part in parts:
-        digest.update(part)
-        yield part
-
-
-def _layouts(description: DataManifest, targets: list[ChunkArray]) -> dict[str, ChunkLayout]:
-    """The files of chunks of a split, by their names."""
-    layouts = {SAMPLES: ChunkLayout.of_samples(description.input_spec, targets)}
+def _layouts(manifest: DataManifest, targets: list[ChunkArray]) -> dict[str, ChunkLayout]:
+    """Return the layouts of the files of chunks of a split, by the names of the files."""
+    layouts = {SAMPLES: ChunkLayout.of_samples(manifest.input_spec, targets)}
     if weights := tuple(each for each in targets if each.name == "weights"):
         layouts[WEIGHTS] = ChunkLayout(weights, ())
     return layouts
 
 
-class FarData:
-    """A prepared data set that was sent elsewhere.
+class RemoteDataset:
+    """A prepared data set in a store.
 
     Raises:
-        DataError: it is not whole, or altered.
+        DataError: it is incomplete, or altered.
         HybridError: it cannot be read.
     """
 
-    def __init__(self, far: FarFolder) -> None:
-        self._far = far
+    def __init__(self, remote: StoreFolder) -> None:
+        self._remote = remote
         try:
-            content = json.loads(far.read(FILE_NAME))
+            content = json.loads(remote.read(FILE_NAME))
             if content["format"] != FORMAT_VERSION:
-                raise DataError(f"{far}: made by another version of this program; delete it")
+                raise DataError(f"{remote}: made by another version of this program; delete it")
             self._checksums: dict[str, str] = dict(content["checksums"])
             self._targets = {
                 split: [ChunkArray(name, np.dtype(kind), tuple(shape)) for name, kind, shape in arrays]
                 for split, arrays in content["arrays"].items()
             }
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{far.where(FILE_NAME)}: cannot be read ({error!r}); delete {far}") from error
+            raise DataError(
+                f"{remote.url(FILE_NAME)}: cannot be read ({error!r}); delete {remote}"
+            ) from error
         self.manifest = DataManifest.parse(
-            self.file(dataset_manifest.FILE_NAME), far.where(dataset_manifest.FILE_NAME)
+            self.file(dataset_manifest.FILE_NAME), remote.url(dataset_manifest.FILE_NAME)
         )
 
     def file(self, name: str) -> bytes:
-        """One that is no file of chunks."""
-        data = self._far.read(name)
+        """Return the content of a file without chunks."""
+        data = self._remote.read(name)
         if hashlib.sha256(data).hexdigest() != self._checksums.get(name):
-            raise DataError(f"{self._far.where(name)}: altered since it was prepared; delete {self._far}")
+            raise DataError(f"{self._remote.url(name)}: altered since it was prepared; delete {self._remote}")
         return data
 
     def save_files(self, folder: Path) -> None:
-        """Write the files beside the splits into a folder that is there."""
+        """Write the files beside the splits into a local folder."""
         for name in self._checksums:
             if "/" not in name:
                 (folder / name).write_bytes(self.file(name))
 
     def open(self, split: str, folder: Path, num_bytes: int) -> FetchedDataset:
-        """A split of it.
+        """Open a split.
 
         Args:
-            folder: where rows that are fetched are kept.
-            num_bytes: that they may take, those of all splits together.
+            folder: of the rows that are fetched.
+            num_bytes: that the rows of all splits may take.
         """
         if split not in self._targets:
-            raise DataError(f"{self._far.where(dataset_manifest.FILE_NAME)}: has no split {split}")
+            raise DataError(f"{self._remote.url(dataset_manifest.FILE_NAME)}: has no split {split}")
         report = self.manifest.splits[split]
-        share = _TEST_SHARE if split == "test" else 1 - _TEST_SHARE
+        fraction = _TEST_FRACTION if split == "test" else 1 - _TEST_FRACTION
         layouts = _layouts(self.manifest, self._targets[split])
-        shares = {SAMPLES: share, WEIGHTS: 0.0}
+        fractions = {SAMPLES: fraction}
         if WEIGHTS in layouts:
-            shares = {SAMPLES: share * (1 - _WEIGHTS_SHARE), WEIGHTS: share * _WEIGHTS_SHARE}
-        residences: dict[str, Residence] = {}
+            fractions = {
+                SAMPLES: fraction * (1 - _WEIGHTS_FRACTION),
+                WEIGHTS: fraction * _WEIGHTS_FRACTION,
+            }
+        caches: dict[str, ChunkCache] = {}
         indices: dict[str, ChunkIndex] = {}
         for name, layout in layouts.items():
             path = f"{split}/{name}"
-            stored = self.file(path + INDEX)
-            index = ChunkIndex.read(stored, layout, report.num_rows, self._far.where(path + INDEX))
-            room = int(num_bytes * shares[name])
-            file = _FarFile(self._far, path)
-            residences[name] = Residence(file, layout, index, report.num_rows, folder, room)
+            url = self._remote.url(path)
+            index = ChunkIndex.read(self.file(path + INDEX), layout, report.num_rows, url + INDEX)
+            fetch = partial(self._remote.read_range, path)
+            room = int(num_bytes * fractions[name])
+            caches[name] = ChunkCache(fetch, url, layout, index, report.num_rows, folder, room)
             indices[name] = index
         return FetchedDataset(
-            residences[SAMPLES],
-            residences.get(WEIGHTS),
-            shares[SAMPLES],
+            caches[SAMPLES],
+            caches.get(WEIGHTS),
+            fractions[SAMPLES],
             indices[SAMPLES].total_ids,
             lambda: np.frombuffer(self.file(f"{split}/{SOURCE_ROWS}"), np.int64),
             self.manifest.input_spec,

@@ -20,13 +20,13 @@ import pyarrow as pa
 from hybrid.checkpoint.checkpoint_folders import shared_file
 from hybrid.config import ColumnSection, DataSection, TableSection
 from hybrid.data.encode.fitting import (
-    Learnt,
-    Ranked,
-    WordCounts,
+    FittedStatistics,
+    RankedValues,
+    ValueCounts,
+    bucketed_numbers,
     holds_several,
-    numbers_of,
     other_encoding,
-    ranked,
+    rank,
     value_encoding,
     vocabularies,
 )
@@ -91,25 +91,25 @@ class FeatureEncoder:
             DataError: there are no rows.
         """
         layout = Layout.of(data, columns, with_labels=False)
-        learnt = Learnt.of(layout)
-        words: dict[str, list[WordCounts]] = {}
+        learnt = FittedStatistics.of(layout)
+        words: dict[str, list[ValueCounts]] = {}
         for block in blocks:
             learnt.moments.add(BlockMoments.of(block.dense_BF, layout.transforms))
             for k, column in enumerate(block.sparse):
                 learnt.several_K[k] |= holds_several(column)
-                learnt.quantiles_K[k].add(numbers_of(layout.sparse[k], column))
+                learnt.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
             for name, group in vocabularies(layout.sparse, tables).items():
-                words.setdefault(name, []).extend(WordCounts.of(block.sparse[k]) for k in group)
-        found = {name: ranked(parts)[0] for name, parts in words.items()}
-        return cls.of_learnt(layout, tables, learnt, found)
+                words.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
+        found = {name: rank(parts)[0] for name, parts in words.items()}
+        return cls.of_statistics(layout, tables, learnt, found)
 
     @classmethod
-    def of_learnt(
+    def of_statistics(
         cls,
         layout: Layout,
         tables: Mapping[str, TableSection],
-        learnt: Learnt,
-        words: Mapping[str, Ranked],
+        learnt: FittedStatistics,
+        words: Mapping[str, RankedValues],
     ) -> FeatureEncoder:
         """What was learnt of the training rows, as an encoder.
 

@@ -1,8 +1,9 @@
-"""Categorical values that the training rows did not have: how many there are, and how many to expect.
+"""Categorical values that the training rows do not have: how many there are, and how many to expect.
 
-Some are always to be expected in new rows. How many follows from the training rows themselves: leave a row
-out, and its value is unknown where no more than ``vocabulary_min_count`` - 1 others have it (Good, 1953).
-Where new rows have far more, they are from elsewhere, or their values are written otherwise.
+New rows always have some. How many follows from the training rows: without one of them, its value is unknown
+if at most ``vocabulary_min_count`` - 1 other rows have it (Good, 1953). If new rows have far more, they are
+other data, or their values are written differently. Rows that are later than all training rows are not like
+them: new users and items appear with time, so nothing is expected of them.
 """
 
 from dataclasses import dataclass
@@ -14,47 +15,54 @@ from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.column_values import is_list
 
-FAR = 0.1
-MIN_FAR = 10
+EXCESS = 0.1
+MIN_COUNT = 10
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownValues:
-    """Those of one categorical column of a split.
+    """The unknown values of one categorical column of a split.
 
     Attributes:
         name: of the column.
-        count: how many values are unknown; with ``vocabulary = hash``, none is.
-        num_values: how many there are, missing ones left out.
-        expected: the share that new rows like the training rows would have.
+        count: number of unknown values; 0 with ``vocabulary = hash``.
+        num_values: number of values, missing ones excluded.
+        expected: the fraction that is unknown in rows like the training rows; None for later rows.
     """
 
     name: str
     count: int
     num_values: int
-    expected: float
+    expected: float | None
 
     @property
-    def share(self) -> float:
-        """Of the values that are not missing."""
+    def fraction(self) -> float:
+        """The unknown fraction of the values that are not missing."""
         return self.count / max(1, self.num_values)
 
     @property
-    def is_far(self) -> bool:
-        """Whether the share is above what was expected by a tenth of all values, and not of a handful."""
-        return self.count >= MIN_FAR and self.share > self.expected + FAR
+    def is_excessive(self) -> bool:
+        """Whether the fraction exceeds the expected one by more than a tenth, and not by a few values."""
+        if self.expected is None:
+            return False
+        return self.count >= MIN_COUNT and self.fraction > self.expected + EXCESS
 
 
 class UnknownCounter:
-    """Counts the unknown values of a split, block by block."""
+    """Counts the unknown values of a split, block by block.
 
-    def __init__(self, encoder: FeatureEncoder) -> None:
+    Args:
+        is_later: whether the rows of the split are later than the training rows.
+    """
+
+    def __init__(self, encoder: FeatureEncoder, *, is_later: bool = False) -> None:
         self._encoder = encoder
+        self._is_later = is_later
         self._counts_K = np.zeros(len(encoder.sparse), np.int64)
         self._values_K = np.zeros(len(encoder.sparse), np.int64)
 
     def add(self, block: RawBlock, encoded: EncodedBlock) -> None:
-        """Add rows, and what ``FeatureEncoder.encode`` makes of them."""
+        """Add rows, and their result of ``FeatureEncoder.encode``."""
         one_id, bags = iter(encoded.ids_BK.T), iter(encoded.bags)
         for k, (encoding, column) in enumerate(zip(self._encoder.sparse, block.sparse, strict=True)):
             ids = next(bags).ids_L if encoding.multi_hot else next(one_id)
@@ -66,15 +74,18 @@ class UnknownCounter:
 
     @property
     def counted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """How many values of each column are unknown, and how many there are."""
+        """The number of unknown values, and of all values, of each column."""
         return self._counts_K, self._values_K
 
-    def add_counted(self, counts_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.int64]) -> None:
-        """Add what another one has counted."""
+    def add_counts(self, counts_K: npt.NDArray[np.int64], values_K: npt.NDArray[np.int64]) -> None:
+        """Add the counts of another counter."""
         self._counts_K += counts_K
         self._values_K += values_K
 
     def report(self) -> tuple[UnknownValues, ...]:
-        """What was counted, by column."""
+        """Return the counts by column."""
         counted = zip(self._encoder.sparse, self._counts_K.tolist(), self._values_K.tolist(), strict=True)
-        return tuple(UnknownValues(e.name, count, n, e.expected_unknown) for e, count, n in counted)
+        return tuple(
+            UnknownValues(e.name, count, n, None if self._is_later else e.expected_unknown)
+            for e, count, n in counted
+        )

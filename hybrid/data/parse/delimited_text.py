@@ -26,12 +26,12 @@ from hybrid.data.parse.text_lines import (
     Lines,
     is_utf8,
     line_blocks,
-    reading,
+    open_text,
     refuse_binary,
     whole_lines,
     without_returns,
 )
-from hybrid.data.values.invalid_rows import BadRow, Reason
+from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.errors import DataError
 from hybrid.storage.remote_path import Place
 
@@ -64,7 +64,7 @@ class TableBlock(NamedTuple):
     rows: npt.NDArray[np.int64]
     num_rows: int
     num_lines: int
-    bad: list[BadRow]
+    bad: list[InvalidRow]
 
 
 def read_text(path: Place, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
@@ -74,7 +74,7 @@ def read_text(path: Place, layout: Layout, block_bytes: int = BLOCK_BYTES) -> It
         ConfigError: the file lacks a column.
         DataError: the file cannot be read.
     """
-    with reading(path) as file:
+    with open_text(path) as file:
         head = file.read(PEEK_BYTES)
     yield from _tables(path, head, _open_ended(line_blocks(path, block_bytes)), layout)
 
@@ -91,7 +91,7 @@ def read_span(
     Raises:
         ConfigError, DataError: as in :func:`read_text`.
     """
-    with reading(path) as file:
+    with open_text(path) as file:
         head = file.read(PEEK_BYTES)
     blocks = whole_lines(path, chunks, is_start=is_first)
     ended = _open_ended(blocks) if is_last else _ended(blocks)
@@ -104,7 +104,7 @@ def record_start(path: Place, at: int, layout: Layout) -> int:
     Raises:
         ConfigError, DataError: as in :func:`read_text`.
     """
-    with reading(path) as file:
+    with open_text(path) as file:
         names, _ = _column_names(path, file.read(PEEK_BYTES), layout)
         layout.require(names, path)
         for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
@@ -235,13 +235,13 @@ class _Parser:
         rows = np.delete(row_of_line[lines.keep], at)
         return TableBlock(columns, np.delete(numbers, at), rows, num_rows, lines.count, broken + bad)
 
-    def _columns(self, block: bytes) -> tuple[dict[str, Any], list[BadRow]]:
+    def _columns(self, block: bytes) -> tuple[dict[str, Any], list[InvalidRow]]:
         """The wanted columns, and the rows (numbered from 0 in ``block``) of another number of columns."""
-        bad: list[BadRow] = []
+        bad: list[InvalidRow] = []
 
         def skip(row: Any) -> str:
             found = f"{row.actual_columns} column{'s' * (row.actual_columns != 1)}, expected {self._width}"
-            bad.append(BadRow(row.number - 1, Reason.COLUMNS, found))
+            bad.append(InvalidRow(row.number - 1, Reason.COLUMNS, found))
             return "skip"
 
         if not block:

@@ -41,13 +41,13 @@ def read_parquet(path: Place, layout: Layout, groups: range | None = None) -> It
         DataError: the file cannot be read, or claims to hold more than it can.
     """
     try:
-        with opened(path) as source, pq.ParquetFile(source) as file:
+        with open_parquet(path) as source, pq.ParquetFile(source) as file:
             layout.require(file.schema_arrow.names, path)
             leaves = _leaves(file, set(layout.wanted))
             check_claims(path, file, leaves)
             texts = [leaf.path for i, leaf in leaves.items() if _is_coded_text(file.metadata, i, leaf)]
         # As the dictionaries that they are: reading these costs no more than the file holds.
-        with opened(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
+        with open_parquet(path) as source, pq.ParquetFile(source, read_dictionary=texts) as file:
             yield from _blocks(path, file, list(layout.wanted), groups or range(file.num_row_groups))
     except (MemoryError, StorageError):
         raise
@@ -56,7 +56,7 @@ def read_parquet(path: Place, layout: Layout, groups: range | None = None) -> It
 
 
 @contextmanager
-def opened(path: Place) -> Iterator[Path | IO[bytes]]:
+def open_parquet(path: Place) -> Iterator[Path | IO[bytes]]:
     """What pyarrow reads a file by: of this machine its path, of a store the parts that are asked for."""
     if isinstance(path, RemotePath):
         with files.reading(path, ahead=0) as file:

@@ -19,10 +19,10 @@ from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.values import column_values
 from hybrid.data.values.dates import seconds
 from hybrid.data.values.features import feature
-from hybrid.data.values.invalid_rows import BadRow, BadRowLog, Reason, Reject, shown
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, Reject, shown
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.errors import ConfigError, DataError
-from hybrid.primitives.meter import Meter, tell_nobody
+from hybrid.primitives.progress import Progress, ignore_progress
 from hybrid.storage.remote_path import Place
 
 
@@ -72,7 +72,7 @@ class Source:
         data: the section that says how.
         with_labels: whether every row must have its labels; otherwise these are not looked at.
         block_bytes: text read at a time.
-        tell: told how many rows are read so far, while that takes long.
+        report: receives progress, one line at a time.
         check: called before every block; what it raises ends the pass.
         tasks: the sections [tasks.NAME].
         columns: the sections that say how columns are made.
@@ -84,14 +84,14 @@ class Source:
     data: DataSection
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
-    tell: Callable[[str], None] = tell_nobody
+    report: Callable[[str], None] = ignore_progress
     check: Callable[[], None] = lambda: None
     tasks: Mapping[str, TaskSection] = field(default_factory=dict)
     columns: Mapping[str, ColumnSection] = field(default_factory=dict)
     text: Iterator[bytes] | None = None
     beside: tuple[tuple[str, str], ...] = ()
 
-    def blocks(self, log: BadRowLog | None = None) -> Iterator[RawBlock]:
+    def blocks(self, log: InvalidRowLog | None = None) -> Iterator[RawBlock]:
         """Parsed rows, block by block.
 
         Raises:
@@ -100,7 +100,7 @@ class Source:
         """
         layout = self.layout
         log = log or self.new_log()
-        first_row, meter = 0, Meter("reading rows", self.tell)
+        first_row, progress = 0, Progress(self.report, "reading rows")
         for path in self.files:
             log.start_file()
             for table in self._tables(path, layout):
@@ -108,7 +108,7 @@ class Source:
                 block, bad = parse_of(path, table, layout, first_row)
                 log.add(path, len(block.source_rows_B), bad)
                 first_row += table.num_rows
-                meter.add(table.num_rows)
+                progress.add(table.num_rows)
                 if len(block.source_rows_B):
                     yield block
             log.finish_file(path)
@@ -131,12 +131,14 @@ class Source:
         """Labels, weights and groups of the rows."""
         return self.layout.targets
 
-    def new_log(self) -> BadRowLog:
+    def new_log(self) -> InvalidRowLog:
         """A log that treats bad rows as the data section says."""
-        return BadRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
+        return InvalidRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
 
 
-def parse_of(path: Place, table: TableBlock, layout: Layout, first_row: int) -> tuple[RawBlock, list[BadRow]]:
+def parse_of(
+    path: Place, table: TableBlock, layout: Layout, first_row: int
+) -> tuple[RawBlock, list[InvalidRow]]:
     """As :func:`parse`, of rows of the file ``path``; DataError where a column is of a wrong type."""
     try:
         return parse(table, layout, first_row)
@@ -147,7 +149,7 @@ def parse_of(path: Place, table: TableBlock, layout: Layout, first_row: int) -> 
         raise DataError(f"{path}: {error}; {advice}") from error
 
 
-def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[BadRow]]:
+def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[InvalidRow]]:
     """The good rows of ``table``, and all its bad ones; a row is bad for the first reason found.
 
     Args:
@@ -159,7 +161,7 @@ def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlo
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
         for i in np.flatnonzero(mask & good):
             value = shown(table.columns[name][i].as_py())
-            bad.append(BadRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
+            bad.append(InvalidRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
         good[mask] = False
 
     data, targets = layout.data, None

@@ -12,7 +12,7 @@ from typing import IO, cast
 import numpy as np
 import numpy.typing as npt
 
-from hybrid.data.values.invalid_rows import BadRow, Reason
+from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.errors import DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import Place
@@ -86,7 +86,9 @@ class Lines:
         for i in np.flatnonzero(suspect & self.keep).tolist():
             self.keep[i] = bool(self[i].strip())
 
-    def drop_broken(self, fault: Callable[[bytes], str], is_record: Callable[[bytes], bool]) -> list[BadRow]:
+    def drop_broken(
+        self, fault: Callable[[bytes], str], is_record: Callable[[bytes], bool]
+    ) -> list[InvalidRow]:
         """Keep no line in which ``fault`` finds one; returns these lines.
 
         Args:
@@ -103,7 +105,7 @@ class Lines:
                 last, last_line = end, self._first_line + end
                 found = "a line break within quotes"
             self.keep[i : last + 1] = False
-            broken.append(BadRow(self._first_line + i, Reason.TEXT, found, last_line))
+            broken.append(InvalidRow(self._first_line + i, Reason.TEXT, found, last_line))
         return broken
 
     def record_end(self, i: int, is_record: Callable[[bytes], bool]) -> int | None:
@@ -153,7 +155,7 @@ def line_blocks(path: Place, block_bytes: int) -> Iterator[bytes]:
     Raises:
         DataError: the file cannot be read, or a line is longer than 16 MiB.
     """
-    with reading(path) as file:
+    with open_text(path) as file:
         yield from whole_lines(path, iter(partial(file.read, block_bytes), b""))
 
 
@@ -217,7 +219,7 @@ def refuse_binary(path: Place, head: bytes) -> None:
 
 
 @contextmanager
-def reading(path: Place) -> Iterator[IO[bytes] | gzip.GzipFile]:
+def open_text(path: Place) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError.
 
     A store is asked for what is read, and no more; what a store refuses is a StorageError.

@@ -1,4 +1,4 @@
-"""How much memory preparing takes, and how many processes fit into a limit. Free of torch."""
+"""The memory that a preparation takes, and the number of threads that fit into a limit."""
 
 from __future__ import annotations
 
@@ -8,78 +8,70 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import PART_BLOCKS, Part
+from hybrid.data.parse.segments import SEGMENT_BLOCKS, Segment
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.available_memory import available_memory_bytes
 
-_PARENT_BYTES = 64 << 20  # what the parent holds of all parts
-_PROCESS_BYTES = 128 << 20  # what a process holds when it has done a job: modules, and what it keeps at hand
-# What parsing takes, at most, as measured: for each byte of text, of single values and of several in a field;
-# for each value of Parquet, and for each byte of its file.
-_A_BYTE, _A_BYTE_OF_BAGS = 8, 20
-_A_VALUE, _A_PACKED_BYTE = 48, 20
+_SHARED_BYTES = 64 << 20  # logs and statistics of all segments
+_THREAD_BYTES = 128 << 20  # what a thread holds besides the rows that it parses
+# The most that parsing takes, as measured: for each byte of text with one value and with several values in a
+# field; for each value of Parquet, and for each byte of its file.
+_PER_BYTE, _PER_BYTE_OF_BAGS = 8, 20
+_PER_VALUE, _PER_PACKED_BYTE = 48, 20
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What preparing may take beyond what is there before it: the parent and its processes together.
+    """The memory of a preparation, beyond what the process takes before it.
 
     Attributes:
         limit_bytes: all of it.
-        parse_bytes: what parsing the largest part takes.
+        parse_bytes: what parsing the largest segment takes.
     """
 
     limit_bytes: int
     parse_bytes: int
 
     @classmethod
-    def of(cls, limit_bytes: int, parts: Iterable[Part], layout: Layout, block_bytes: int) -> MemoryLimit:
-        """For these parts.
+    def of(
+        cls, limit_bytes: int, segments: Iterable[Segment], layout: Layout, block_bytes: int
+    ) -> MemoryLimit:
+        """Return the limit for some segments.
 
         Args:
-            limit_bytes: 0 for half of what is free, or what one process takes, where that is more.
+            limit_bytes: 0 for half of the free memory, or what one thread takes, if that is more.
 
         Raises:
-            ConfigError: the largest does not fit.
+            ConfigError: the largest segment does not fit.
         """
-        parse_bytes = max((_parse_bytes(part, layout, block_bytes) for part in parts), default=0)
-        enough = _PARENT_BYTES + _PROCESS_BYTES + parse_bytes
+        parse_bytes = max((_parse_bytes(each, layout, block_bytes) for each in segments), default=0)
+        enough = _SHARED_BYTES + _THREAD_BYTES + parse_bytes
         if not limit_bytes:
-            limit_bytes = max(free_bytes(), enough)
+            limit_bytes = max(available_memory_bytes() // 2, enough)
         if limit_bytes < enough:
-            rule = f"is too little for one process to read a part of the files; {_gib(enough)} are enough"
+            rule = f"is too little to parse a segment of the files; {_gib(enough)} are enough"
             raise ConfigError("data.prepare_memory_gb", rule, round(limit_bytes / 2**30, 3))
         return cls(limit_bytes, parse_bytes)
 
-    @property
-    def process_bytes(self) -> int:
-        """What a process takes that reads."""
-        return _PROCESS_BYTES + self.parse_bytes
-
-    def processes(self, wanted: int) -> int:
-        """How many processes it has room for, at most so many as are wanted."""
-        return min(wanted, (self.limit_bytes - _PARENT_BYTES) // self.process_bytes)
+    def count_threads(self, wanted: int) -> int:
+        """Return how many threads fit, at most ``wanted``."""
+        return min(wanted, (self.limit_bytes - _SHARED_BYTES) // (_THREAD_BYTES + self.parse_bytes))
 
     def job_bytes(self, count: int) -> int:
-        """What a job of one of so many processes may take."""
-        return self.share_bytes(count) - _PROCESS_BYTES
-
-    def share_bytes(self, count: int) -> int:
-        """What one of so many processes may take."""
-        return (self.limit_bytes - _PARENT_BYTES) // count
+        """Return what a job of one of ``count`` threads may take."""
+        return (self.limit_bytes - _SHARED_BYTES) // count - _THREAD_BYTES
 
     def line(self, count: int, wanted: int) -> str:
-        """What is said where there is no room for all."""
-        plural = "" if count == 1 else "es"
+        """Return the message that reports fewer threads than ``wanted``."""
         return (
-            f"preparing with {count} process{plural}, not {wanted}: {_gib(self.limit_bytes)} GiB of memory "
-            "(data.prepare_memory_gb) has room for no more"
+            f"preparing with {count} thread{'s' * (count != 1)}, not {wanted}: {_gib(self.limit_bytes)} GiB "
+            "of memory (data.prepare_memory_gb) has room for no more"
         )
 
 
 @contextmanager
-def memory_at_hand() -> Iterator[None]:
-    """Turn a MemoryError in here into one line for the user."""
+def explain_memory_errors() -> Iterator[None]:
+    """Turn a MemoryError into a DataError that says what to do."""
     try:
         yield
     except MemoryError as error:
@@ -89,20 +81,15 @@ def memory_at_hand() -> Iterator[None]:
         raise DataError(f"out of memory while preparing the data: {rule}") from error
 
 
-def free_bytes() -> int:
-    """What preparing takes of this host's memory, where nobody says how much: half of what is free."""
-    return available_memory_bytes() // 2
-
-
-def _parse_bytes(part: Part, layout: Layout, block_bytes: int) -> int:
-    if part.format == "parquet":
-        return _A_VALUE * part.nominal * len(layout.wanted) + _A_PACKED_BYTE * part.size
-    at_once = PART_BLOCKS * block_bytes
+def _parse_bytes(segment: Segment, layout: Layout, block_bytes: int) -> int:
+    if segment.format == "parquet":
+        return _PER_VALUE * segment.nominal * len(layout.wanted) + _PER_PACKED_BYTE * segment.size
+    at_once = SEGMENT_BLOCKS * block_bytes
     has_bags = any(column.separator or column.kind == "weighted" for column in layout.sparse)
-    text = at_once if part.format == "whole" else min(part.size, at_once)
-    return (_A_BYTE_OF_BAGS if has_bags else _A_BYTE) * text
+    text = at_once if segment.format == "whole" else min(segment.size, at_once)
+    return (_PER_BYTE_OF_BAGS if has_bags else _PER_BYTE) * text
 
 
 def _gib(num_bytes: int) -> str:
-    """Rounded up to hundredths."""
+    """Return GiB, rounded up to hundredths."""
     return f"{math.ceil(num_bytes / 2**30 * 100) / 100:g}"

@@ -15,15 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.config import TaskSection
-from hybrid.data.dataset.dataset_manifest import NO_BAD_ROWS, DatasetReport, LabelReport
+from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport, LabelReport
 from hybrid.data.encode.feature_encoder import EncodedBlock
 from hybrid.data.encode.unknown_values import UnknownValues
-from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.input_spec import InputSpec
 
 
-class SplitPlace(NamedTuple):
+class SplitPosition(NamedTuple):
     """A place in the arrays of a split.
 
     Attributes:
@@ -130,7 +130,7 @@ class SplitWriter:
         folder: Path,
         spec: InputSpec,
         targets: TargetSpec | None,
-        start: SplitPlace | None = None,
+        start: SplitPosition | None = None,
         *,
         is_end: bool = True,
     ) -> None:
@@ -140,7 +140,7 @@ class SplitWriter:
         self._is_end = is_end
         features = spec.sparse_features
         multi_hot = [k for k, feature in enumerate(features) if feature.multi_hot]
-        first, ends = start or SplitPlace(0, (0,) * len(multi_hot))
+        first, ends = start or SplitPosition(0, (0,) * len(multi_hot))
         self._num_rows = first
         self._targets = targets
         self.label_sums: list[LabelSums] = []
@@ -202,7 +202,7 @@ class SplitWriter:
         self._files.close()
 
     def report(
-        self, bad_rows: BadRowReport = NO_BAD_ROWS, unknown: tuple[UnknownValues, ...] = ()
+        self, bad_rows: InvalidRowReport = NO_INVALID_ROWS, unknown: tuple[UnknownValues, ...] = ()
     ) -> DatasetReport:
         """What was written, with what else is known of the split."""
         labels = () if self._targets is None else label_reports(self._targets.tasks, self.label_sums)

@@ -1,25 +1,23 @@
-"""What is done with a part of the input, or a piece of it, by whichever process is free. Free of torch.
+"""The stages of a preparation: what a job does with a segment of the input, or with a piece of it.
 
 ::
 
-    parse_part    a part of a file ──> pieces: numbers, and codes into words of their own
-    send_part     the same, into a store; parse_part then finds it there
-    learn_piece   a piece          ──> how often each word comes in training rows; moments, quantiles
-    rank_words    all pieces       ──> a vocabulary; for each piece the row of each word (ranking.py)
-    encode_piece  a piece          ──> its samples, at their place in the arrays of the splits
+    parse_segment  a segment of a file ──> pieces: numbers, and codes into the piece's distinct values
+    fit_piece      a piece             ──> counts of each value in training rows; moments; quantiles
+    rank_values    all pieces          ──> a vocabulary; for each piece the table row of each value
+    encode_piece   a piece             ──> its samples, at their position in the arrays of the splits
 
-What a stage gives depends on the files and the configuration alone, not on who does it, nor when.
+The result of a stage depends on the files and the configuration alone, not on the threads that run it.
+``vocabulary_order`` has ``rank_values``.
 """
 
 from __future__ import annotations
 
-import shutil
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,32 +26,31 @@ import pyarrow as pa
 from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder
-from hybrid.data.encode.fitting import WordCounts, holds_several, numbers_of
+from hybrid.data.encode.fitting import ValueCounts, bucketed_numbers, holds_several
 from hybrid.data.encode.unknown_values import UnknownCounter
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import PART_BLOCKS, PART_ROWS, Part, read_part
+from hybrid.data.parse.segments import SEGMENT_BLOCKS, SEGMENT_ROWS, Segment, read_segment
 from hybrid.data.parse.sources import RawBlock, parse_of
 from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
-from hybrid.data.prepare.process_pool import Told
-from hybrid.data.prepare.spill import BlockLog, PartLog, PieceLog
-from hybrid.data.prepare.split_writer import LabelSums, SplitPlace, SplitWriter
+from hybrid.data.prepare.job_threads import ReportRows
+from hybrid.data.prepare.spill import BlockLog, PieceLog, SegmentLog
+from hybrid.data.prepare.split_writer import LabelSums, SplitPosition, SplitWriter
 from hybrid.data.values.column_values import is_list
 from hybrid.data.values.scaling import BlockMoments
 from hybrid.data.values.targets import TargetSpec
-from hybrid.storage.remote_path import Place, RemotePath
 
 TRAIN, TEST = "train", "test"
-MAKING = "making-"  # begins the name of the folder of a part that is not there yet
+UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the files are read: the sections of the configuration that say so.
+    """How the files are read: the sections of the configuration that define it.
 
     Attributes:
-        block_bytes: text parsed at a time.
+        block_bytes: text that is parsed at a time.
     """
 
     data: DataSection
@@ -67,221 +64,178 @@ class Reading:
 
 
 class ParseJob(NamedTuple):
-    """A part, and what becomes of it.
+    """A segment to parse, and the folder of its pieces, which appears atomically."""
 
-    Attributes:
-        part: to parse.
-        reading: how it is read.
-        folder: that its pieces go to; it appears whole.
-        sent: where in a store it is if another host has parsed it, which does not see ``folder``.
-    """
-
-    part: Part
+    segment: Segment
     reading: Reading
     folder: Path
-    sent: RemotePath | None = None
 
 
-def parse_part(job: ParseJob, told: Told) -> PartLog:
-    """Parse a part, unless it is there or can be fetched.
+def parse_segment(job: ParseJob, report: ReportRows) -> SegmentLog:
+    """Parse a segment, unless its folder exists.
 
     Raises:
         DataError, ConfigError: it cannot be read.
     """
     if job.folder.exists():
-        told(0, 1.0)
-        return PartLog.read(job.folder)
-    # Of this attempt's own: on another host that was out of reach, somebody may still be at the same part.
-    making = job.folder.with_name(f"{MAKING}{job.folder.name}-{uuid.uuid4().hex}")
-    making.mkdir(parents=True)
-    if job.sent is not None and spill.fetch_part(job.sent, making):
-        told(0, 1.0)
-    else:
-        _parse(job, making, told)
-    sync_all(making)  # whoever goes on with it after a power cut finds what it names
-    try:
-        making.rename(job.folder)
-    except OSError:
-        if not job.folder.exists():
-            raise
-        shutil.rmtree(making)  # somebody was quicker, with the same
-    return PartLog.read(job.folder)
-
-
-def send_part(job: ParseJob, told: Told) -> None:
-    """Parse a part into the store, unless it is there already; as :func:`parse_part`.
-
-    Pieces go there out of memory, one at a time, so that nothing is left on this host.
-    """
-    assert job.sent is not None
-    if spill.is_sent(job.sent):
-        told(0, 1.0)
-    else:
-        _parse(job, job.sent, told)
-
-
-def _parse(job: ParseJob, folder: Place, told: Told) -> None:
-    """Parse a part into a folder."""
-    told(0, 0.0)
-    part, layout = job.part, job.reading.layout
-    log = PartLog([], [])
-    held: list[RawBlock] = []
-    row = 0
-    for table, share in read_part(part, layout, job.reading.block_bytes):
-        block, bad = parse_of(part.path, table, layout, row)
-        log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), bad))
+        report(0, 1.0)
+        return SegmentLog.read(job.folder)
+    report(0, 0.0)
+    folder = job.folder.with_name(f"{UNFINISHED}{job.folder.name}")
+    folder.mkdir(parents=True)
+    log, held, row = SegmentLog([], []), list[RawBlock](), 0
+    for table, fraction in read_segment(job.segment, job.reading.layout, job.reading.block_bytes):
+        block, invalid = parse_of(job.segment.path, table, job.reading.layout, row)
+        log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
             held.append(block)
         row += table.num_rows
-        if _is_full(held, part):
+        if _is_full(held, job.segment):
             _write_piece(folder, log, held)
             held = []
-        told(table.num_rows, share)
+        report(table.num_rows, fraction)
     if held:
         _write_piece(folder, log, held)
     log.write(folder)
+    sync_all(folder)  # after a power cut, a folder that has its final name is complete
+    folder.rename(job.folder)
+    return log
 
 
-def _is_full(held: Sequence[RawBlock], part: Part) -> bool:
+def _is_full(held: Sequence[RawBlock], segment: Segment) -> bool:
     rows = sum(len(block.source_rows_B) for block in held)
-    return rows >= PART_ROWS or (len(held) >= PART_BLOCKS and part.format != "parquet")
+    return rows >= SEGMENT_ROWS or (len(held) >= SEGMENT_BLOCKS and segment.format != "parquet")
 
 
-def _write_piece(folder: Place, log: PartLog, held: Sequence[RawBlock]) -> None:
+def _write_piece(folder: Path, log: SegmentLog, held: Sequence[RawBlock]) -> None:
     first_row = int(held[0].source_rows_B[0])
     spill.write_piece(spill.piece_folder(folder, len(log.pieces)), held, first_row)
     log.pieces.append(PieceLog(first_row, sum(len(block.source_rows_B) for block in held)))
 
 
 class Piece(NamedTuple):
-    """A piece, and which rows it has.
+    """Some parsed blocks.
 
     Attributes:
-        folder: what is in it.
-        first_row: of it among all rows of its split's files.
-        split: says which are test rows; None where all are.
+        folder: of its files.
+        first_row: its first row among all rows of the files of its split.
+        split: selects the test rows; None where all rows are test rows.
     """
 
     folder: Path
     first_row: int
     split: Split | None
 
-    def blocks(self, words: Sequence[Any]) -> list[dict[str, RawBlock]]:
-        """The training rows and the test rows of each block (:func:`read_piece`)."""
-        return [self._parted(block) for block in spill.read_piece(self.folder, self.first_row, words)]
+    def blocks(self, values: Sequence[pa.Array]) -> list[dict[str, RawBlock]]:
+        """Return the training rows and the test rows of each block; see :func:`spill.read_piece`."""
+        return [self._divide(block) for block in spill.read_piece(self.folder, self.first_row, values)]
 
-    def _parted(self, block: RawBlock) -> dict[str, RawBlock]:
+    def _divide(self, block: RawBlock) -> dict[str, RawBlock]:
         if self.split is None:
             return {TEST: block}
-        is_test_B = self.split.is_test(block)
+        is_test_B = self.split.is_test(block.source_rows_B, block.split_B)
         if not is_test_B.any():
             return {TRAIN: block}
         return {TRAIN: block.select(~is_test_B), TEST: block.select(is_test_B)}
 
 
-class PieceLearnt(NamedTuple):
-    """What is learnt of a piece, beside the counts of its words.
+class PieceStatistics(NamedTuple):
+    """Statistics of a piece, besides the counts of its values.
 
     Attributes:
         moments: of the training rows of each block.
-        numbers: of them too, for each column of data.sparse those whose quantiles make buckets.
+        numbers: of each block, the numbers of each column of data.sparse whose quantiles bound buckets.
         several_K: which columns hold several values in a training row.
-        places: how much each split gets: rows, and values of each column of data.sparse.
+        sizes: for each split, the number of rows, and of values of each column of data.sparse.
     """
 
     moments: list[BlockMoments]
     numbers: list[list[npt.NDArray[np.float64]]]
     several_K: npt.NDArray[np.bool_]
-    places: dict[str, tuple[int, npt.NDArray[np.int64]]]
+    sizes: dict[str, tuple[int, npt.NDArray[np.int64]]]
 
 
-def learn_piece(job: tuple[Piece, Reading], told: Told) -> PieceLearnt:
-    """Learn from the training rows of a piece; how often each word comes is written beside it."""
+def fit_piece(job: tuple[Piece, Reading], report: ReportRows) -> PieceStatistics:
+    """Compute the statistics of the training rows of a piece; write the counts of its values beside it."""
     piece, reading = job
     layout = reading.layout
-    sizes = [len(words) for words in spill.read_words(piece.folder)]
-    counts: list[npt.NDArray[np.int64]] = [np.zeros(size, np.int64) for size in sizes]
-    learnt = PieceLearnt([], [], np.zeros(len(sizes), np.bool_), {})
-    for block in piece.blocks([pa.array(np.arange(size, dtype=np.int32)) for size in sizes]):
+    lengths = [len(values) for values in spill.read_values(piece.folder)]
+    counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
+    statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), {})
+    for block in piece.blocks([pa.array(np.arange(length, dtype=np.int32)) for length in lengths]):
         for split, rows in block.items():
-            num_rows, values_K = learnt.places.get(split, (0, np.zeros(len(sizes), np.int64)))
-            more_K = np.array([*map(_num_values, rows.sparse)], np.int64)
-            learnt.places[split] = num_rows + len(rows.source_rows_B), values_K + more_K
+            num_rows, values_K = statistics.sizes.get(split, (0, np.zeros(len(lengths), np.int64)))
+            more_K = np.array([*map(_count_values, rows.sparse)], np.int64)
+            statistics.sizes[split] = num_rows + len(rows.source_rows_B), values_K + more_K
         if (training := block.get(TRAIN)) is None:
             continue
-        learnt.moments.append(BlockMoments.of(training.dense_BF, layout.transforms))
+        statistics.moments.append(BlockMoments.of(training.dense_BF, layout.transforms))
         pairs = zip(layout.sparse, training.sparse, strict=True)
-        learnt.numbers.append([numbers_of(column, given) for column, given in pairs])
+        statistics.numbers.append([bucketed_numbers(column, values) for column, values in pairs])
         for k, column in enumerate(training.sparse):
-            learnt.several_K[k] |= holds_several(column)
-            if sizes[k]:
-                counts[k] += WordCounts.of(column).counts_D
+            statistics.several_K[k] |= holds_several(column)
+            if lengths[k]:
+                counts[k] += ValueCounts.of(column).counts_D
     for k, counts_D in enumerate(counts):
         np.save(spill.counts_path(piece.folder, k), counts_D)
-    told(0, 1.0)
-    return learnt
+    report(0, 1.0)
+    return statistics
 
 
-def _num_values(column: Any) -> int:
+def _count_values(column: pa.Array) -> int:
     return len(column.flatten()) if is_list(column) else len(column) - int(column.null_count)
 
 
 class EncodeJob(NamedTuple):
-    """A piece, and where its samples go.
+    """A piece to encode.
 
     Attributes:
         encoder: without the values of vocabularies.
-        places: where the samples of each split begin.
+        positions: where the samples of each split begin.
         folder: of the splits.
     """
 
     piece: Piece
     encoder: FeatureEncoder
     targets: TargetSpec
-    places: dict[str, SplitPlace]
+    positions: dict[str, SplitPosition]
     folder: Path
 
 
-class PieceWritten(NamedTuple):
-    """What is summed up of the samples of a split in a piece: labels by block, unknown values by column."""
+class PieceSums(NamedTuple):
+    """Sums over the samples of a split in a piece: of labels by block, of unknown values by column."""
 
     label_sums: list[LabelSums]
     unknown_K: npt.NDArray[np.int64]
     values_K: npt.NDArray[np.int64]
 
 
-def encode_piece(job: EncodeJob, told: Told) -> dict[str, PieceWritten]:
+def encode_piece(job: EncodeJob, report: ReportRows) -> dict[str, PieceSums]:
     """Write the samples of a piece."""
     piece, encoder = job.piece, job.encoder
-    unknown = {split: UnknownCounter(encoder) for split in job.places}
+    unknown = {split: UnknownCounter(encoder) for split in job.positions}
     spec = encoder.input_spec
+    values = spill.read_values(piece.folder)
+    # Of each distinct value of each column, the row of the table.
+    rows_of_values = [
+        pa.array(
+            np.load(spill.rows_path(piece.folder, k))
+            if encoding.vocabulary == "build"
+            else encoding.rows(values[k])
+        )
+        for k, encoding in enumerate(encoder.sparse)
+    ]
     with ExitStack() as files:
         writers = {
             split: files.enter_context(
-                closing(SplitWriter(job.folder / split, spec, job.targets, place, is_end=False))
+                closing(SplitWriter(job.folder / split, spec, job.targets, position, is_end=False))
             )
-            for split, place in job.places.items()
+            for split, position in job.positions.items()
         }
-        for block in piece.blocks(_rows_of_words(piece.folder, encoder)):
+        for block in piece.blocks(rows_of_values):
             for split, rows in block.items():
                 encoded = encoder.encode(rows)
                 unknown[split].add(rows, encoded)
                 writers[split].append(encoded, rows.targets, rows.source_rows_B)
-    told(0, 1.0)
-    return {
-        split: PieceWritten(writer.label_sums, *unknown[split].counted) for split, writer in writers.items()
-    }
-
-
-def _rows_of_words(folder: Path, encoder: FeatureEncoder) -> list[Any]:
-    """The rows of the table of each word of each column."""
-    return [
-        _rows(folder, k, encoding, words)
-        for k, (encoding, words) in enumerate(zip(encoder.sparse, spill.read_words(folder), strict=True))
-    ]
-
-
-def _rows(folder: Path, k: int, encoding: Any, words: Any) -> Any:
-    if encoding.vocabulary == "build":
-        return pa.array(np.load(spill.rows_path(folder, k)))
-    return pa.array(encoding.rows(words))
+    report(0, 1.0)
+    return {split: PieceSums(writer.label_sums, *unknown[split].counted) for split, writer in writers.items()}

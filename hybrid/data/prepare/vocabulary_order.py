@@ -1,15 +1,15 @@
-"""The order of a vocabulary, out of the words of all pieces, within a limit of memory.
+"""The order of a vocabulary, from the values of all pieces, within a memory limit.
 
-Words that fit are ordered together. Others are sorted by text, piece by piece, and cut at the same texts;
-what lies between two cuts fits, is ordered by itself, and is a run. Since runs follow each other by text, the
-words that come equally often (a level) are in the order of the runs, and the place of each follows from the
-sizes of levels: no words of two runs are compared, as they would have to be had a hash parted them::
+Values that fit into memory are ordered together. Otherwise the values of each piece are sorted by text on
+disk and cut at the same texts. The values between two cuts fit, are ordered alone, and form a run. Runs
+follow each other by text, so equally frequent values (a level) are in the order of the runs. The position of
+each level follows from the sizes of the levels, without comparing values of two runs::
 
-    sorted pieces   a b d | e     b c d | f     words, and how often each comes; cut at e
+    sorted pieces   a b d | e     b c d | f     values, and the count of each; cut at e
                     3 1 1 | 2     1 1 1 | 1
     runs            a b d c | e f               each in its order
                     3 2 2 1 | 2 1
-    vocabulary      a | b d | e | c | f         level by level, and run by run in each
+    vocabulary      a | b d | e | c | f         level by level, and run by run in each level
                     3 | 2 2 | 2 | 1 | 1
 """
 
@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import shutil
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,24 +28,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from hybrid.config.resolved_columns import Column
-from hybrid.data.encode.fitting import Ranked, WordCounts, ranked
+from hybrid.data.encode.fitting import RankedValues, ValueCounts, rank
 from hybrid.data.encode.vocabulary import text_bounds
 from hybrid.data.prepare import spill
-from hybrid.data.prepare.process_pool import Told
+from hybrid.data.prepare.job_threads import ReportRows
 from hybrid.data.prepare.spill import RankedWriter, read_ranked
 
-# What ordering takes for each word of a piece, and for each byte of it, if no two are the same.
-_A_WORD, _A_BYTE = 140, 4  # bytes
+# What ordering takes for each value of a piece, and for each byte of it, if all values differ.
+_BYTES_PER_VALUE, _BYTES_PER_BYTE = 140, 4
 
 
 class RankJob(NamedTuple):
     """A vocabulary to order.
 
     Attributes:
-        columns: those that share it, by their places.
+        columns: those that share it, by their index in data.sparse.
         pieces: all of them.
-        folder: that it goes to.
-        memory_bytes: that it may take.
+        folder: of the vocabulary.
+        memory_bytes: the most that the job takes.
     """
 
     columns: dict[int, Column]
@@ -54,143 +54,144 @@ class RankJob(NamedTuple):
     memory_bytes: int
 
 
-class _Part(NamedTuple):
-    """The words of a column in a piece."""
+class _PieceColumn(NamedTuple):
+    """The values of a column in a piece."""
 
     piece: Path
     column: int
     min_count: int
 
-    def read(self) -> WordCounts:
-        words = spill.read_words(self.piece)[self.column]
-        return WordCounts(words, np.load(spill.counts_path(self.piece, self.column)))
+    def read(self) -> ValueCounts:
+        values = spill.read_values(self.piece)[self.column]
+        return ValueCounts(values, np.load(spill.counts_path(self.piece, self.column)))
 
-    def write_rows(self, rank_D: npt.NDArray[np.int64], found: Ranked) -> None:
-        """The rows of the table, by the ranks in the vocabulary."""
-        known = found.num_known(self.min_count)
+    def write_rows(self, rank_D: npt.NDArray[np.int64], ranked: RankedValues) -> None:
+        """Write the table row of each value, from its rank in the vocabulary."""
+        known = ranked.count_known(self.min_count)
         rows_D = np.where(rank_D <= known, rank_D, 0).astype(np.int32)
         np.save(spill.rows_path(self.piece, self.column), rows_D)
 
 
-def rank_words(job: RankJob, told: Told) -> None:
-    """Order the words of a vocabulary, and say for each piece which row each of its words has."""
+def rank_values(job: RankJob, report: ReportRows) -> None:
+    """Order the values of a vocabulary, and write the table row of each value of each piece."""
     pa.default_memory_pool().release_unused()
-    parts = [_Part(piece, k, column.min_count) for piece in job.pieces for k, column in job.columns.items()]
-    need = sum(int(_costs(spill.read_words(part.piece)[part.column])[-1]) for part in parts)
+    sources = [
+        _PieceColumn(piece, k, column.min_count) for piece in job.pieces for k, column in job.columns.items()
+    ]
+    need = sum(int(_memory_costs(spill.read_values(each.piece)[each.column])[-1]) for each in sources)
     if need > job.memory_bytes:
-        _merge(job, parts, told)
+        _merge(job, sources, report)
     else:
-        found, ranks = ranked([part.read() for part in parts])
-        _write(job.folder, found)
-        for part, rank_D in zip(parts, ranks, strict=True):
-            part.write_rows(rank_D, found)
-    told(0, 1.0)
+        ranked, ranks = rank([source.read() for source in sources])
+        _write(job.folder, ranked)
+        for source, rank_D in zip(sources, ranks, strict=True):
+            source.write_rows(rank_D, ranked)
+    report(0, 1.0)
 
 
-def _write(folder: Path, found: Ranked) -> None:
+def _write(folder: Path, ranked: RankedValues) -> None:
     with closing(RankedWriter(folder)) as writer:
-        writer.add(found)
+        writer.add(ranked)
 
 
-def _costs(words: Any) -> npt.NDArray[np.int64]:
-    """What ordering the first of some words takes, for none of them, for one, ..., for all."""
-    bounds = text_bounds(words)
-    costs: npt.NDArray[np.int64] = _A_WORD * np.arange(len(bounds)) + _A_BYTE * (bounds - bounds[0])
+def _memory_costs(values: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the bytes that ordering the first 0, 1, ..., all of some values takes."""
+    bounds = text_bounds(values)
+    costs: npt.NDArray[np.int64] = _BYTES_PER_VALUE * np.arange(len(bounds)) + _BYTES_PER_BYTE * (
+        bounds - bounds[0]
+    )
     return costs
 
 
-def _merge(job: RankJob, parts: Sequence[_Part], told: Told) -> None:
-    """Order words that do not fit into memory together."""
+def _merge(job: RankJob, sources: Sequence[_PieceColumn], report: ReportRows) -> None:
+    """Order values that do not fit into memory together."""
     scratch = job.folder.with_name(f"{job.folder.name}-runs")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
-    paths = [scratch / f"sorted-{i}.arrow" for i in range(len(parts))]
-    # Between two cuts lie as many samples as there are parts, and of each part less than a step besides.
-    step = max(1, job.memory_bytes // (2 * len(parts)))
+    paths = [scratch / f"sorted-{i}.arrow" for i in range(len(sources))]
+    # Between two cuts lie as many samples as there are sources, and less than a step of each source besides.
+    step = max(1, job.memory_bytes // (2 * len(sources)))
     samples = []
-    for i, (part, path) in enumerate(zip(parts, paths, strict=True)):
-        samples.append(_sort(part.read(), path, step))
-        told(0, 0.4 * (i + 1) / len(parts))
+    for i, (source, path) in enumerate(zip(sources, paths, strict=True)):
+        samples.append(_sort(source.read(), path, step))
+        report(0, 0.4 * (i + 1) / len(sources))
     together = pa.concat_arrays(samples)
-    cuts = together.take(pc.sort_indices(together))[len(parts) - 1 :: len(parts)].unique().to_pylist()
-    bounds_IR = np.array([_bounds(path, cuts) for path in paths])
+    cuts = together.take(pc.sort_indices(together))[len(sources) - 1 :: len(sources)].unique().to_pylist()
+    bounds_IR = np.array([_find_cuts(path, cuts) for path in paths])
     runs = []
     for r in range(len(cuts) + 1):
-        bounds = zip(paths, bounds_IR[:, r], bounds_IR[:, r + 1], strict=True)
-        runs.append(_Run.write(scratch / f"run-{r}", [_between(*each) for each in bounds]))
-        told(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
-    shifts = _write_levels(job.folder, [run.found for run in runs])
-    found, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
+        parts = []
+        for path, start, stop in zip(paths, bounds_IR[:, r], bounds_IR[:, r + 1], strict=True):
+            batch = _read_sorted(path).slice(start, stop - start)
+            parts.append(ValueCounts(batch["word"], np.asarray(batch["count"])))
+        runs.append(_Run.write(scratch / f"run-{r}", parts))
+        report(0, 0.4 + 0.4 * (r + 1) / (len(cuts) + 1))
+    shifts = _write_levels(job.folder, [run.ranked for run in runs])
+    ranked, sizes_IR = read_ranked(job.folder), np.diff(bounds_IR)
     ends_IR = sizes_IR.cumsum(axis=0)
-    for part, path, sizes_R, ends_R in zip(parts, paths, sizes_IR, ends_IR, strict=True):
+    for source, path, sizes_R, ends_R in zip(sources, paths, sizes_IR, ends_IR, strict=True):
         ranks = [
             shift.ranks(run.ranks(end - size, end))
             for run, shift, size, end in zip(runs, shifts, sizes_R.tolist(), ends_R.tolist(), strict=True)
         ]
         rank_D = np.empty(int(sizes_R.sum()), np.int64)
-        rank_D[np.asarray(_sorted(path)["place"])] = np.concatenate(ranks)
-        part.write_rows(rank_D, found)
+        rank_D[np.asarray(_read_sorted(path)["place"])] = np.concatenate(ranks)
+        source.write_rows(rank_D, ranked)
     shutil.rmtree(scratch)
 
 
-def _sort(part: WordCounts, path: Path, step: int) -> Any:
-    """Write words sorted by text; some of them, one wherever the cost has grown by ``step``."""
-    place = pc.sort_indices(part.words)
-    words = part.words.take(place)
-    batch = pa.record_batch({"word": words, "count": pa.array(part.counts_D).take(place), "place": place})
+def _sort(counts: ValueCounts, path: Path, step: int) -> pa.Array:
+    """Write values sorted by text; return a sample, one wherever the memory cost has grown by ``step``."""
+    index = pc.sort_indices(counts.values)
+    values = counts.values.take(index)
+    batch = pa.record_batch({"word": values, "count": pa.array(counts.counts_D).take(index), "place": index})
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, batch.schema) as writer:
         writer.write_batch(batch)
-    costs = _costs(words)
+    costs = _memory_costs(values)
     chosen = np.unique(np.searchsorted(costs, np.arange(step, int(costs[-1]) + 1, step)) - 1)
-    return words.take(pa.array(chosen))
+    return values.take(pa.array(chosen))
 
 
-def _sorted(path: Path) -> Any:
-    """What :func:`_sort` wrote, mapped into memory: ``word``, ``count`` and ``place`` before the sorting."""
+def _read_sorted(path: Path) -> pa.RecordBatch:
+    """Return what :func:`_sort` wrote, memory-mapped: ``word``, ``count``, and ``place`` before sorting."""
     with pa.memory_map(str(path)) as file:
         return pa.ipc.open_file(file).get_batch(0)
 
 
-def _bounds(path: Path, cuts: Sequence[str]) -> list[int]:
-    """Where sorted words are cut: those before a cut are less than it."""
-    words = _sorted(path)["word"]
-    return [0, *(bisect_left(words, cut, key=lambda word: word.as_py()) for cut in cuts), len(words)]
-
-
-def _between(path: Path, start: int, stop: int) -> WordCounts:
-    """The words of a part between two cuts."""
-    batch = _sorted(path).slice(start, stop - start)
-    return WordCounts(batch["word"], np.asarray(batch["count"]))
+def _find_cuts(path: Path, cuts: Sequence[str]) -> list[int]:
+    """Return the bounds of the runs in sorted values: values before a cut are less than it."""
+    values = _read_sorted(path)["word"]
+    return [0, *(bisect_left(values, cut, key=lambda value: value.as_py()) for cut in cuts), len(values)]
 
 
 class _Run(NamedTuple):
-    """What lies between two cuts, in its order; mapped into memory.
+    """The values between two cuts, in their order, memory-mapped.
 
     Attributes:
-        folder: of the words, and of their ranks, part after part.
-        found: the words.
+        folder: of the values, and of their ranks, source after source.
+        ranked: the values.
     """
 
     folder: Path
-    found: Ranked
+    ranked: RankedValues
 
     @classmethod
-    def write(cls, folder: Path, parts: Sequence[WordCounts]) -> _Run:
-        found, ranks = ranked(parts)
-        _write(folder, found)
+    def write(cls, folder: Path, counts: Sequence[ValueCounts]) -> _Run:
+        ranked, ranks = rank(counts)
+        _write(folder, ranked)
         np.concatenate(ranks).astype(np.int32).tofile(folder / "ranks.bin")
         return cls(folder, read_ranked(folder))
 
     def ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """Those of some of the words of the parts, in their order."""
+        """Return the ranks of some values of the sources, in their order."""
         return np.fromfile(self.folder / "ranks.bin", np.int32, stop - start, offset=4 * start)
 
 
 class _Shift(NamedTuple):
-    """By how much ranks in a run differ from those in the vocabulary.
+    """The difference between ranks in a run and ranks in the vocabulary.
 
     Attributes:
-        first_L: the first rank in the run of each level, rising; before them 0, of words that never come.
+        first_L: the first rank in the run of each level, rising; before them 0, of values that never occur.
         shift_L: of all ranks of the level.
     """
 
@@ -198,29 +199,26 @@ class _Shift(NamedTuple):
     shift_L: npt.NDArray[np.int64]
 
     def ranks(self, rank_D: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-        """Ranks in the vocabulary."""
+        """Return ranks in the vocabulary."""
         return rank_D + self.shift_L[np.searchsorted(self.first_L, rank_D, side="right") - 1]
 
 
-def _write_levels(folder: Path, runs: Sequence[Ranked]) -> list[_Shift]:
-    """Write the vocabulary that some runs make, which follow each other by text."""
+def _write_levels(folder: Path, runs: Sequence[RankedValues]) -> list[_Shift]:
+    """Write the vocabulary of some runs, which follow each other by text; return the shift of each run."""
     firsts = [np.flatnonzero(np.diff(run.counts_V, prepend=0)) for run in runs]
     first_S = np.concatenate(firsts)
-    stop_S = np.concatenate([np.append(f, len(run.words))[1:] for f, run in zip(firsts, runs, strict=True)])
+    stop_S = np.concatenate([np.append(f, len(run.values))[1:] for f, run in zip(firsts, runs, strict=True)])
     run_S = np.repeat(np.arange(len(runs)), [*map(len, firsts)])
     count_S = np.concatenate([run.counts_V[f] for f, run in zip(firsts, runs, strict=True)])
     order = np.lexsort((run_S, -count_S))
     with closing(RankedWriter(folder)) as writer:
         for r, first, stop in zip(*(each[order].tolist() for each in (run_S, first_S, stop_S)), strict=True):
-            writer.add(Ranked(runs[r].words[first:stop], runs[r].counts_V[first:stop]))
+            writer.add(RankedValues(runs[r].values[first:stop], runs[r].counts_V[first:stop]))
     size_S = (stop_S - first_S)[order]
-    place_S = np.empty_like(first_S)
-    place_S[order] = size_S.cumsum() - size_S
-    return [*_shifts(firsts, place_S)]
-
-
-def _shifts(firsts: Sequence[npt.NDArray[np.int64]], place_S: npt.NDArray[np.int64]) -> Iterator[_Shift]:
-    """Those of each run, by where each of its levels begins in it, and in the vocabulary."""
-    ends = np.cumsum([*map(len, firsts)])
-    for first, place in zip(firsts, np.split(place_S, ends[:-1]), strict=True):
-        yield _Shift(np.append(0, first + 1), np.append(0, place - first))
+    position_S = np.empty_like(first_S)
+    position_S[order] = size_S.cumsum() - size_S
+    ends = np.cumsum([*map(len, firsts)])[:-1]
+    return [
+        _Shift(np.append(0, first + 1), np.append(0, position - first))
+        for first, position in zip(firsts, np.split(position_S, ends), strict=True)
+    ]

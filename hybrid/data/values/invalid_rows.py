@@ -57,7 +57,7 @@ _ADVICE = {
 }
 
 
-class BadRow(NamedTuple):
+class InvalidRow(NamedTuple):
     """A row that cannot be used.
 
     Attributes:
@@ -72,7 +72,7 @@ class BadRow(NamedTuple):
     found: str
     last: int = 0
 
-    def after(self, lines: int) -> BadRow:
+    def after(self, lines: int) -> InvalidRow:
         """The same row where so many lines come before."""
         return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
 
@@ -89,7 +89,7 @@ def shown(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class BadRowReport:
+class InvalidRowReport:
     """How many rows were skipped, by reason, and the first of them as ``FILE:LINE: what is wrong``."""
 
     counts: dict[str, int]
@@ -100,7 +100,7 @@ class BadRowReport:
         return sum(self.counts.values())
 
 
-class BadRowLog:
+class InvalidRowLog:
     """Collects the bad rows of one pass over the files of a split.
 
     Args:
@@ -120,9 +120,9 @@ class BadRowLog:
         """The rows that follow are those of another file."""
         self._file_good = 0
         self._file_bad: Counter[Reason] = Counter()
-        self._file_first: dict[Reason, BadRow] = {}
+        self._file_first: dict[Reason, InvalidRow] = {}
 
-    def add(self, path: Place, num_good: int, bad: Sequence[BadRow]) -> None:
+    def add(self, path: Place, num_good: int, bad: Sequence[InvalidRow]) -> None:
         """Record a block of ``path``, which comes after the blocks recorded before."""
         self._good += num_good
         self._file_good += num_good
@@ -151,7 +151,7 @@ class BadRowLog:
             f"{first.text}; {_ADVICE[reason]}"
         )
 
-    def finish(self) -> BadRowReport:
+    def finish(self) -> InvalidRowReport:
         """The report of the pass; DataError where there were too many bad rows."""
         bad = self._counts.total()
         if bad > self._max_fraction * (self._good + bad):
@@ -159,4 +159,6 @@ class BadRowLog:
                 f"{bad} of {self._good + bad} rows are bad, more than data.max_bad_fraction = "
                 f"{self._max_fraction}; the first: {self._examples[0]}"
             )
-        return BadRowReport({str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples))
+        return InvalidRowReport(
+            {str(reason): self._counts[reason] for reason in Reason}, tuple(self._examples)
+        )

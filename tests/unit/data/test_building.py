@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 from support.commands import ROOT
-from support.stores import BUCKET, Store
 
 from hybrid.data.dataset import atomic_directory as module
-from hybrid.data.dataset.atomic_directory import building, parts_of_building, remove_abandoned, sent_parts
+from hybrid.data.dataset.atomic_directory import build_directory, keep_segments, remove_abandoned
 from hybrid.errors import ClusterError, DataError, OutageError
-from hybrid.storage.files import entries, write_bytes
-from hybrid.storage.remote_path import RemotePath, place
 
 HANGING = """
 import sys, time
 from pathlib import Path
-from hybrid.data.dataset.atomic_directory import building
-with building(Path(sys.argv[1]) / "x", "whole") as folder:
+from hybrid.data.dataset.atomic_directory import build_directory
+with build_directory(Path(sys.argv[1]) / "x", "whole") as folder:
     (folder / "part").touch()
     print(flush=True)
     time.sleep(600)
@@ -46,14 +43,14 @@ def test_what_a_killed_process_left_is_removed_at_once_and_a_live_one_keeps_its_
         assert (kept / "part").exists()
         assert len(list(tmp_path.iterdir())) == 2  # and its lock
         alive.kill()
-    with building(tmp_path / "x", "whole") as folder:
+    with build_directory(tmp_path / "x", "whole") as folder:
         (folder / "whole").touch()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     def fail() -> None:
-        with building(tmp_path / "x", "whole") as folder:
+        with build_directory(tmp_path / "x", "whole") as folder:
             (folder / "part").touch()
             raise RuntimeError("broken")
 
@@ -84,7 +81,7 @@ def test_a_lock_that_was_taken_for_abandoned_is_made_again(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", cleaned)
-    with building(tmp_path / "x", "whole") as folder:
+    with build_directory(tmp_path / "x", "whole") as folder:
         assert folder.with_name(f"{folder.name}.lock").exists()
         (folder / "whole").touch()
     assert len(calls) == 3  # its own, that of the other, and its own once more
@@ -98,14 +95,14 @@ def test_a_lock_of_parts_that_was_taken_for_abandoned_is_made_again(
     def cleaned(descriptor: int, how: int) -> None:
         calls.append(how)
         if len(calls) == 1:
-            with parts_of_building(tmp_path / "other", tmp_path / "unused"):
+            with keep_segments(tmp_path / "other", tmp_path / "unused"):
                 pass
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", cleaned)
-    with parts_of_building(tmp_path / "x", tmp_path / "unused") as parts:
+    with keep_segments(tmp_path / "x", tmp_path / "unused") as parts:
         assert sorted(path.name for path in tmp_path.iterdir()) == [parts.name, f"{parts.name}.lock"]
-        with parts_of_building(tmp_path / "x", tmp_path / "second") as second:
+        with keep_segments(tmp_path / "x", tmp_path / "second") as second:
             assert second == tmp_path / "second"
     assert not list(tmp_path.iterdir())
 
@@ -127,7 +124,7 @@ def test_parts_whose_lock_was_made_anew_meanwhile_are_kept(
         flock(descriptor, how)
 
     monkeypatch.setattr(fcntl, "flock", begun_anew)
-    with parts_of_building(tmp_path / "y", tmp_path / "unused"):
+    with keep_segments(tmp_path / "y", tmp_path / "unused"):
         assert folder.exists()
         assert lock.exists()
     os.close(others[0])
@@ -145,7 +142,7 @@ def test_everything_is_on_the_disk_before_it_can_be_seen(
 
     monkeypatch.setattr(module, "sync", lambda path: synced.append(path.name))
     monkeypatch.setattr(os, "rename", renamed)
-    with building(tmp_path / "x", "whole") as folder:
+    with build_directory(tmp_path / "x", "whole") as folder:
         (folder / "train").mkdir()
         (folder / "train" / "ids.npy").touch()
         (folder / "whole").touch()
@@ -171,23 +168,8 @@ ENDINGS = pytest.mark.parametrize(
 def test_parts_are_kept_where_another_start_may_use_them(
     error: BaseException | None, is_kept: bool, tmp_path: Path
 ) -> None:
-    with suppress(BaseException), parts_of_building(tmp_path / "x", tmp_path / "other") as folder:
+    with suppress(BaseException), keep_segments(tmp_path / "x", tmp_path / "other") as folder:
         (folder / "part").touch()
         if error is not None:
             raise error
     assert (folder / "part").exists() == is_kept
-
-
-@ENDINGS
-def test_so_are_those_that_were_sent(
-    error: BaseException | None, is_kept: bool, tmp_path: Path, store: Store
-) -> None:
-    target = place(f"s3://{BUCKET}/{tmp_path.name}/x")
-    assert isinstance(target, RemotePath)
-    with suppress(BaseException), sent_parts(target) as folder:
-        write_bytes(folder / "part", b"1")
-        if error is not None:
-            raise error
-    assert [str(each.place) for each in entries(target.parent, is_deep=True)] == (
-        [str(folder / "part")] if is_kept else []
-    )

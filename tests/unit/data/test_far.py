@@ -19,7 +19,7 @@ from hybrid.config.data_sections import ColumnSection
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.fetched_split import FetchedDataset
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.dataset.remote_dataset import FILE_NAME, FarData, send
+from hybrid.data.dataset.remote_dataset import FILE_NAME, RemoteDataset, send
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import ConfigError, DataError, HybridError
@@ -77,7 +77,7 @@ def far(sent: dict[str, bytes]) -> FakeFolder:
 
 
 def opened(far: FakeFolder, tmp_path: Path, split: str = "train", num_bytes: int = PLENTY) -> FetchedDataset:
-    return FarData(far).open(split, tmp_path, num_bytes)
+    return RemoteDataset(far).open(split, tmp_path, num_bytes)
 
 
 def assert_same(ours: Batch, expected: Batch) -> None:
@@ -242,7 +242,7 @@ def test_altered_files_are_refused(far: FakeFolder, tmp_path: Path) -> None:
 
 
 def test_the_files_beside_the_rows_can_be_had_too(folder: Path, far: FakeFolder, tmp_path: Path) -> None:
-    FarData(far).save_files(tmp_path)
+    RemoteDataset(far).save_files(tmp_path)
     for name in ("manifest.json", "features.json"):
         assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
     assert not (tmp_path / "train").exists()

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,31 +12,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.elsewhere import Elsewhere
 from support.samples import csv_config, write
-from support.stores import BUCKET, Proxy, Store
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data.dataset import atomic_directory
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse import segments as parts_module
-from hybrid.data.parse.input_files import InputFile
-from hybrid.data.parse.segments import Part, parts_of
+from hybrid.data.parse.segments import Segment, split_files
 from hybrid.data.parse.sources import Source
 from hybrid.data.prepare import file_preparation, preparation, stages, vocabulary_order
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.memory_limit import MemoryLimit
-from hybrid.data.prepare.other_hosts import Helpers
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.prepare.preparation_progress import Progress
-from hybrid.data.prepare.process_pool import Told
-from hybrid.data.prepare.stages import ParseJob, Reading, parse_part
+from hybrid.data.prepare.stages import ParseJob, Reading, parse_segment
 from hybrid.data.prepare.vocabulary_order import RankJob
 from hybrid.errors import DataError, HybridError
-from hybrid.primitives.meter import tell_nobody
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.primitives.progress import ignore_progress
 
-ENOUGH, LITTLE = 1 << 40, 1 << 29
+ENOUGH = 1 << 40
 HEAD = "label,x,user,tags,seen,when,score,w"
 # Rows, blank lines, and every kind of bad row that spans lines or shares one.
 ODD = ["", "1,2", '1,1,"two\nlines",,,5,0,1', '0,1,"open,,,5,0,1', "?,1,u,,,5,0,1", "1,much,u,,,5,0,1", " "]
@@ -94,13 +86,13 @@ def outcome(
     paths: tuple[Path, ...],
     block_bytes: int,
     memory_bytes: int = ENOUGH,
-    helpers: Helpers | None = None,
-    tell: Callable[[str], None] = tell_nobody,
 ) -> Any:
     """All that is made of some files, or what is wrong with them."""
     reading = Reading(config.data, dict(config.columns), dict(config.tasks), block_bytes)
     parts = folder.with_suffix(".parts")
-    preparation = FilesPreparation(config, reading, folder, parts, tell, lambda: None, memory_bytes, helpers)
+    preparation = FilesPreparation(
+        config, reading, folder, parts, ignore_progress, lambda: None, memory_bytes
+    )
     try:
         encoder, reports = preparation.write(paths, ())
     except HybridError as error:
@@ -113,7 +105,7 @@ def outcome(
 
 def in_parts(monkeypatch: pytest.MonkeyPatch, processes: int) -> None:
     """Let files be cut into small parts, and so many processes read them."""
-    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
+    monkeypatch.setattr(file_preparation, "_BYTES_PER_THREAD", 1)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
 
 
@@ -186,8 +178,8 @@ def test_parquet_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     config = config_of(tmp_path / "a.parquet", "plain")
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
     whole = outcome(config, tmp_path / "whole", (tmp_path / "a.parquet",), 16 << 20)
-    monkeypatch.setattr("hybrid.data.parse.segments.PART_ROWS", 1000)
-    monkeypatch.setattr(stages, "PART_ROWS", 1000)
+    monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 1000)
+    monkeypatch.setattr(stages, "SEGMENT_ROWS", 1000)
     in_parts(monkeypatch, 2)
     assert outcome(config, tmp_path / "parts", (tmp_path / "a.parquet",), 16 << 20) == whole
 
@@ -221,104 +213,6 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         preparation.write([path], [])
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """How many each phase is told to have, for the time that is left."""
-    found: dict[str, set[int]] = {}
-
-    class Noting(Progress):
-        def told(self, job: int, rows: int, share: float) -> None:
-            found.setdefault(self._phase, set()).add(self._processes(self._phase))
-            super().told(job, rows, share)
-
-    monkeypatch.setattr(file_preparation, "Progress", Noting)
-    return found
-
-
-def test_hosts_that_help_are_let_go_before_arrays_are_written(
-    tmp_path: Path, processes: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_parts(monkeypatch, 1)
-    path, folder = write(tmp_path / "a.csv", text(6000, 2).replace(b'"', b"")), tmp_path / "new"
-    there: list[list[Path]] = []
-
-    class Noting(Elsewhere):
-        def close(self) -> None:
-            there.append([*folder.rglob("*.npy")])
-
-    host = Noting()
-    helping = Helpers(lambda: [host], ())
-    outcome(config_of(path, "plain"), folder, (path,), 20_000, LITTLE, helping)
-    assert len(host.done) > 1
-    assert there == [[]]
-    assert {phase: max(counts) for phase, counts in processes.items()} == {
-        "reading": 2,
-        "counting": 2,
-        "ordering values": 2,
-        "writing": 1,
-    }
-
-
-@pytest.fixture
-def sent(store: Store, tmp_path: Path) -> RemotePath:
-    """Where in a store another host sends parts."""
-    found = place(f"s3://{BUCKET}/{tmp_path.name}")
-    assert isinstance(found, RemotePath)
-    return found
-
-
-def test_parts_that_another_host_sends_give_the_same_bits(
-    tmp_path: Path, sent: RemotePath, processes: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It sees the input, and no folder of this host."""
-    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
-    config = config_of(path, "bags")
-    in_parts(monkeypatch, 1)
-    alone = outcome(config, tmp_path / "alone", (path,), 20_000)
-    processes.clear()
-    parsed, parse = list[Path](), stages._parse
-
-    def noted(job: ParseJob, folder: Place, told: Told) -> None:
-        assert folder == job.sent, "what is parsed in this process is what the other host does"
-        parsed.append(job.folder)
-        parse(job, folder, told)
-
-    monkeypatch.setattr(stages, "_parse", noted)
-    host, said = Elsewhere(), list[str]()
-    helpers = Helpers(lambda: [host], [InputFile.of(path, is_whole=False)], sent)
-    assert outcome(config, tmp_path / "new", (path,), 20_000, LITTLE, helpers, said.append) == alone
-    assert len(parsed) > 1, said
-    assert {each.parent.name for each in parsed} == {"new.parts"}
-    assert host.is_closed
-    assert {phase: max(counts) for phase, counts in processes.items()} == {
-        "reading": 2,
-        "counting": 1,
-        "ordering values": 1,
-        "writing": 1,
-    }
-    (look,) = host.looks
-    assert look.process_bytes < LITTLE / 2, "a process there reads, and has no values to order"
-
-
-def test_a_host_that_may_not_send_does_not_help(
-    tmp_path: Path, store: Store, sent: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "a.csv", text(6000, 1).replace(b'"', b""))
-    config = config_of(path, "plain")
-    in_parts(monkeypatch, 1)
-    alone = outcome(config, tmp_path / "alone", (path,), 20_000)
-    host, said = Elsewhere(), list[str]()
-    with Proxy(store) as proxy:
-        proxy.plan = lambda method, url: "403" if method == "PUT" and "/train-" in url else None
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-        helpers = Helpers(lambda: [host], (), sent)
-        assert outcome(config, tmp_path / "new", (path,), 20_000, LITTLE, helpers, said.append) == alone
-    (line,) = (each for each in said if "does not help" in each)
-    assert line.startswith(f"host elsewhere does not help to prepare: {sent}/train-"), line
-    assert "cannot be written" in line
-    assert host.is_closed
-
-
 def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
     path, empty = write(tmp_path / "a.csv", text(50, 2)), write(tmp_path / "b.csv", HEAD)
     config = config_of(path, "plain")
@@ -338,16 +232,16 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
     monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=4000))
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
-    read, parsed = parts_module.read_part, list[int]()
+    read, parsed = parts_module.read_segment, list[int]()
     left = 5
 
-    def read_part(part: Part, *args: Any) -> Any:
+    def read_segment(part: Segment, *args: Any) -> Any:
         if len(parsed) == left:
             raise KeyboardInterrupt
         parsed.append(part.start)
         return read(part, *args)
 
-    monkeypatch.setattr(stages, "read_part", read_part)
+    monkeypatch.setattr(stages, "read_segment", read_segment)
     for seed in (config.run.seed + 1, config.run.seed):  # other samples, then these
         parsed.clear()
         with pytest.raises(KeyboardInterrupt):
@@ -356,7 +250,7 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
         assert len(list(kept.glob("train-*"))) == 5
     left = -1
     found = prepare(config, cache)
-    assert parsed == [part.start for part in parts_of([path], Reading(config.data, {}, {}).layout, 4000)]
+    assert parsed == [part.start for part in split_files([path], Reading(config.data, {}, {}).layout, 4000)]
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
@@ -373,8 +267,8 @@ def test_a_part_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(atomic_directory, "sync", lambda synced: seen.append(synced.name))
     monkeypatch.setattr(Path, "rename", renamed)
     reading = Reading(config_of(path, "plain").data, {}, {})
-    (part,) = parts_of([path], reading.layout)
-    parse_part(ParseJob(part, reading, tmp_path / "part"), lambda rows, share: None)
+    (part,) = split_files([path], reading.layout)
+    parse_segment(ParseJob(part, reading, tmp_path / "part"), lambda rows, share: None)
     files = {file.name for file in (tmp_path / "part").rglob("*")}
     assert {"rows.arrow", "words.arrow", "part.json"} < files
     assert files < set(seen[: seen.index("rename")])

@@ -78,24 +78,24 @@ def samples_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in names}
 
 
-@pytest.mark.parametrize(("write_files", "processes"), [(write_csv, 2), (write_gzip, 1), (write_parquet, 1)])
+@pytest.mark.parametrize(("write_files", "threads"), [(write_csv, 2), (write_gzip, 1), (write_parquet, 1)])
 def test_samples_are_those_of_the_same_files_on_the_disk(
     write_files: Callable[[Path], None],
-    processes: int,
+    threads: int,
     tmp_path: Path,
     there: RemotePath,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of many parts, read by processes of their own too, which find the store by themselves."""
+    """Of many segments, read by several threads too."""
     (here := tmp_path / "here").mkdir()
     write_files(here)
     sent(here, there)
     monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=BLOCK_BYTES))
-    monkeypatch.setattr("hybrid.data.parse.segments.PART_ROWS", 500)
+    monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 500)
     kind = "parquet" if write_files is write_parquet else "csv"
     expected = prepare(config_of(here, format=kind), tmp_path / "cache")
-    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processes))
+    monkeypatch.setattr(file_preparation, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(threads))
     found = prepare(config_of(there, format=kind), tmp_path / "cache")
     assert found != expected
     assert samples_of(found) == samples_of(expected)

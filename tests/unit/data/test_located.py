@@ -4,13 +4,10 @@ import dataclasses
 import fcntl
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.elsewhere import Elsewhere
 from support.samples import csv_config, write
 from support.stores import BUCKET, Store
 
@@ -18,11 +15,14 @@ from hybrid.config import RunConfig, TaskSection
 from hybrid.config.loading import validate
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.prepare import file_preparation, preparation
-from hybrid.data.prepare.dataset_location import StoreFolder, open_split, read_encoder, ready, source_of
-from hybrid.data.prepare.other_hosts import Stage
-from hybrid.data.prepare.preparation import cache_folder, fingerprint, prepare
-from hybrid.data.prepare.stages import ParseJob, Reading
+from hybrid.data.dataset.remote_dataset import StoreFolder
+from hybrid.data.prepare.dataset_location import (
+    ensure_prepared,
+    open_split,
+    read_encoder,
+    source_of,
+)
+from hybrid.data.prepare.preparation import cache_folder, prepare
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage.files import entries, remove, write_bytes
 from hybrid.storage.remote_path import RemotePath, place
@@ -54,7 +54,7 @@ def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: Rem
     config = config_of(tmp_path, str(cache))
     assert cache_folder(config) == cache
     said: list[str] = []
-    folder = ready(config, cache, said.append)
+    folder = ensure_prepared(config, cache, said.append)
     assert source_of(folder).startswith(f"{cache}/")
     assert said[-1] == f"sending the prepared data to {source_of(folder)}"
     here = prepare(config, tmp_path / "cache")
@@ -69,43 +69,20 @@ def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: Rem
     assert list(tmp_path.glob("local/sent/prepared/*")) == [], "no rows are kept here"
     said.clear()
     before = entries(cache, is_deep=True)
-    assert ready(config, cache, said.append) == folder
+    assert ensure_prepared(config, cache, said.append) == folder
     assert said == [f"prepared data found in {source_of(folder)}"]
     assert entries(cache, is_deep=True) == before
 
 
 def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
-    first = ready(config, cache)
+    first = ensure_prepared(config, cache)
     elsewhere = dataclasses.replace(config.data, local_cache_folder=str(tmp_path / "other"))
     said: list[str] = []
-    second = ready(config.replace(data=elsewhere), cache, said.append)
+    second = ensure_prepared(config.replace(data=elsewhere), cache, said.append)
     assert said == [f"prepared data found in {source_of(first)}"]
     assert second != first
     assert source_of(second) == source_of(first)
-
-
-def test_what_another_host_has_parsed_comes_by_the_store_and_leaves_it(
-    tmp_path: Path, cache: RemotePath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_preparation, "_BYTES_A_PROCESS", 1)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(1))
-    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=2000))
-    given: list[ParseJob] = []
-
-    class Noting(Elsewhere):
-        def give(self, number: int, work: Stage, job: Any) -> None:
-            super().give(number, work, job)
-            given.extend([job] if isinstance(job, ParseJob) else [])
-
-    config, host, said = config_of(tmp_path, str(cache)), Noting(), list[str]()
-    folder = ready(config, cache, said.append, hosts=lambda: [host])
-    parts = place(source_of(folder)).with_name(f".parts-{fingerprint(config)}")
-    assert {job.sent.parent for job in given if job.sent is not None} == {parts}
-    assert len(host.done) > 1, said
-    assert not entries(parts, is_deep=True)
-    here = PreparedDataset.open(prepare(config, tmp_path / "cache"), "train")
-    assert rows_of(open_split(folder, "train", config.data)) == rows_of(here)
 
 
 def test_an_attempt_that_fails_leaves_nothing_that_counts(
@@ -122,9 +99,9 @@ def test_an_attempt_that_fails_leaves_nothing_that_counts(
     with monkeypatch.context() as patch:
         patch.setattr(StoreFolder, "write", fail)
         with pytest.raises(StorageError, match="cannot be written"):
-            ready(config, cache)
+            ensure_prepared(config, cache)
     assert entries(cache, is_deep=True) == []
-    assert rows_of(open_split(ready(config, cache), "train", config.data))
+    assert rows_of(open_split(ensure_prepared(config, cache), "train", config.data))
 
 
 def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: RemotePath) -> None:
@@ -135,7 +112,7 @@ def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: Remo
             raise DataError("the run has ended")
 
     with pytest.raises(DataError, match="the run has ended"):
-        ready(config, cache, said.append, check)
+        ensure_prepared(config, cache, said.append, check)
     assert entries(cache, is_deep=True) == []
     assert said[-1].startswith("sending")
 
@@ -143,14 +120,14 @@ def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: Remo
 def test_a_split_without_rows_is_sent_too(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     config = config.replace(data=dataclasses.replace(config.data, test_fraction=0.0))
-    folder = ready(config, cache)
+    folder = ensure_prepared(config, cache)
     assert rows_of(open_split(folder, "test", config.data)) == []
     assert len(rows_of(open_split(folder, "train", config.data))) == 6000
 
 
 def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
-    folder = ready(config, cache)
+    folder = ensure_prepared(config, cache)
     target = place(source_of(folder))
     (attempt,) = [each.place for each in entries(target) if each.is_folder]
     remove(attempt / "train" / "samples.index")
@@ -166,12 +143,12 @@ def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: Remote
     remove(target)
     with pytest.raises(DataError, match=r"^s3://.*: holds no prepared data any more; start anew$"):
         open_split(folder, "train", config.data)
-    assert rows_of(open_split(ready(config, cache), "train", config.data))
+    assert rows_of(open_split(ensure_prepared(config, cache), "train", config.data))
 
 
 def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
-    folder = ready(config, cache)
+    folder = ensure_prepared(config, cache)
     descriptor = os.open(folder.with_suffix(".lock"), os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -180,14 +157,14 @@ def test_a_run_that_has_ended_does_not_wait_for_another_that_sends(tmp_path: Pat
             raise DataError("the run has ended")
 
         with pytest.raises(DataError, match="the run has ended"):
-            ready(config, cache, check=check)
+            ensure_prepared(config, cache, check=check)
     finally:
         os.close(descriptor)
 
 
 def test_a_folder_is_what_it_was(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    folder = ready(config, tmp_path / "cache")
+    folder = ensure_prepared(config, tmp_path / "cache")
     assert folder == prepare(config, tmp_path / "cache")
     assert source_of(folder) == str(folder)
     assert rows_of(open_split(str(folder), "train", config.data))

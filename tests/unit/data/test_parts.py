@@ -15,7 +15,7 @@ from support.samples import write
 from hybrid.config import DataSection
 from hybrid.data.parse import segments as parts_module
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.segments import PART_BLOCKS, Part, parts_of, read_part
+from hybrid.data.parse.segments import SEGMENT_BLOCKS, Segment, read_segment, split_files
 from hybrid.storage import files as storage
 
 LAYOUT = Layout.of(DataSection(format="csv", dense=("x",), sparse=("note",)), with_labels=False)
@@ -37,10 +37,10 @@ def test_text_is_cut_at_rows_near_every_few_blocks(tmp_path: Path, end: str) -> 
     path = write(tmp_path / "a.csv", b"".join(given))
     begins = [0, *accumulate(map(len, given))]
     content, size = path.read_bytes(), path.stat().st_size
-    nominal = range(PART_BLOCKS * BLOCK_BYTES, size, PART_BLOCKS * BLOCK_BYTES)
+    nominal = range(SEGMENT_BLOCKS * BLOCK_BYTES, size, SEGMENT_BLOCKS * BLOCK_BYTES)
     lines = [content.rfind(b"\n", 0, at) + 1 for at in nominal]
     expected = sorted({0, *(begins[bisect_right(begins, line) - 1] for line in lines)})
-    parts = parts_of([path], LAYOUT, BLOCK_BYTES)
+    parts = split_files([path], LAYOUT, BLOCK_BYTES)
     assert [part.start for part in parts] == expected
     assert [part.stop for part in parts] == [*expected[1:], size]
     assert sum(line not in begins for line in lines) > 5, "some cuts would be within rows"
@@ -54,7 +54,7 @@ def test_files_and_cuts_are_looked_for_at_the_same_time(
 ) -> None:
     """In a store, each is mostly waited for: here the first three for each other."""
     paths = [write(tmp_path / f"{i}.csv", b"".join(records("\n"))) for i in range(3)]
-    expected = parts_of(paths, LAYOUT, BLOCK_BYTES)
+    expected = split_files(paths, LAYOUT, BLOCK_BYTES)
     asked, numbers, together = getattr(module, name), count(), Barrier(3)
 
     def meet(*given: Any) -> Any:
@@ -63,17 +63,17 @@ def test_files_and_cuts_are_looked_for_at_the_same_time(
         return asked(*given)
 
     monkeypatch.setattr(module, name, meet)
-    assert parts_of(paths, LAYOUT, BLOCK_BYTES) == expected
+    assert split_files(paths, LAYOUT, BLOCK_BYTES) == expected
 
 
-def rows_of(part: Part) -> int:
+def rows_of(part: Segment) -> int:
     """How many rows a part has, bad ones included; those of several lines are bad."""
-    return sum(len(table.lines) + len(table.bad) for table, _ in read_part(part, LAYOUT, BLOCK_BYTES))
+    return sum(len(table.lines) + len(table.bad) for table, _ in read_segment(part, LAYOUT, BLOCK_BYTES))
 
 
 def test_a_packed_file_is_one_part(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv.gz", gzip.compress(b"".join(records("\n"))))
-    (part,) = parts_of([path], LAYOUT, BLOCK_BYTES)
-    shares = [share for _, share in read_part(part, LAYOUT, BLOCK_BYTES)]
+    (part,) = split_files([path], LAYOUT, BLOCK_BYTES)
+    shares = [share for _, share in read_segment(part, LAYOUT, BLOCK_BYTES)]
     assert shares[-1] == 1.0
     assert rows_of(part) == 300

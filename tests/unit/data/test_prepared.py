@@ -219,16 +219,17 @@ def test_folders_that_are_no_data_set(tmp_path: Path, table: Path) -> None:
         PreparedDataset.open(folder, "train")
 
 
-def test_it_tells_how_far_it_has_come(tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_phase_fraction_speed_and_time_left(
+    tmp_path: Path, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = itertools.count(step=6.0)  # each look at the clock is late
-    monkeypatch.setattr("hybrid.data.prepare.preparation_progress.time.monotonic", lambda: next(clock))
-    said: list[str] = []
-    prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", said.append)
-    assert said[0] == f"preparing {table}"
-    assert re.fullmatch(r"reading: 62%, [0-9]+ rows/s, left 0:[0-9]{2}", said[1])
-    phases = dict.fromkeys(line.partition(":")[0] for line in said[1:-1])
+    monkeypatch.setattr("hybrid.primitives.progress.time.monotonic", lambda: next(clock))
+    lines: list[str] = []
+    prepare(config_of(table, test_fraction=0.0), tmp_path / "cache", lines.append)
+    assert re.fullmatch(r"reading: 62%, [0-9]+ rows/s, left 0:[0-9]{2}", lines[2])
+    phases = dict.fromkeys(line.partition(":")[0] for line in lines[1:-1])
     assert [*phases] == ["reading", "counting", "ordering values", "writing"]
-    assert said[-2].startswith("writing: 100%, left 0:00")
+    assert lines[-2].startswith("writing: 100%, left 0:00")
 
 
 NO_MEMORY = r"^out of memory while preparing the data: give it more, set data\.prepare_memory_gb lower, or "

@@ -13,10 +13,10 @@ import pytest
 from hybrid.config import DataSection
 from hybrid.config.resolved_columns import Column, columns_of
 from hybrid.data.encode import fitting
-from hybrid.data.encode.fitting import WordCounts
+from hybrid.data.encode.fitting import ValueCounts
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.prepare import spill, vocabulary_order
-from hybrid.data.prepare.vocabulary_order import RankJob, rank_words
+from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 
 ODD = ["", "\0", "a" * 4096, "a" * 4095 + "b", "é", "e\u0301", "\u20ac", "\uffee", "\U0001f600"]
 Words = dict[str, int]
@@ -86,9 +86,9 @@ def test_the_order_is_the_same_within_any_memory(tmp_path: Path, seed: int) -> N
     for memory_bytes in (1 << 40, 60_000, 1 if num_pieces == 1 else 9_000):
         vocabulary = tmp_path / "vocabulary"
         shutil.rmtree(vocabulary, ignore_errors=True)
-        rank_words(RankJob(shared, folders, vocabulary, memory_bytes), lambda rows, share: None)
+        rank_values(RankJob(shared, folders, vocabulary, memory_bytes), lambda rows, share: None)
         found = spill.read_ranked(vocabulary)
-        assert [*zip(found.words.to_pylist(), found.counts_V.tolist(), strict=True)] == order
+        assert [*zip(found.values.to_pylist(), found.counts_V.tolist(), strict=True)] == order
         assert [np.load(spill.rows_path(each, k)).tolist() for each in folders for k in shared] == rows
         assert {path.name for path in tmp_path.iterdir()} == {"vocabulary", *(each.name for each in folders)}
 
@@ -99,16 +99,16 @@ def test_what_is_ordered_at_a_time_fits(tmp_path: Path, monkeypatch: pytest.Monk
     pool = [f"{'https://a.example' if i % 10 else 'long' * 100}/{i}" for i in range(3000)]
     pieces = [[dict.fromkeys(draw.sample(pool, 1000), 1)] for _ in range(5)]
     folders = written(tmp_path, pieces)
-    whole, needs, ranked = 0, list[int](), fitting.ranked
+    whole, needs, ranked = 0, list[int](), fitting.rank
 
-    def seen(parts: list[WordCounts]) -> object:
-        needs.append(sum(int(vocabulary_order._costs(part.words)[-1]) for part in parts))
+    def seen(parts: list[ValueCounts]) -> object:
+        needs.append(sum(int(vocabulary_order._memory_costs(part.values)[-1]) for part in parts))
         return ranked(parts)
 
-    monkeypatch.setattr(vocabulary_order, "ranked", seen)
+    monkeypatch.setattr(vocabulary_order, "rank", seen)
     for memory_bytes in (1 << 40, 200_000):
         needs.clear()
-        rank_words(RankJob({0: column(1)}, folders, tmp_path / "v", memory_bytes), lambda rows, share: None)
+        rank_values(RankJob({0: column(1)}, folders, tmp_path / "v", memory_bytes), lambda rows, share: None)
         whole = whole or sum(needs)
     assert sum(needs) == whole > 5 * 200_000
     assert max(needs) <= 200_000
@@ -122,7 +122,7 @@ def peak_bytes(job: RankJob) -> int:
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
-        rank_words(job, lambda rows, share: None)
+        rank_values(job, lambda rows, share: None)
         return int(pool.max_memory()) + tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -137,5 +137,5 @@ def test_memory_is_kept_to(tmp_path: Path) -> None:
         for memory_bytes in (1 << 40, 4 << 20)
     )
     assert peak_bytes(little) < little.memory_bytes < peak_bytes(enough) / 2
-    assert spill.read_ranked(little.folder).words.equals(spill.read_ranked(enough.folder).words)
-    assert len(spill.read_ranked(little.folder).words) == 100_000
+    assert spill.read_ranked(little.folder).values.equals(spill.read_ranked(enough.folder).values)
+    assert len(spill.read_ranked(little.folder).values) == 100_000

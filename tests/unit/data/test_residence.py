@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from hybrid.data.dataset.chunk_cache import Residence
+from hybrid.data.dataset.chunk_cache import ChunkCache
 from hybrid.data.dataset.chunk_index import ChunkArray, ChunkIndex, ChunkLayout, IndexBuilder
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import OutageError
@@ -37,74 +37,74 @@ class CountedFile:
         return self.content[start:stop]
 
 
-def residence_of(file: CountedFile, folder: Path) -> Residence:
+def cache_of(file: CountedFile, folder: Path) -> ChunkCache:
     room = NUM_SLOTS * (CHUNK_ROWS + 1)
-    residence = Residence(file, LAYOUT, file.index, NUM_ROWS, folder, room)
-    assert residence.num_slots == NUM_SLOTS
-    return residence
+    cache = ChunkCache(file.read_range, "fake://data", LAYOUT, file.index, NUM_ROWS, folder, room)
+    assert cache.num_slots == NUM_SLOTS
+    return cache
 
 
-def assert_here(residence: Residence, chunks: Sequence[int]) -> None:
-    assert residence.wait(chunks, SECONDS, threading.Event())
+def assert_here(cache: ChunkCache, chunks: Sequence[int]) -> None:
+    assert cache.wait(chunks, SECONDS, threading.Event())
     for chunk in chunks:
         rows = np.arange(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, NUM_ROWS))
-        np.testing.assert_array_equal(residence.arrays["labels"][residence.local(rows)], LABELS[rows])
+        np.testing.assert_array_equal(cache.arrays["labels"][cache.local(rows)], LABELS[rows])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sets=st.lists(st.sets(st.integers(0, NUM_CHUNKS - 1), max_size=NUM_SLOTS), max_size=25))
 def test_what_is_pinned_stays_whatever_comes_and_goes(tmp_path: Path, sets: list[set[int]]) -> None:
-    residence = residence_of(CountedFile(), tmp_path)
+    cache = cache_of(CountedFile(), tmp_path)
     held: list[set[int]] = []
     for chunks in sets:
-        while not residence.fits(chunks):
-            residence.unpin(held.pop(0))
-        residence.pin(chunks)
+        while not cache.fits(chunks):
+            cache.unpin(held.pop(0))
+        cache.pin(chunks)
         held.append(chunks)
         for each in held:
-            assert_here(residence, sorted(each))
-    residence.close()
+            assert_here(cache, sorted(each))
+    cache.close()
 
 
 def test_the_chunk_longest_unused_makes_room(tmp_path: Path) -> None:
     file = CountedFile()
-    residence = residence_of(file, tmp_path)
+    cache = cache_of(file, tmp_path)
     for chunk in (0, 2, 4, 6, 0, 8):
-        residence.pin([chunk])
-        assert_here(residence, [chunk])
-        residence.unpin([chunk])
+        cache.pin([chunk])
+        assert_here(cache, [chunk])
+        cache.unpin([chunk])
     assert [start // CHUNK_ROWS for start, _ in file.ranges] == [0, 2, 4, 6, 8]
-    residence.pin([0, 4, 6])
+    cache.pin([0, 4, 6])
     assert len(file.ranges) == 5, "these three are here still"
-    residence.pin([2])
-    assert_here(residence, [2])
+    cache.pin([2])
+    assert_here(cache, [2])
     assert [start // CHUNK_ROWS for start, _ in file.ranges[5:]] == [2]
-    residence.close()
+    cache.close()
 
 
 def test_neighbours_come_in_one_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = CountedFile()
-    residence = residence_of(file, tmp_path)
-    residence.pin([7, 1, 2, 3])
-    assert_here(residence, [1, 2, 3, 7])
+    cache = cache_of(file, tmp_path)
+    cache.pin([7, 1, 2, 3])
+    assert_here(cache, [1, 2, 3, 7])
     edges = file.index.edges
     assert sorted(file.ranges) == [(edges[1], edges[4]), (edges[7], edges[8])]
-    residence.unpin([1, 2, 3, 7])
+    cache.unpin([1, 2, 3, 7])
     monkeypatch.setattr("hybrid.data.dataset.chunk_cache._RANGE_BYTES", 2 * CHUNK_ROWS)
     file.ranges.clear()
-    residence.pin([4, 5, 6])
-    assert_here(residence, [4, 5, 6])
+    cache.pin([4, 5, 6])
+    assert_here(cache, [4, 5, 6])
     assert sorted(file.ranges) == [(edges[4], edges[6]), (edges[6], edges[7])]
-    residence.close()
+    cache.close()
 
 
 def test_one_that_nobody_closes_ends_its_threads(tmp_path: Path) -> None:
-    residence = residence_of(CountedFile(), tmp_path)
-    residence.pin([1])
-    assert_here(residence, [1])
+    cache = cache_of(CountedFile(), tmp_path)
+    cache.pin([1])
+    assert_here(cache, [1])
     threads = [thread for thread in threading.enumerate() if thread.name == "chunk fetcher"]
     assert threads
-    del residence
+    del cache
     for thread in threads:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -119,13 +119,13 @@ def test_what_does_not_come_in_time_is_an_outage(tmp_path: Path) -> None:
         return read(start, stop)
 
     file.read_range = stall  # type: ignore[method-assign]
-    residence = residence_of(file, tmp_path)
-    residence.pin([0])
+    cache = cache_of(file, tmp_path)
+    cache.pin([0])
     with pytest.raises(OutageError, match=r": nothing came in 0 s$"):
-        residence.wait([0], 0.01, threading.Event())
+        cache.wait([0], 0.01, threading.Event())
     is_let_go.set()
-    assert_here(residence, [0])
-    residence.close()
+    assert_here(cache, [0])
+    cache.close()
 
 
 def test_room_is_made_while_fetches_that_nobody_waits_for_hang(tmp_path: Path) -> None:
@@ -138,15 +138,15 @@ def test_room_is_made_while_fetches_that_nobody_waits_for_hang(tmp_path: Path) -
         return read(start, stop)
 
     file.read_range = hang  # type: ignore[method-assign]
-    residence = residence_of(file, tmp_path)
-    residence.pin(range(NUM_SLOTS))
-    residence.unpin(range(NUM_SLOTS))
-    pinning = threading.Thread(target=residence.pin, args=([NUM_SLOTS + 1],), daemon=True)
+    cache = cache_of(file, tmp_path)
+    cache.pin(range(NUM_SLOTS))
+    cache.unpin(range(NUM_SLOTS))
+    pinning = threading.Thread(target=cache.pin, args=([NUM_SLOTS + 1],), daemon=True)
     pinning.start()
     pinning.join(SECONDS / 4)
     assert not pinning.is_alive(), "the thread holds the lock that close() needs"
-    assert_here(residence, [NUM_SLOTS + 1])
-    residence.pin([0])
+    assert_here(cache, [NUM_SLOTS + 1])
+    cache.pin([0])
     may_read.set()
-    assert_here(residence, [0, NUM_SLOTS + 1])
-    residence.close()
+    assert_here(cache, [0, NUM_SLOTS + 1])
+    cache.close()

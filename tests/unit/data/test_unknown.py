@@ -10,7 +10,7 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.unknown_values import UnknownValues
 from hybrid.data.prepare.new_rows import encode_files
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.values.invalid_rows import BadRowReport
+from hybrid.data.values.invalid_rows import InvalidRowReport
 from workers.console.data_notes import data_notes, unknown_shares
 
 ROWS = [(i % 2, f"c{i % 4}", "|".join(["a", f"t{i}"][: i % 3])) for i in range(60)]
@@ -37,8 +37,8 @@ def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1
 def test_unknown_values_are_counted_by_column_and_missing_ones_are_none(tmp_path: Path) -> None:
     rows = [(1, "c0", ""), (0, "nowhere", "a|new|newer"), (0, "", "a"), (1, "?", "|")]
     city, tags = report_of(tmp_path, rows).unknown
-    assert (city.name, city.count, city.num_values, city.share) == ("city", 1, 2, 0.5)
-    assert (tags.name, tags.count, tags.num_values, tags.share) == ("tags", 2, 4, 0.5)
+    assert (city.name, city.count, city.num_values, city.fraction) == ("city", 1, 2, 0.5)
+    assert (tags.name, tags.count, tags.num_values, tags.fraction) == ("tags", 2, 4, 0.5)
 
 
 @pytest.mark.parametrize(("minimum", "expected"), [(1, 20 / 60), (2, 20 / 60), (40, 1.0)])
@@ -74,21 +74,21 @@ def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> N
 def test_far_is_a_tenth_of_all_values_and_not_a_handful(
     count: int, num_values: int, expected: float, is_far: bool
 ) -> None:
-    assert UnknownValues("c", count, num_values, expected).is_far == is_far
+    assert UnknownValues("c", count, num_values, expected).is_excessive == is_far
 
 
 def test_many_columns_are_cut_short() -> None:
     columns = [UnknownValues(f"c{i}", 100 - i, 100, 0.0) for i in range(25)]
     assert unknown_shares(columns).endswith("c19 81.00%, and 5 more columns, at most 80.00%")
     assert unknown_shares([]) == unknown_shares([UnknownValues("c", 0, 9, 0.0)]) == "none"
-    note = next(data_notes(DatasetReport(9, (), BadRowReport({}, ()), tuple(columns))))
+    note = next(data_notes(DatasetReport(9, (), InvalidRowReport({}, ()), tuple(columns))))
     assert "81% of c19 (0% expected) and 5 more columns; are" in note
 
 
 @pytest.mark.parametrize("label", [0, 1])
 def test_labels_of_one_class_leave_auc_undefined(label: int) -> None:
     labels = (LabelReport("label", "binary", 1234, label, label, label),)
-    report = DatasetReport(1234, labels, BadRowReport({}, ()))
+    report = DatasetReport(1234, labels, InvalidRowReport({}, ()))
     assert list(data_notes(report)) == [f"all 1,234 test rows have label {label}: AUC is undefined for them"]
     labels = (LabelReport("label", "binary", 2, 0.5, 0, 1),)
-    assert not list(data_notes(DatasetReport(2, labels, BadRowReport({}, ()))))
+    assert not list(data_notes(DatasetReport(2, labels, InvalidRowReport({}, ()))))

@@ -16,7 +16,7 @@ from workers.rendezvous.bootstrap import Cluster, Member
 from workers.rendezvous.interrupt import LostRoleError
 from workers.rendezvous.listener import listen
 from workers.roles import master
-from workers.roles.master import _helping_hosts, _Preparation, _reach
+from workers.roles.master import _Preparation, _reach
 
 
 def test_who_sees_other_files_is_elsewhere_whatever_the_name_of_its_host() -> None:
@@ -27,15 +27,6 @@ def test_who_sees_other_files_is_elsewhere_whatever_the_name_of_its_host() -> No
     }
     cluster = Cluster(MASTER, Topology(1, 1), cast(Any, None), members)
     assert _reach(cluster).elsewhere == [elsewhere]
-
-
-def test_one_trainer_of_each_other_host_helps() -> None:
-    """Workers do not, nor does the master's own host, which has processes for the same."""
-    files = [own_files(), "a", "b", "a", own_files()]
-    members = {Role(RoleKind.TRAINER, i): Member(f"of {each}", i, each, "") for i, each in enumerate(files)}
-    members[Role(RoleKind.WORKER)] = Member("of c", 9, "c", "")
-    hosts = _helping_hosts(Cluster(MASTER, Topology(5, 1), cast(Any, None), members))
-    assert [host.name for host in hosts] == ["of a", "of b"]
 
 
 def test_a_preparation_that_is_abandoned_is_ended_as_by_a_lost_cluster() -> None:

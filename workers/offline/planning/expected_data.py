@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from hybrid.config import DataSection, RunConfig
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.prepare.dataset_location import open_split, ready
+from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -47,7 +47,7 @@ def expected_data(config: RunConfig, cache: Place, ids_per_sample: float | None 
     if data.vocabulary == "hash" and is_plain and (ids_per_sample is not None or _holds_one_id(data)):
         return _hashed(data, ids_per_sample)
     with passing_status() as say:
-        folder = ready(config, cache, say)
+        folder = ensure_prepared(config, cache, say)
     dataset = open_split(folder, "train", data)
     return Expected(dataset.input_spec, dataset.ids_per_sample)
 

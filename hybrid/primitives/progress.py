@@ -1,0 +1,58 @@
+"""Progress of a long task, as lines of text."""
+
+import threading
+import time
+from collections.abc import Callable
+
+_FIRST_SECONDS, _LONGEST_SECONDS = 1.0, 10.0
+
+
+def ignore_progress(line: str) -> None:
+    """A progress callback that does nothing."""
+
+
+class Progress:
+    """Reports how far a task is: after one second, then at intervals that double up to ten seconds.
+
+    Several threads may call :meth:`add`.
+
+    Args:
+        report: receives one line at a time.
+        phase: what the task does at first.
+    """
+
+    def __init__(self, report: Callable[[str], None], phase: str = "") -> None:
+        self._report = report
+        self._began = time.monotonic()
+        self._interval = _FIRST_SECONDS
+        self._due = self._began + self._interval
+        self._lock = threading.Lock()
+        self.start(phase)
+
+    def start(self, phase: str) -> None:
+        """Begin another phase; its rows are counted from 0."""
+        self._phase = phase
+        self._phase_began = time.monotonic()
+        self._rows = 0
+
+    def add(self, rows: int, fraction: float | None = None) -> None:
+        """Count further rows of the phase.
+
+        Args:
+            fraction: of the whole task that is done, if that is known.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._rows += rows
+            if now < self._due:
+                return
+            self._interval = min(2 * self._interval, _LONGEST_SECONDS)
+            self._due = now + self._interval
+        if fraction is None:
+            self._report(f"{self._phase}: {self._rows:,} rows so far")
+            return
+        speed = f", {self._rows / max(1e-9, now - self._phase_began):,.0f} rows/s" if self._rows else ""
+        minutes, seconds = divmod(round((now - self._began) * (1 - fraction) / max(1e-9, fraction)), 60)
+        hours, minutes = divmod(minutes, 60)
+        left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        self._report(f"{self._phase}: {100 * fraction:.0f}%{speed}, left {left}")
