@@ -100,7 +100,7 @@ class DataSection:
     )
     prepare_memory_gb: float = by_host(
         0.0,
-        "GiB of memory that preparing takes at most, its processes together, beyond what is taken before it; "
+        "GiB of memory that preparing takes at most, beyond what is taken before it; "
         "0 for half of what is free",
         minimum=0,
         prepares=False,
