@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE, REMOTE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.loading import CONFIG_FILE
+from hybrid.config.sections import NETS
 from hybrid.data.encode.feature_encoder import FILE_NAME, FeatureEncoder
 from hybrid.dense.net_builder import extra_columns
 from hybrid.engine.model_builder import Blueprint
@@ -90,15 +93,40 @@ class Trained:
 
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
         """The dense net, and the remote one where there is one, as they were trained, to predict."""
+        files = {DENSE_FILE: self._net_state(DENSE_FILE)}
+        if self.config.dense.remote_mlp:
+            files[REMOTE_FILE] = self._net_state(REMOTE_FILE)
+        if self.config.dense.net in NETS:
+            self._check_shapes(files)
         net, remote_net = self.blueprint.dense_net(), self.blueprint.remote_net()
-        self._fill(net, DENSE_FILE)
-        if remote_net is not None:
-            self._fill(remote_net, REMOTE_FILE)
+        for module, state in zip((net, remote_net), files.values(), strict=False):
+            assert module is not None
+            load_state(module, state, self.stored.folder)
+            module.eval()
         return net, remote_net
 
-    def _fill(self, net: nn.Module, file: str) -> None:
-        load_state(net, unpack_dense(self.stored.tensors(file))[0], self.stored.folder)
-        net.eval()
+    def _net_state(self, file: str) -> dict[str, Tensor]:
+        return unpack_dense(self.stored.tensors(file))[0]
+
+    def _check_shapes(self, files: dict[str, dict[str, Tensor]]) -> None:
+        """Compare the shapes of built-in nets with their files, before memory is allocated for the nets.
+
+        Raises:
+            CheckpointError: the configuration describes other nets, which may be of any size.
+        """
+        dense = self.config.dense
+        layers = {"dcn_v2": dense.cross_layers, "mmoe": dense.experts, "ple": dense.experts}.get(dense.net, 0)
+        num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
+        expected: list[dict[str, torch.Size]] = []
+        if layers <= len(files[DENSE_FILE]) and sum(self.blueprint.widths) <= num_bytes:
+            with suppress(RuntimeError), torch.device("meta"):  # raised for sizes beyond any tensor's
+                nets = (self.blueprint.dense_net(), self.blueprint.remote_net())
+                expected = [
+                    {k: t.shape for k, t in net.state_dict().items()} for net in nets if net is not None
+                ]
+        if expected != [{name: tensor.shape for name, tensor in state.items()} for state in files.values()]:
+            rule = "is of another model: its configuration describes nets of other shapes than its files hold"
+            raise CheckpointError(f"{self.stored.folder}: {rule}")
 
 
 def _with_weights(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:

@@ -11,6 +11,7 @@ Where a sample has several outputs, the wide part is a part of each.
 # No postponed annotations here: TorchScript checks those of buffers, as types.
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,10 @@ class WideAndDeepInputs(nn.Module):
 
     def __init__(self, widths: Sequence[int], num_dense: int) -> None:
         super().__init__()
-        ends_K = torch.tensor(widths).cumsum(0)
-        is_wide_E = torch.zeros(sum(widths), dtype=torch.bool)
-        is_wide_E[ends_K - 1] = True
-        self.register_buffer("wide_K", is_wide_E.nonzero().flatten(), persistent=False)
-        self.register_buffer("deep_E", is_wide_E.logical_not().nonzero().flatten(), persistent=False)
+        wide = [end - 1 for end in accumulate(widths)]
+        deep = sorted(set(range(sum(widths))).difference(wide))
+        self.register_buffer("wide_K", torch.tensor(wide, dtype=torch.int64), persistent=False)
+        self.register_buffer("deep_E", torch.tensor(deep, dtype=torch.int64), persistent=False)
         self.linear = LinearTerm(num_dense)
 
     def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:

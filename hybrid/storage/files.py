@@ -116,7 +116,10 @@ def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
     """
     if not isinstance(folder, RemotePath):
         is_there = (found := entry(folder)) is not None and found.is_folder
-        paths = (folder.rglob("*") if is_deep else folder.glob("*")) if is_there else ()
+        try:
+            paths = list(folder.rglob("*") if is_deep else folder.iterdir()) if is_there else []
+        except OSError as error:
+            raise _unusable(folder, error) from error
         every = [each for path in paths if (each := entry(path)) is not None]
     else:
         every = _remote_entries(folder, is_deep)

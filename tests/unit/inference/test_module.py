@@ -1,6 +1,7 @@
 """A module out of a checkpoint gives what ``hybrid predict`` writes."""
 
 import csv
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from support.trained import (
 from torch import Tensor, nn
 
 import hybrid
-from hybrid.checkpoint.checkpoint_files import DENSE_FILE
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, write_text
 from hybrid.checkpoint.checkpoint_folders import step_folder
+from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.config.loading import CONFIG_FILE
 from hybrid.config.sections import NETS
 from hybrid.errors import CheckpointError, ConfigError, DataError
 from hybrid.inference.trained_module import TrainedModule, load
@@ -309,3 +312,33 @@ def test_it_takes_the_checkpoint_that_is_named(run: Path) -> None:
     assert isinstance(model, TrainedModule)
     assert model.trained.origin == str(named)
     assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("net", "before", "after"),
+    [
+        ("dlrm", "top_mlp = [256, 128]", "top_mlp = [1000000, 1000000]"),
+        ("dlrm", "top_mlp = [256, 128]", "top_mlp = [4000000000, 4000000000]"),
+        ("dlrm", "remote_mlp = [8]", "remote_mlp = [1000000, 1000000]"),
+        ("dcn_v2", "cross_layers = 2", "cross_layers = 1000000000"),
+        ("wide_deep", "dim = 4", "dim = 1000000000"),
+        ("mmoe", "experts = 4", "experts = 1000000000"),
+    ],
+)
+def test_a_net_of_other_shapes_than_its_file_is_not_built(
+    net: str, before: str, after: str, tmp_path: Path
+) -> None:
+    """Whoever hands out a run could else fill any memory by a few bytes."""
+    remote = {"remote_mlp": [8]} if "remote" in before else {}
+    run = write_trained(
+        tmp_path / "run",
+        clicks_config(tmp_path, dense={"net": net, "top_mlp": [256, 128], **remote}),
+    )
+    folder = step_folder(run, 1)
+    text = (folder / CONFIG_FILE).read_text()
+    assert before in text
+    manifest = Manifest.read(folder / MANIFEST_FILE)
+    changed = write_text(folder, CONFIG_FILE, text.replace(before, after))
+    dataclasses.replace(manifest, files=manifest.files | changed).write(folder)
+    with pytest.raises(CheckpointError, match=rf"^{folder}: is of another model"):
+        load(run)
