@@ -18,7 +18,7 @@ _RUN_USAGE = (
 )
 COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
-ROW_TYPES = ("float32", "bfloat16", "int8")  # of exported tables
+ROW_TYPES = ("float32", "bfloat16")  # of exported tables
 AUTO = "auto"  # for --resume
 STREAM = "-"  # in the place of a file
 _ENDS = (

@@ -19,7 +19,6 @@ from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.resolved_columns import Column, columns_of
 from hybrid.data.prepare.new_rows import section_for
 from hybrid.errors import HybridError
-from hybrid.export.table_export import NarrowTable, StoredRows, stored_rows
 from hybrid.inference.model_outputs import prediction_names
 from hybrid.inference.trained_module import SAMPLES, STARTS, TrainedModule
 from hybrid.user_code.tracebacks import words_of
@@ -53,19 +52,10 @@ class _PlainTensors(nn.Module):
         return given
 
 
-def narrow(model: TrainedModule, kind: str | None) -> dict[str, StoredRows]:
-    """Convert the tables of a model to a data type; return the rows by table.
-
-    Args:
-        kind: float32, bfloat16 or int8; None to keep the data type of each table.
-    """
-    stored = {}
-    for place, name in enumerate(model.table_names):
-        rows_RD = model.rows(name).detach()
-        stored[name] = StoredRows(rows_RD) if kind is None else stored_rows(rows_RD, kind)
-        if stored[name].rows_RD.dtype != rows_RD.dtype:
-            model.tables[place] = NarrowTable(stored[name], rows_RD.dtype)
-    return stored
+def narrow(model: TrainedModule, dtype: torch.dtype) -> None:
+    """Convert the tables of a model to a data type; the nets compute in theirs."""
+    for index, name in enumerate(model.table_names):
+        model.tables[index] = nn.Embedding.from_pretrained(model.rows(name).detach().to(dtype))
 
 
 def recorded_program(model: TrainedModule) -> ExportedProgram:
@@ -174,15 +164,13 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def write_tables(stored: Mapping[str, StoredRows], names: Mapping[str, str], folder: Path) -> list[str]:
-    """Write tables as safetensors; the names of the files.
+def write_tables(model: TrainedModule, names: Mapping[str, str], folder: Path) -> list[str]:
+    """Write tables as safetensors; return the names of the files.
 
     Args:
-        names: what each table is called in the file.
+        names: the name of each table in the file.
     """
-    tensors = {
-        key: tensor for table, rows in stored.items() for key, tensor in rows.tensors(names[table]).items()
-    }
+    tensors = {names[table]: model.rows(table).detach() for table in model.table_names}
     write_tensors(folder, TABLES_FILE, tensors)
     return [TABLES_FILE]
 

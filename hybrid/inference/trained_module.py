@@ -11,19 +11,22 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
+from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
 from hybrid.custom_loop.embedding_modules import TableModule
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.plain_copy import plain_copy
-from hybrid.custom_loop.prepared_batches import DENSE
+from hybrid.custom_loop.prepared_batches import DENSE, features_of
 from hybrid.embedding.table_spec import Pooling, tables_of
 from hybrid.errors import CheckpointError, ConfigError
+from hybrid.inference.mapped_table import MappedTable
 from hybrid.inference.model_outputs import predictions
 from hybrid.inference.pooling import pooled, sequences
-from hybrid.inference.raw_values import encoded
+from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import Trained
+from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import Place, place
 
 # End the names of tensors beside the ids of a column.
@@ -143,19 +146,21 @@ class TrainedModule(nn.Module):
         autocast: lower precision in which the nets compute where that is safe, or None.
     """
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, *, in_memory: bool = True) -> None:
         super().__init__()
         self.trained = trained.with_torchs_products()
         blueprint = self.trained.blueprint
         self.net, self.remote_net = self.trained.nets()
         names = [table.name for table in blueprint.tables]
-        self.tables = nn.ModuleList(
-            nn.Embedding.from_pretrained(
-                trained.stored.whole_rows(table.name, (table.num_rows, table.dim)).to(blueprint.dtype),
-                freeze=False,
-            )
-            for table in blueprint.tables
-        )
+        self.tables = nn.ModuleList()
+        for table in blueprint.tables:
+            shape = table.num_rows, table.dim
+            if in_memory:
+                rows_RD = trained.stored.whole_rows(table.name, shape).to(blueprint.dtype)
+                self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
+            else:
+                shards = trained.stored.mapped_rows(table.name, *shape)
+                self.tables.append(MappedTable(shards, blueprint.dtype))
         self.table_names = tuple(names)
         spec = blueprint.input_spec
         self.num_dense = len(spec.dense_features)
@@ -227,13 +232,31 @@ class TrainedModule(nn.Module):
             ConfigError: a column of the model is missing.
             DataError: a value cannot be used; names it and its row.
         """
-        return encoded(self.trained, columns, OFFSETS, WEIGHTS)
+        features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
+        batch = {DENSE: features[DENSE]} if self.num_dense else {}
+        for feature in self._features:
+            values = features[feature.name]
+            if not feature.is_multi_hot:
+                batch[feature.name] = values
+                continue
+            batch |= {feature.name: values.values, feature.name + OFFSETS: values.offsets}
+            if feature.is_weighted:
+                batch[feature.name + WEIGHTS] = features[feature.name + WEIGHTS].values
+        return batch
+
+    def predict(self, batch: Batch) -> Predictions:
+        """Compute the outputs for a batch of any size, the same for equal samples, without gradients."""
+        spec, size = self.trained.encoder.input_spec, self.trained.config.train.batch_size
+        chunks = batch.split(max(1, -(-len(batch.labels) // size)))
+        with torch.no_grad():
+            outputs_BO = torch.cat([self.outputs(features_of(chunk, spec)) for chunk in chunks])
+        return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences).tied()
 
     def _vectors(self, feature: _Feature, batch: Mapping[str, Any]) -> Tensor:
         given, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)
         if isinstance(given, Jagged):
             given, offsets = given
-        rows_LD: Tensor = self.tables[feature.table](given)
+        rows_LD: Tensor = self.tables[feature.table](given).to(self.dtype)
         if feature.is_weighted:
             weights = batch[feature.name + WEIGHTS]
             weights_L = weights.values if isinstance(weights, Jagged) else weights

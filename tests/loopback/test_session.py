@@ -30,7 +30,7 @@ from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
 from workers.controller.session import Session
-from workers.offline.batch_prediction import TrainedModel, predict
+from workers.model_commands.prediction_commands import predict
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -176,7 +176,8 @@ def test_weights_of_ids_are_in_what_is_saved(tmp_path: Path) -> None:
     assert list(model.input_names) == names
     batch = weighted_batches(7)[0]
     given = features_of(batch, model.trained.encoder.input_spec)
-    ours = TrainedModel(Trained.read(tmp_path / "saved", print)).outputs(batch).double()
+    trained = Trained.read(tmp_path / "saved", print)
+    ours = TrainedModule(trained, in_memory=False).predict(batch).outputs.double()
     found = model(given)["probability"].double()
     assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)
     given["tags.weights"] = Jagged(torch.ones(2 * SIZE), given["tags"].offsets)

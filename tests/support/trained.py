@@ -28,7 +28,7 @@ from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.table_setup import table_specs
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.user_code.run_signature import signed_toml
-from workers.offline.batch_prediction import predict
+from workers.model_commands.prediction_commands import predict
 
 _WORKERS = 2
 COLUMNS = ("clicked", "price", "age", "user", "item", "tags")

@@ -39,33 +39,28 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
 def evaluate(options: argparse.Namespace, started_at: float) -> None:
     """Print how good a run's model is."""
     with imports():
-        from workers.offline.batch_prediction import evaluate
+        from workers.model_commands.prediction_commands import evaluate
 
     evaluate(options.run_folder, options.input, options.trust_code)
 
 
 def predict(options: argparse.Namespace, started_at: float) -> None:
     """Write what a run's model says of rows."""
-    is_stream = STREAM in options.input
-    if is_stream and len(options.input) > 1:
+    if STREAM in options.input and len(options.input) > 1:
         rule = "names standard input, which cannot be read among files; name it alone, or files"
         raise ConfigError("--input", rule, STREAM)
     with imports():
-        from workers.offline.batch_prediction import predict
-        from workers.offline.stream_prediction import predict_stream
+        from workers.model_commands.prediction_commands import predict
 
     keep = [name for names in options.keep for name in names.split(",")]
-    if is_stream:
-        predict_stream(options.run_folder, options.output, keep, options.trust_code)
-    else:
-        predict(options.run_folder, options.input, options.output, keep, options.trust_code)
+    predict(options.run_folder, options.input, options.output, keep, options.trust_code)
 
 
 def export(options: argparse.Namespace, started_at: float) -> None:
     """Write a run's model as files for others."""
     with imports():
         from hybrid.export.name_map import NameMap
-        from workers.offline.run_export import export_run
+        from workers.model_commands.run_export import export_run
 
     formats = options.format or EXPORTS[:1]
     if options.map and "tables" not in formats:
@@ -78,7 +73,7 @@ def import_(options: argparse.Namespace, started_at: float) -> None:
     """Write a run with tables of others."""
     with imports():
         from hybrid.export.name_map import NameMap
-        from workers.offline.run_import import import_tables
+        from workers.model_commands.run_import import import_tables
 
     import_tables(options.source, options.into, options.output, NameMap.parse(options.map))
 

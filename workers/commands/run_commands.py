@@ -62,7 +62,7 @@ def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int
     launch(config, folder, task, lock)
     print("in one process", flush=True)
     with imports():
-        from workers.offline.script_comparison import compare_script
+        from workers.jobs.script_comparison import compare_script
 
     compare_script(config, task.path, task.arguments, folder / "cluster")
 

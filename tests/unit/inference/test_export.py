@@ -27,8 +27,8 @@ from hybrid.errors import HybridError
 from hybrid.export import program_export
 from hybrid.export.name_map import NameMap
 from hybrid.inference.trained_module import TrainedModule, load
-from workers.offline.batch_prediction import evaluate
-from workers.offline.run_export import export_run
+from workers.model_commands.prediction_commands import evaluate
+from workers.model_commands.run_export import export_run
 
 NO_NAMES = NameMap(())
 BINARY = ("auc", "log loss", "normalised entropy", "calibration", "accuracy")
@@ -224,39 +224,32 @@ def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp
     assert largest_difference(found, predicted_columns(run, new)) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
-def test_narrow_rows_are_in_every_format_and_their_loss_is_said(
-    run: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+def test_narrow_tables_are_in_every_format(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], kind, NO_NAMES)
-    said = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
-    assert said["tables"].startswith(f"{kind}, 0.00 MiB of 0.00")
-    assert "with the rows as they were" in said["auc"]
+    export_run(run, tmp_path / "served", ["program", "onnx", "tables"], "bfloat16", NO_NAMES)
+    printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert printed["tables"].startswith("bfloat16, 0.00 MiB of 0.00")
+    assert "before" in printed["auc"]
     model = model_of(run)
-    before = [model.rows(name).detach().clone() for name in model.table_names]
+    full = {name: model.rows(name).detach() for name in model.table_names}
     inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
     with torch.no_grad():
-        whole = model(inputs)["probability"]
-        stored = program_export.narrow(model, kind)
-        expected = model(inputs)["probability"]
-    assert 1e-6 < (whole - expected).abs().max() < 0.05
-    largest = max(rows.largest_change(of) for rows, of in zip(stored.values(), before, strict=True))
-    assert (
-        f"change              {largest:.2g} of a value"
-        == f"change              {said['largest'].split()[1]} of a value"
-    )
+        exact = model(inputs)["probability"]
     for found in (by_program(tmp_path / "served", inputs), by_onnx(tmp_path / "served", inputs)):
-        assert torch.allclose(found["probability"], expected, atol=1e-6)
+        assert found["probability"].dtype == torch.float32
+        assert 1e-6 < (exact - found["probability"]).abs().max() < 0.05
     tables = load_file(tmp_path / "served/tables.safetensors")
-    assert tables["user"].dtype == getattr(torch, kind)
-    assert ("user.scale" in tables) == (kind == "int8")
+    assert all(torch.equal(tables[name], rows_RD.to(torch.bfloat16)) for name, rows_RD in full.items())
+    largest = max(float((rows_RD - tables[name]).abs().max()) for name, rows_RD in full.items())
+    assert printed["largest"].split()[1] == f"{largest:.2g}"
 
 
 def test_what_narrow_rows_cost_is_said_of_every_task(
     shop_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export_run(shop_run, tmp_path / "served", ["tables"], "int8", NO_NAMES)
-    said = [line.split(" with the rows")[0] for line in capsys.readouterr().out.splitlines()]
+    export_run(shop_run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
+    said = [line.split(" before")[0] for line in capsys.readouterr().out.splitlines()]
     measured = [line.rsplit(None, 1)[0] for line in said if line[0] != "/" and "." in line.split()[0]]
     assert measured == [
         *(f"click.{name}" for name in BINARY),
@@ -270,24 +263,10 @@ def test_it_is_measured_by_weights_where_a_run_is(tmp_path: Path, capsys: pytest
     evaluate(run, [])
     expected = dict(line.rsplit(None, 1) for line in capsys.readouterr().out.splitlines()[1:])
     export_run(run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
-    said = re.findall(r"^(.+?) +(\S+) with the rows as", capsys.readouterr().out, re.MULTILINE)
+    said = re.findall(r"^(.+?) +(\S+) before", capsys.readouterr().out, re.MULTILINE)
     assert len(said) == 2 * len(BINARY) + 4
     for name, value in said:
         assert f"{float(value):.4f}" == expected[name], name
-
-
-def test_what_a_net_of_the_users_own_has_and_onnx_has_not_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the README's net, which repeats by a tensor."""
-    (tmp_path / "gates.py").write_text(code_block("docs/models.md", "python", "class Gates"))
-    monkeypatch.syspath_prepend(tmp_path)
-    run = write_trained(tmp_path / "run", clicks_config(tmp_path, dense={"net": "gates:build"}))
-    export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
-    said = r"^--format onnx: torch cannot export the net: \w+: No ONNX function found for .*sym_numel"
-    with pytest.raises(HybridError, match=said):
-        export_run(run, tmp_path / "other", ["onnx"], None, NO_NAMES)
-    assert not list(tmp_path.glob("*other*"))
 
 
 CUSTOM_NET = """
@@ -318,6 +297,16 @@ def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pyte
     one_row = write_clicks(tmp_path / "one.csv", 1)
     found = by_program(tmp_path / "served", model_of(run).encode(texts_of(one_row)))
     assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
+
+
+def test_an_operator_that_onnx_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    body = "return pooled_BE.repeat_interleave(pooled_BE.new_ones(12).long(), dim=1)"
+    run = custom_run(tmp_path, "repeating", body, 12)
+    export_run(run, tmp_path / "served", ["program"], None, NO_NAMES)
+    with pytest.raises(HybridError, match=r"^--format onnx: .*No ONNX function found for .*[^\n]*$"):
+        export_run(run, tmp_path / "other", ["onnx"], None, NO_NAMES)
+    assert not list(tmp_path.glob("*other*"))
 
 
 def test_an_error_of_the_exporter_has_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

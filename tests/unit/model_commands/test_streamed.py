@@ -14,9 +14,8 @@ from support.descriptors import redirected
 from support.trained import clicks_config, shop_config, write_clicks, write_shop, write_trained
 
 from hybrid.errors import ConfigError, DataError, HybridError
-from workers.offline.batch_prediction import predict
-from workers.offline.prediction_file import STDOUT
-from workers.offline.stream_prediction import predict_stream
+from workers.model_commands.prediction_commands import predict
+from workers.model_commands.prediction_file import STDOUT
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +62,13 @@ def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.Captu
     predict(run, [str(new)], tmp_path / "p.csv", keep)
     expected = capfd.readouterr().out.splitlines()
     with given(new):
-        predict_stream(run, tmp_path / "q.csv", keep)
+        predict(run, ["-"], tmp_path / "q.csv", keep)
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", len(keep))
     said = capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
     assert said == expected
     assert "skipped 2 bad row(s): 1 wrong column count, 1 not a number" in said
     with given(new):
-        predict_stream(run, STDOUT, keep)
+        predict(run, ["-"], STDOUT, keep)
     written, beside = capfd.readouterr()
     (tmp_path / "r.csv").write_text(written)
     assert "\r" not in written
@@ -84,10 +83,10 @@ def test_columns_of_every_kind_and_several_tasks_do(tmp_path: Path) -> None:
     predict(run, [str(new)], tmp_path / "p.csv", ["time"])
     predict(run, [str(new)], tmp_path / "p.parquet", ["time"])
     with given(new):
-        predict_stream(run, tmp_path / "q.csv", ["time"])
+        predict(run, ["-"], tmp_path / "q.csv", ["time"])
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", 1)
     with given(new):
-        predict_stream(run, tmp_path / "q.parquet", ["time"])
+        predict(run, ["-"], tmp_path / "q.parquet", ["time"])
     found, expected = (pq.read_table(tmp_path / name) for name in ("q.parquet", "p.parquet"))
     assert found.schema == expected.schema
     assert found["time"].equals(expected["time"])
@@ -99,7 +98,7 @@ def test_equal_rows_of_a_block_get_the_same(
     header, *rows = write_clicks(tmp_path / "new.csv", 9, seed=4).read_text().splitlines()
     (tmp_path / "again.csv").write_text("\n".join([header, *(rows * 40)]) + "\n")
     with given(tmp_path / "again.csv"):
-        predict_stream(run, STDOUT)
+        predict(run, ["-"], STDOUT)
     found = [line.split(",")[1] for line in capfd.readouterr().out.splitlines()[1:]]
     assert len(found) == 360
     assert found == found[:9] * 40
@@ -122,7 +121,7 @@ def test_what_cannot_be_predicted_is_one_line_and_no_file(
 ) -> None:
     (tmp_path / "new.csv").write_text(text)
     with given(tmp_path / "new.csv"), pytest.raises((ConfigError, DataError), match=said):
-        predict_stream(run, tmp_path / "p.csv", keep)
+        predict(run, ["-"], tmp_path / "p.csv", keep)
     assert [path.name for path in tmp_path.iterdir()] == ["new.csv"]
 
 
@@ -133,7 +132,7 @@ def test_parquet_is_not_read_so(tmp_path: Path) -> None:
     run = write_trained(tmp_path / "run", clicks_config(tmp_path, data=data))
     said = "^--input = '-': must name files where data.format is parquet"
     with given(tmp_path / "rows.parquet"), pytest.raises(ConfigError, match=said):
-        predict_stream(run, tmp_path / "p.csv")
+        predict(run, ["-"], tmp_path / "p.csv")
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_word(
@@ -146,7 +145,7 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(
         redirected(1, writing),
         pytest.raises(SystemExit) as end,
     ):
-        predict_stream(run, STDOUT)
+        predict(run, ["-"], STDOUT)
     os.close(writing)
     assert end.value.code == 1
     assert capfd.readouterr() == ("", "")
@@ -160,7 +159,7 @@ def test_an_output_that_is_full_is_one_line(run: Path, tmp_path: Path) -> None:
         redirected(1, full),
         pytest.raises(HybridError, match=said),
     ):
-        predict_stream(run, STDOUT)
+        predict(run, ["-"], STDOUT)
     os.close(full)
 
 
@@ -168,7 +167,7 @@ def test_somebody_at_a_terminal_is_told_what_is_awaited(run: Path, capfd: pytest
     keys, terminal = os.openpty()
     os.write(keys, b"user,item,tags,price,age\nu1,i1,a,2,3\n\x04")
     with redirected(0, terminal):
-        predict_stream(run, STDOUT)
+        predict(run, ["-"], STDOUT)
     os.close(terminal)
     os.close(keys)
     out, err = capfd.readouterr()

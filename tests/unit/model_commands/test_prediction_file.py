@@ -11,7 +11,7 @@ from support.stores import BUCKET, Store
 from hybrid.errors import DataError, HybridError
 from hybrid.storage import files
 from hybrid.storage.remote_path import Place, place
-from workers.offline.prediction_file import prediction_file
+from workers.model_commands.prediction_file import prediction_file
 
 NAMES = ["p.csv", "p.parquet"]
 

@@ -12,7 +12,7 @@ from hybrid.export.table_import import check_fit, write_imported
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import Place
 from workers.console.escaping import visible
-from workers.offline.batch_prediction import check_new, warn
+from workers.model_commands.prediction_commands import check_new, warn
 
 
 def import_tables(source: Place, base: Place, output: Place, names: NameMap) -> None:

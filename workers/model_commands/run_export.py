@@ -1,0 +1,133 @@
+"""``hybrid export``: a trained model as files that need nothing of this project."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from hybrid.errors import HybridError
+from hybrid.export import program_export
+from hybrid.export.name_map import NameMap
+from hybrid.inference.raw_rows import held_out_rows
+from hybrid.inference.trained_module import TrainedModule
+from hybrid.inference.trained_run import Trained
+from hybrid.storage import files as storage
+from hybrid.storage.private_files import make_folder
+from hybrid.storage.remote_path import Place, RemotePath
+from workers.console.escaping import visible
+from workers.console.terminal import passing_status
+from workers.model_commands.prediction_commands import check_new, measure, warn
+
+
+def export_run(
+    folder: Place,
+    output: Place,
+    formats: Sequence[str],
+    dtype: str | None,
+    names: NameMap,
+    trust_code: bool = False,
+) -> None:
+    """Write a trained model into a new folder, local or in a store, and print what was written.
+
+    Args:
+        folder: a run, of which the best checkpoint is used, or a checkpoint.
+        formats: of "program", "onnx" and "tables".
+        dtype: data type of the tables, None for that of the run. If it is narrower, the loss of precision is
+            measured and printed.
+        names: the names of the tables in the file of tables.
+
+    Raises:
+        HybridError: the output exists or cannot be written; packages are missing; see :meth:`Trained.read`.
+    """
+    check_new(output)
+    if "onnx" in formats:
+        program_export.check_onnx()
+    with passing_status() as tell:
+        tell("reading the model")
+        # Measuring the loss of precision reads the data of the run.
+        trained = Trained.read(folder, warn, trust_code, uses_paths=dtype is not None)
+        model = TrainedModule(trained)
+    new_names = names.names(model.table_names)
+    lines = [f"{'checkpoint':<20}{model.trained.origin}"]
+    if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
+        lines += _narrow(model, dtype)
+    with _new_folder(output) as partial, passing_status() as tell:
+        files = program_export.write_preprocessing(model, partial)
+        if "tables" in formats:
+            files += program_export.write_tables(model, new_names, partial)
+        if {"program", "onnx"} & {*formats}:
+            tell("exporting the program")
+            program = program_export.recorded_program(model)
+            files += program_export.write_program(program, partial) if "program" in formats else []
+            tell("writing")
+            files += program_export.write_onnx(program, model, partial) if "onnx" in formats else []
+    lines += [f"{'wrote':<20}{output / name}" for name in files]
+    for line in lines:
+        print(visible(line))
+
+
+def _narrow(model: TrainedModule, dtype: str) -> list[str]:
+    """Convert the tables to a narrower data type; return lines that say what it costs."""
+    full = {name: model.rows(name).detach() for name in model.table_names}
+    try:
+        rows = held_out_rows(model.trained, report=lambda text: None)
+        before = measure(model, rows)
+    except HybridError as error:
+        program_export.narrow(model, getattr(torch, dtype))
+        metrics = [f"{'on test rows':<20}not measured: {error}"]
+    else:
+        program_export.narrow(model, getattr(torch, dtype))
+        after = measure(model, rows)
+        metrics = [
+            f"{name.replace('_', ' ') + ' ':<20}{value:.6f} before, {after[name]:.6f} after"
+            for name, value in before.items()
+            if name.rpartition(".")[2] not in ("base_rate", "num_samples")
+        ]
+    changes = [(rows_RD - model.rows(name)).abs().max().item() for name, rows_RD in full.items()]
+    sizes = [sum(each.nbytes for each in tables) / 2**20 for tables in (map(model.rows, full), full.values())]
+    return [
+        f"{'tables':<20}{dtype}, {sizes[0]:,.2f} MiB of {sizes[1]:,.2f}",
+        f"{'largest change':<20}{max(changes):.2g} of a value of a row",
+        *metrics,
+    ]
+
+
+@contextmanager
+def _new_folder(output: Place) -> Iterator[Path]:
+    """A folder to write into, which is ``output`` once everything is in it, and else nothing of it."""
+    try:
+        with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as folder:
+            yield folder
+    except OSError as error:
+        raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _renamed(output: Path) -> Iterator[Path]:
+    partial = output.with_name(f".{output.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        make_folder(partial)
+        yield partial
+        os.rename(partial, output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _sent(output: RemotePath) -> Iterator[Path]:
+    """What is written here is sent to a store, and last the file without which the others are no use."""
+    with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
+        yield Path(folder)
+        try:
+            written = Path(folder).iterdir()
+            for path in sorted(written, key=lambda path: path.name == program_export.PREPROCESSING_FILE):
+                storage.copy(path, output / path.name)
+        except BaseException:
+            with suppress(OSError):
+                storage.remove(output)
+            raise
