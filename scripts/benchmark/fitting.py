@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from benchmark.results import Measurement
 from benchmark.tables import TextTable, times
-from workers.offline.planning.costs import TRAINER_MEMORY_TERMS, WORKER_MEMORY_TERMS, Costs, cost
-from workers.offline.planning.demand import TRAINER_TERMS, WORKER_TERMS, Demand, Terms
-from workers.offline.planning.forecast import Hosts, forecast
+from workers.planning.costs import TRAINER_MEMORY_TERMS, WORKER_MEMORY_TERMS, Costs, cost
+from workers.planning.demand import TRAINER_TERMS, WORKER_TERMS, Demand, Terms
+from workers.planning.forecast import Hosts, forecast
 
 _FLAT = 1e-10
 AIM = 0.2  # how far a prediction may be off

@@ -9,10 +9,10 @@ from pathlib import Path
 from benchmark.systems import ROOT
 from benchmark.tables import TextTable
 from hybrid.config.loading import load_config
-from workers.offline.planning.costs import Costs, cost
-from workers.offline.planning.demand import Demand, Terms, demand, messages
-from workers.offline.planning.expected_data import expected_data
-from workers.offline.planning.forecast import Forecast, Hosts, forecast
+from workers.planning.costs import Costs, cost
+from workers.planning.demand import Demand, Terms, demand, messages
+from workers.planning.expected_data import expected_data
+from workers.planning.forecast import Forecast, Hosts, forecast
 
 CONFIG = ROOT / "configs/trillion.toml"
 SAMPLES = 2048  # of a trainer

@@ -31,9 +31,9 @@ from benchmark.systems import OURS_PIPELINED, OURS_SYNC, OWN_PYTHON, System
 from benchmark.tables import TextTable, mib
 from benchmark.workloads import WORKLOADS, Workload
 from hybrid.config import RunConfig
-from workers.offline.planning.costs import Costs
-from workers.offline.planning.demand import Demand, demand
-from workers.offline.planning.forecast import Hosts, forecast
+from workers.planning.costs import Costs
+from workers.planning.demand import Demand, demand
+from workers.planning.forecast import Hosts, forecast
 
 _ROWS, _TABLES = 320_000, 16
 BASE = Workload(

@@ -7,8 +7,8 @@ from benchmark.fitting import Sample
 from benchmark.results import Measurement
 from benchmark.scaling import Point
 
-from workers.offline.planning.costs import Costs, cost
-from workers.offline.planning.forecast import Hosts, forecast
+from workers.planning.costs import Costs, cost
+from workers.planning.forecast import Hosts, forecast
 
 CORES = 2
 

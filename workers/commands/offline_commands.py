@@ -23,9 +23,9 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with imports():
         from hybrid.data.prepare.preparation import cache_folder
-        from workers.offline.plan_report import print_plan
-        from workers.offline.planning.costs import MEASURED, Costs
-        from workers.offline.planning.forecast import Hosts
+        from workers.planning.costs import MEASURED, Costs
+        from workers.planning.forecast import Hosts
+        from workers.planning.plan_report import print_plan
 
     hosts = Hosts(
         options.hosts,

@@ -8,7 +8,7 @@ from benchmark.fitting import fit, non_negative_least_squares, prediction_table
 from benchmark.scaling import HELD_BACK, VALUES, Point, point
 from support.sampled import CORES, sampled
 
-from workers.offline.planning.costs import Costs
+from workers.planning.costs import Costs
 
 
 def test_known_coefficients_are_recovered() -> None:

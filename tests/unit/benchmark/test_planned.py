@@ -3,7 +3,7 @@
 from benchmark.planned import CLUSTERS, SIZES, planned_tables
 from support.commands import ROOT
 
-from workers.offline.planning.costs import Costs
+from workers.planning.costs import Costs
 
 
 def test_messages_take_more_of_a_step_the_larger_the_cluster() -> None:

@@ -14,7 +14,7 @@ from benchmark.scaling import BASE, HELD_BACK, VALUES, Point, _tasks, point
 from rich.console import Console
 from support.sampled import sampled
 
-from workers.offline.planning.costs import Costs
+from workers.planning.costs import Costs
 
 FITTED = {(d, value): point(d, value) for d, values in VALUES.items() for value in values}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import ConfigError
-from workers.offline.planning.costs import MEASURED, Costs, cost
+from workers.planning.costs import MEASURED, Costs, cost
 
 
 def test_what_is_written_can_be_read(priced: Callable[..., Costs], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.offline.planning.demand import demand, messages, why_not_modelled
+from workers.planning.demand import demand, messages, why_not_modelled
 
 Configured: TypeAlias = Callable[..., RunConfig]
 

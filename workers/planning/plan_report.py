@@ -14,10 +14,10 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.traffic import Traffic
 from hybrid.engine.table_setup import samples_of_lookup, wire_bytes_per_value
 from hybrid.storage.remote_path import Place
-from workers.offline.planning.costs import Costs
-from workers.offline.planning.demand import Demand, demand, why_not_modelled
-from workers.offline.planning.expected_data import expected_data
-from workers.offline.planning.forecast import Forecast, Hosts, forecast
+from workers.planning.costs import Costs
+from workers.planning.demand import Demand, demand, why_not_modelled
+from workers.planning.expected_data import expected_data
+from workers.planning.forecast import Forecast, Hosts, forecast
 
 _MOST_REASONS = 3
 

@@ -15,7 +15,7 @@ from hybrid.engine.table_setup import place_tables, samples_of_lookup, wire_byte
 from hybrid.input_spec import InputSpec
 from hybrid.transport.shared_memory.host_aggregation import may_combine, pays
 from hybrid.transport.shared_memory.shared_block import MOST_MEMBERS
-from workers.offline.planning.dense_cost import DenseWork, dense_work
+from workers.planning.dense_cost import DenseWork, dense_work
 
 Terms: TypeAlias = Mapping[str, float]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
-from workers.offline.planning.demand import TRAINER_TERMS, WORKER_TERMS, Terms
+from workers.planning.demand import TRAINER_TERMS, WORKER_TERMS, Terms
 
 MEASURED = Path(__file__).with_name("costs.toml")
 TRAINER_MEMORY_TERMS = ("step", "value")

@@ -9,9 +9,9 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
-from workers.offline.planning.costs import Costs
-from workers.offline.planning.demand import Demand, demand
-from workers.offline.planning.forecast import NETWORK, TRAINERS, WORKERS, Forecast, Hosts, forecast
+from workers.planning.costs import Costs
+from workers.planning.demand import Demand, demand
+from workers.planning.forecast import NETWORK, TRAINERS, WORKERS, Forecast, Hosts, forecast
 
 Configured: TypeAlias = Callable[..., RunConfig]
 Priced: TypeAlias = Callable[..., Costs]

@@ -9,7 +9,7 @@ import pytest
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.data.prepare.synthetic_log import TABLE_ROWS
 from hybrid.errors import ConfigError, DataError
-from workers.offline.planning.expected_data import expected_data
+from workers.planning.expected_data import expected_data
 
 HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash", "hash_rows": 77}
 Configured: TypeAlias = Callable[..., RunConfig]

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.errors import ConfigError
-from workers.offline.planning.costs import Costs, cost
-from workers.offline.planning.demand import BYTES_PER_GRADIENT, Demand, Terms, gradient_bytes, messages
+from workers.planning.costs import Costs, cost
+from workers.planning.demand import BYTES_PER_GRADIENT, Demand, Terms, gradient_bytes, messages
 
 TRAINERS, WORKERS, NETWORK = "trainers' cores", "workers' cores", "network of a host"
 

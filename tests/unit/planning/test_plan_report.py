@@ -18,9 +18,9 @@ from hybrid.config import (
     TableSection,
     TrainSection,
 )
-from workers.offline.plan_report import print_plan
-from workers.offline.planning.costs import Costs
-from workers.offline.planning.forecast import Hosts
+from workers.planning.costs import Costs
+from workers.planning.forecast import Hosts
+from workers.planning.plan_report import print_plan
 
 HOST = Hosts(1, 4, 2.0**34, 1e9)
 Planned: TypeAlias = Callable[..., str]

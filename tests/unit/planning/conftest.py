@@ -8,8 +8,8 @@ import pytest
 
 from hybrid.config import RunConfig
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.offline.planning.costs import TRAINER_MEMORY_TERMS, WORKER_MEMORY_TERMS, Costs
-from workers.offline.planning.demand import TRAINER_TERMS, WORKER_TERMS
+from workers.planning.costs import TRAINER_MEMORY_TERMS, WORKER_MEMORY_TERMS, Costs
+from workers.planning.demand import TRAINER_TERMS, WORKER_TERMS
 
 SPEC = InputSpec(("x", "y"), tuple(FeatureSpec(f"c{k}", 1000) for k in range(4)))
 

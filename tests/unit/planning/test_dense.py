@@ -9,7 +9,7 @@ import torch
 from hybrid.config import RunConfig
 from hybrid.config.sections import NETS
 from hybrid.input_spec import FeatureSpec, InputSpec
-from workers.offline.planning.dense_cost import dense_work
+from workers.planning.dense_cost import dense_work
 
 SPEC = InputSpec(("x", "y", "z"), tuple(FeatureSpec(f"c{k}", 10) for k in range(5)))
 OWN_NET = """
