@@ -135,7 +135,9 @@ def key_of(call: Call) -> Key:
     key: list[int] = [id(call.module)]
     for each in _tensors(call):
         if each is not None:
-            where = each.untyped_storage().data_ptr(), int(each.storage_offset()), each._version
+            # Inference tensors count no versions: their content tells whether one was written to.
+            version = hash(each.cpu().numpy().tobytes()) if each.is_inference() else each._version
+            where = each.untyped_storage().data_ptr(), int(each.storage_offset()), version
             key += [*where, each.dim(), *each.shape, *each.stride()]
         key.append(-1)
     return tuple(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,22 @@ class Cluster:
     """What trains a module of the user's own; made by :func:`connect`.
 
     Attributes:
-        trainer: the index of this one; 0 is the one to print and write.
-        num_trainers: how many there are.
+        rank: index of this trainer, from 0; trainer 0 prints and writes files.
+        world_size: number of trainers. Both are among trainers alone: torch.distributed's are not.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._loop: Loop | None = None
-        self.trainer = host.trainer
-        self.num_trainers = host.group.size()
+        self.rank = host.trainer
+        self.world_size = host.group.size()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            renamed = {"trainer": "rank", "num_trainers": "world_size"}
+            remedy = f"; write cluster.{renamed[name]}" if name in renamed else ""
+            raise AttributeError(f"a cluster has no attribute {name!r}{remedy}")
 
     def prepare(self) -> tuple[PreparedData, PreparedData]:
         """The training and the test samples of the configuration's section [data].
@@ -172,7 +179,7 @@ class Cluster:
 
     def print(self, *values: object) -> None:
         """Print on trainer 0 alone."""
-        if self.trainer == 0:
+        if self.rank == 0:
             print(*values, flush=True)
 
     @property

@@ -41,7 +41,13 @@ class Call(NamedTuple):
 
 
 class Asker(Protocol):
-    """Whoever has the rows of distributed modules."""
+    """Whoever has the rows of distributed modules.
+
+    Attributes:
+        is_saving: whether a checkpoint takes the state dict of the module now, without rows.
+    """
+
+    is_saving: bool
 
     def vectors(self, call: Call) -> Tensor:
         """The vectors of a call, (ids or bags, D)."""
@@ -136,6 +142,7 @@ class TableModule(nn.Module):
     def bind(self, name: str, asker: Asker) -> None:
         """Have calls answered by ``asker``."""
         self.name, self._asker = name, asker
+        self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
     def asked(self, call: Call) -> Asked:
         """What a call comes to, ids as int64 in one row."""
@@ -260,6 +267,16 @@ class EmbeddingBag(TableModule):
             weights = None if weights is None else weights[~is_padding]
         weights_L = None if weights is None else weights.detach().reshape(-1)
         return Asked(self.name, _as_ids(ids), offsets.to(torch.int64).contiguous(), weights_L, self.pooling)
+
+
+def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:
+    assert table._asker is not None
+    if not table._asker.is_saving:
+        raise RuntimeError(
+            "state_dict() of a distributed module would lack the rows of its tables: the workers hold them. "
+            "Call cluster.save(folder, optimizer) for a checkpoint, or cluster.plain_module().state_dict() "
+            "for all parameters and rows"
+        )
 
 
 def _as_ids(ids: Tensor) -> Tensor:

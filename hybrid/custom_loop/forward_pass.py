@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from hybrid.custom_loop.call_sites import Key, Site, key_of
 from hybrid.custom_loop.embedding_modules import Call, TableModule
 from hybrid.custom_loop.global_batches import Share
+from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.embedding.trainer.lookup import Lookup
 from hybrid.embedding.trainer.module_lookups import Asked, AskedTables
 from hybrid.engine.hybrid_model import to_device
@@ -29,6 +29,7 @@ class Pass:
     Attributes:
         share: the batch that it is of; None where there is none.
         ticket: of lookups that it makes.
+        before_gradients: called before gradients of a lookup go to the workers.
         ahead: the lookup that was made before it.
         found: vectors, by call.
         lookups: those whose vectors were taken.
@@ -37,6 +38,7 @@ class Pass:
 
     share: Share | None
     ticket: Ticket
+    before_gradients: Callable[..., None]
     ahead: Lookup | None = None
     found: dict[Key, Tensor] = field(default_factory=dict)
     lookups: list[Lookup] = field(default_factory=list)
@@ -49,9 +51,15 @@ class Pass:
         assert self.share is not None
         *vectors, zero = self.ahead.outputs()
         self.found.update(zip(self.share.calls, vectors, strict=True))
-        self.lookups.append(self.ahead)
-        self.zeros.append(zero)
+        self.add(self.ahead, zero)
         self.ahead = None
+
+    def add(self, lookup: Lookup, zero: Tensor) -> None:
+        """Note a lookup whose vectors were taken."""
+        self.lookups.append(lookup)
+        self.zeros.append(zero)
+        if zero.grad_fn is not None:
+            zero.grad_fn.register_prehook(self.before_gradients)
 
 
 class Passes:
@@ -61,14 +69,24 @@ class Passes:
         tables: where vectors come from.
         device: where they go.
         trainer: its index.
+        before_gradients: see :class:`Pass`.
 
     Attributes:
         sites: the calls that every batch is expected to have, in the order in which they were found.
         trained, evaluated: the pass of each kind, or None.
     """
 
-    def __init__(self, tables: AskedTables, device: torch.device, trainer: int) -> None:
+    def __init__(
+        self,
+        tables: AskedTables,
+        device: torch.device,
+        trainer: int,
+        loop_warnings: LoopWarnings,
+        before_gradients: Callable[..., None],
+    ) -> None:
         self._tables = tables
+        self._before_gradients = before_gradients
+        self._warnings = loop_warnings
         self._device = device
         self._trainer = trainer
         self.sites: dict[Site, None] = {}
@@ -78,7 +96,11 @@ class Passes:
     def evaluate(self, share: Share, step: int) -> Pass:
         """A pass without training over a share, whose lookup leaves now."""
         ticket = self._evaluating(step)
-        return Pass(share, ticket, self._tables.lookup(share.sparse_features, ticket))
+        return self.begin(share, ticket, self._tables.lookup(share.sparse_features, ticket))
+
+    def begin(self, share: Share | None, ticket: Ticket, ahead: Lookup | None = None) -> Pass:
+        """A pass, whose lookup ``ahead`` is under way."""
+        return Pass(share, ticket, self._before_gradients, ahead)
 
     def _evaluating(self, step: int) -> Ticket:
         return Ticket(self._trainer, step, step, purpose=Purpose.PREDICT)
@@ -92,7 +114,7 @@ class Passes:
                     "a module with tables is trained on batches of cluster.batches(...), and called on "
                     "others under torch.no_grad()"
                 )
-            current = Pass(None, self._evaluating(step))
+            current = self.begin(None, self._evaluating(step))
         key = key_of(call)
         if key not in current.found:
             current.take_ahead()
@@ -105,22 +127,13 @@ class Passes:
         ticket = current.ticket._replace(part=len(current.lookups))
         lookup = self._tables.lookup([call.module.asked(call)], ticket)
         current.found[key], zero = lookup.outputs()
-        current.lookups.append(lookup)
-        current.zeros.append(zero)
+        current.add(lookup, zero)
         if current.share is not None and call.ids.numel():
             site = Site.find(call, current.share.tensors)
             if site is not None:
                 self.sites[site] = None
             elif current is self.trained:
-                self._tell_computed(call.module)
-
-    def _tell_computed(self, module: TableModule) -> None:
-        if self._trainer == 0:
-            warnings.warn(
-                f"table {module.name} is called with ids that are in no batch as they are: they are looked "
-                "up when they are there, by a message of their own; have the batches hold them for speed",
-                stacklevel=2,
-            )
+                self._warnings.computed_ids(call.module.name)
 
     def rows(self, module: TableModule, step: int) -> Tensor:
         """All rows of a table, (rows, D), as they are now."""

@@ -193,13 +193,33 @@ def _column(batch: Any, whole: str) -> npt.NDArray[np.generic]:
 
 
 def size_of(batch: Any) -> int:
-    """How many samples a batch has; DataError where its parts disagree, or there are none."""
-    sizes = {len(each.offsets) - 1 if isinstance(each, Jagged) else len(each) for each in _parts(batch)}
-    if len(sizes) != 1:
+    """Return the number of samples in a batch.
+
+    Raises:
+        DataError: the batch has no tensors, or their numbers of samples differ.
+    """
+    sizes = [len(each.offsets) - 1 if isinstance(each, Jagged) else len(each) for each in _parts(batch)]
+    if not sizes:
+        raise DataError("a batch has no tensors")
+    if len(set(sizes)) > 1:
+        names = _names(batch)
+        counts = ", ".join(f"{name}: {size}" for name, size in zip(names, sizes, strict=True))
         raise DataError(
-            f"a batch has parts of {sorted(sizes)} samples" if sizes else "a batch has no tensors"
+            f"the tensors of a batch have different numbers of samples ({counts}). Their first dimension is "
+            "the sample; give a column of any number of values per sample as hybrid.Jagged(values, offsets)"
         )
-    return sizes.pop()
+    return sizes[0]
+
+
+def _names(batch: Any, path: str = "") -> list[str]:
+    """Return the key or index path of each tensor of a batch, in the order of :func:`_parts`."""
+    if isinstance(batch, Mapping):
+        items: list[tuple[Any, Any]] = list(batch.items())
+    elif isinstance(batch, list | tuple) and not isinstance(batch, Jagged) and _is_nested(batch):
+        items = list(enumerate(batch))
+    else:
+        return [path or "the tensor"]
+    return [name for key, value in items for name in _names(value, f"{path}[{key!r}]" if path else repr(key))]
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
@@ -253,10 +273,15 @@ def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
         return {name: _mapped(value, function) for name, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(_mapped(value, function) for value in batch))
-    if isinstance(batch, list | tuple) and any(
-        isinstance(each, Tensor | Mapping | list | tuple) for each in batch
-    ):
+    if isinstance(batch, list | tuple) and _is_nested(batch):
         return type(batch)(_mapped(value, function) for value in batch)
     if isinstance(batch, list):
         return function(batch)  # of texts, as a DataLoader collates them
     raise DataError(f"a batch holds a {type(batch).__name__}, and not tensors alone")
+
+
+def _is_nested(batch: Sequence[Any]) -> bool:
+    """Whether a list or tuple is part of a batch's structure, and not a column of plain values."""
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return True
+    return any(isinstance(each, Tensor | Mapping | list | tuple) for each in batch)

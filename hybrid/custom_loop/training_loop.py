@@ -28,9 +28,10 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, pack_dense, unpack_dense
 from hybrid.custom_loop.backend import Host
 from hybrid.custom_loop.embedding_modules import Call, TableModule
-from hybrid.custom_loop.forward_pass import Pass, Passes
+from hybrid.custom_loop.forward_pass import Passes
 from hybrid.custom_loop.global_batches import Share, global_batches, shares
 from hybrid.custom_loop.loop_config import check_tables
+from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.custom_loop.prepared_batches import PreparedData
 from hybrid.custom_loop.trainer_group import Trainers
 from hybrid.dense.custom_net import batch_norm_warning
@@ -94,6 +95,7 @@ class Loop:
         check_tables(config, specs)
         deployed = host.deploy(specs)
         self._hosted = deployed.hosted
+        self._widths = {spec.dim for spec in specs}
         self._shapes = deployed.placement.shapes
         self._mode = deployed.rules.mode
         self._tables = AskedTables(specs, deployed.placement, deployed.sources, self._clock)
@@ -103,7 +105,10 @@ class Loop:
         self.trainers = Trainers(host.group, self._reducing_device)
         self._guard = Guard(deployed.rules, deployed.hosted, host.group, self.trainers.device)
         self._feed = Feed[Share](self._tables, [], host.trainer, self._mode, 1, self._clock)
-        self._passes = Passes(self._tables, self.device, host.trainer)
+        self._warnings = LoopWarnings(host)
+        self._passes = Passes(
+            self._tables, self.device, host.trainer, self._warnings, self._refuse_plain_backward
+        )
         self._graph: Graph | None = None
         self._entered = ExitStack()
         self._loss: float | None = None  # of the step under way, once its backward pass is done
@@ -113,6 +118,11 @@ class Loop:
         _LOOPS.add(self)
         self._num_passes = 0
         self.step = 0
+        self.is_saving = False
+        self._is_in_backward = False
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._refuse_plain_backward)
 
     def _wrapped(self, net: nn.Module) -> DdpModel:
         host, dense = self._host, self._host.config.dense
@@ -190,7 +200,7 @@ class Loop:
         self._graph = self._entered.enter_context(recorded_graph(self.model.net, spans_processes))
         purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
         ticket = Ticket(self._host.trainer, self.step, self.step, purpose=purpose)
-        self._passes.trained = Pass(share, ticket, start())
+        self._passes.trained = self._passes.begin(share, ticket, start())
 
     def _drop(self) -> None:
         """Close what a step has open."""
@@ -219,20 +229,39 @@ class Loop:
         if self._loss is not None:
             raise RuntimeError(f"cluster.backward(...) is called again for the batch of step {self.step}")
         part = self._part_of_means(terms, current.share)
+        if self.step == 0:
+            shapes = [p.shape for p in self.model.net.parameters()] + [
+                t.shape[1:] for t in current.share.tensors
+            ]
+            self._warnings.check_pairs(part, current.share.size, self._widths.union(*shapes))
         current.take_ahead()  # where no table was called, the workers wait for gradients all the same
         loss = part + sum(current.zeros).to(part)  # type: ignore[union-attr]  # there is one at least
         self._passes.expect(current, self._hosted, self.step)
         for parameter in self.model.net.parameters():
             parameter.grad = None
-        graph.backward(loss)
+        self._is_in_backward = True
+        try:
+            graph.backward(loss)
+        finally:
+            self._is_in_backward = False
         self.model.collect(graph.gradients(), is_last=True)
         for trained, gradient in self.model.gradients.items():
             trained.grad = gradient
+        self._warnings.note_gradients(self.model.gradients.values())
         self._loss = loss.item()
         self._entered.close()
         self._guard.check_loss(self.step, self._loss, self.model.first_not_finite)
         if not any(parameter.requires_grad for parameter in self.model.net.parameters()):
             self._decide()  # no optimizer will
+
+    def _refuse_plain_backward(self, *_: object) -> None:
+        """Raise if ``cluster.backward`` did not start the backward pass that is under way."""
+        if not self._is_in_backward:
+            raise RuntimeError(
+                "loss.backward() does not train a distributed module: call cluster.backward(loss) with one "
+                'loss value per sample (reduction="none"). It takes the mean over the batch of all trainers, '
+                "and sends the gradients of the tables to the workers"
+            )
 
     def _part_of_means(self, terms: Sequence[tuple[Tensor, Tensor | None]], share: Share) -> Tensor:
         """This trainer's part of the means over the global batch."""
@@ -263,7 +292,9 @@ class Loop:
         if self._loss is None or id(optimizer) in self._stepped:
             raise RuntimeError("optimizer.step() comes after cluster.backward(...), once for each batch")
         if not self._stepped:
+            self._warnings.check_gradients(p.grad for p in self.model.gradients)
             self._decide()
+        self._warnings.check_learning_rate(optimizer)
         self._stepped.add(id(optimizer))
         self._optimizers.add(optimizer)
         for parameter in parameters:
@@ -288,7 +319,12 @@ class Loop:
         """See :meth:`Cluster.save`."""
         self._feed.settle()
         state = {} if optimizer is None else optimizer.state_dict()["state"]
-        self._host.save(folder, self.step, pack_dense(self.model.net.state_dict(), state))
+        self.is_saving = True
+        try:
+            dense = pack_dense(self.model.net.state_dict(), state)
+        finally:
+            self.is_saving = False
+        self._host.save(folder, self.step, dense)
 
     def load(self, folder: Place, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.load`."""

@@ -25,21 +25,31 @@ cluster = hybrid.connect()
 if kind == "prepares":
     data, _ = cluster.prepare()
     cluster.print(len(data), sorted(data.num_rows))
-cluster.print("trainers:", cluster.num_trainers, kind)
+cluster.print("trainers:", cluster.world_size, kind)
 if kind == "exits":
     sys.exit(3)
-if kind == "ends" and cluster.trainer == 1:
+if kind == "ends" and cluster.rank == 1:
     sys.exit()
-model = cluster.distribute(Net(5 + (kind == "differs") * cluster.trainer))
+model = cluster.distribute(Net(5 + (kind == "differs") * cluster.rank))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = {"id": torch.arange(8) % 5, "label": torch.ones(8)}
 if kind == "shuffles":
-    data["id"] = data["id"].roll(cluster.trainer)
-for step, batch in enumerate(cluster.batches(data, size=4)):
-    if kind == "raises" and step == 1 and cluster.trainer == 1:
+    data["id"] = data["id"].roll(cluster.rank)
+for step, batch in enumerate(cluster.batches(data, size=8 if "pairs" in kind else 4)):
+    if kind == "raises" and step == 1 and cluster.rank == 1:
         batch["missing"]
-    cluster.backward((model(batch["id"]) - batch["label"]) ** 2)
+    loss = (model(batch["id"]) - batch["label"]) ** 2
+    if kind == "clips and pairs":
+        loss = (loss.unsqueeze(1) - loss.unsqueeze(0)).relu().mean(dim=1)
+    if kind == "plain backward":
+        loss.mean().backward()
+    cluster.backward(loss)
+    if kind == "clips and pairs":
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     optimizer.step()
+with torch.inference_mode():
+    for batch in cluster.batches(data):
+        assert len(model(batch["id"] + 0)) == len(batch["label"])
 cluster.print("steps:", step + 1)
 """
 
@@ -54,6 +64,13 @@ def script(tmp_path: Path) -> Path:
 def test_trainer_0_prints_and_arguments_arrive(script: Path, tmp_path: Path) -> None:
     said = output_of(["run", script.name, "--trainers", "3", "--workers", "1", "--", "trains"], tmp_path)
     assert said.endswith("\ntrainers: 3 trains\nsteps: 2\n")
+
+
+def test_habits_of_a_plain_loop_are_warned_of_on_the_screen(script: Path, tmp_path: Path) -> None:
+    pair = ["--trainers", "2", "--workers", "1"]
+    shown = output_of(["run", script.name, *pair, "--", "clips and pairs"], tmp_path)
+    assert shown.count("train.clip_norm") == 1
+    assert shown.count("cluster.gather") == 1
 
 
 def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_path: Path) -> None:
@@ -71,6 +88,7 @@ def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_pat
         ("ends", "wants a module distributed"),
         ("differs", "have distributed modules with different tables: every trainer must build the same one"),
         ("shuffles", "trainers read different batches"),
+        ("plain backward", "call cluster.backward(loss)"),
     ],
 )
 def test_a_failure_is_one_line(kind: str, message: str, script: Path, tmp_path: Path) -> None:
@@ -98,8 +116,10 @@ def test_compare_shows_how_far_a_script_is_from_one_process(script: Path, tmp_pa
     ended = run(["compare", script.name, "--steps", "9", "--", "trains"], tmp_path)
     assert (ended.code, ended.stderr.count("\n")) == (1, 1)
     assert "--steps: the script ends before so many; compare fewer" in ended.stderr
-    unlike = SCRIPT.replace("return self.linear", "return (1 + cluster.trainer) * self.linear")
+    unlike = SCRIPT.replace("return self.linear", "return (1 + cluster.rank) * self.linear")
     script.write_text(unlike)
     ended = run(["compare", script.name, "--trainers", "2", "--steps", "2", "--", "trains"], tmp_path)
     assert ended.code == 1
     assert "tensors differ by more than" in ended.stderr
+    assert "--dtype float64" in ended.stderr
+    assert "over 1000 times" in ended.stdout

@@ -93,7 +93,7 @@ def test_compare_fails_where_the_results_differ(
     (tmp_path / "odd_net.py").write_text(ODD_NET)
     ended = run(["compare", "--steps", 2, *tiny, *settings(dense={"net": "odd_net:build"})], tmp_path)
     assert ended.code == 1
-    assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than \S+ \+ \S+ of", ended.stderr)
+    assert re.search(r"hybrid compare: \d+ of \d+ tensors differ by more than", ended.stderr)
     assert not list(tmp_path.glob("hybrid-compare-*"))
 
 

@@ -148,7 +148,7 @@ def check(output: Path, options: tuple[str, ...], update: str) -> None:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-12, msg=name)
 
 
-@pytest.mark.filterwarnings("ignore:table pair is called with ids that are in no batch")
+@pytest.mark.filterwarnings("ignore:table pair is called with ids that are computed")
 @pytest.mark.parametrize("update", ["sync", "pipelined"])
 @pytest.mark.parametrize("options", [(), (*ALL, "ranked")], ids=["plain", "all"])
 def test_alone_it_is_plain_torch(

@@ -128,16 +128,22 @@ class Comparison:
 
 
 def judge(found: Sequence[Difference], dtype: str) -> None:
-    """DifferenceError where something differs by more than rounding in ``dtype``."""
+    """Raise DifferenceError if a tensor differs by more than rounding in ``dtype``."""
     relative, absolute = TOLERANCES[dtype]
-    allowed = f"{absolute:g} + {relative:g} of the value"
     apart = [each for each in found if each.ratio > 1]
-    if apart:
-        farthest = max(apart, key=lambda each: each.ratio)
-        raise DifferenceError(
-            f"{len(apart)} of {len(found)} tensors differ by more than {allowed}; "
-            f"the farthest is {farthest.part}"
+    if not apart:
+        return
+    farthest = max(apart, key=lambda each: each.ratio)
+    message = (
+        f"{len(apart)} of {len(found)} tensors differ by more than the tolerance, {absolute:g} + "
+        f"{relative:g} of the value; the farthest is {farthest.part}, by {farthest.largest:.2g}"
+    )
+    if dtype == "float32":
+        message += (
+            ". In float32, rounding alone can exceed the tolerance, because Adagrad and Adam divide a "
+            "gradient by its own size. Compare in float64 before you look for a mistake: --dtype float64"
         )
+    raise DifferenceError(message)
 
 
 def comparison_table(found: Sequence[Difference]) -> Table:
@@ -147,15 +153,23 @@ def comparison_table(found: Sequence[Difference]) -> Table:
         by_parameter.setdefault(each.part.parameter, []).append(each)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("largest difference of", no_wrap=True)
-    for heading in ("value", "optimizer state", "share of what is allowed"):
+    for heading in ("value", "optimizer state", "of tolerance"):
         table.add_column(heading, justify="right")
     for parameter, members in sorted(by_parameter.items(), key=lambda item: _farthest(item[1])):
         value = max((m.largest for m in members if m.part.kind == VALUE), default=0.0)
         state = max((m.largest for m in members if m.part.kind != VALUE), default=0.0)
         cells = [f"{number:.1e}" if number else "none" for number in (value, state)]
         ratio = _farthest(members)
-        table.add_row(parameter, *cells, f"{ratio:.2%}" if ratio else "", style="" if ratio <= 1 else "red")
+        style = "" if ratio <= 1 else "red"
+        table.add_row(parameter, *cells, _readable(ratio), style=style)
     return table
+
+
+def _readable(ratio: float) -> str:
+    """Format a multiple of the tolerance: a percentage where it is small, else a factor."""
+    if ratio <= 1:
+        return f"{ratio:.2%}" if ratio else ""
+    return f"{ratio:,.1f} times" if ratio < 1000 else "over 1000 times"
 
 
 def _farthest(members: Sequence[Difference]) -> float:

@@ -14,7 +14,7 @@ from hybrid.errors import HybridError
 from workers.console.terminal import TerminalView
 from workers.controller.trainer_script import run_script
 from workers.jobs.comparison import comparison_table, judge
-from workers.jobs.snapshot import Snapshot, TensorName, differences, stored_tables
+from workers.jobs.snapshot import DifferenceError, Snapshot, TensorName, differences, stored_tables
 
 
 def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], cluster: Path) -> None:
@@ -38,7 +38,14 @@ def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], clu
     same = sum(each.largest == 0 for each in found)
     with TerminalView() as view:
         view.show(comparison_table(found), f"{same} of {len(found)} tensors are the same bit for bit")
-    judge(found, config.train.dtype)
+    try:
+        judge(found, config.train.dtype)
+    except DifferenceError as error:
+        if config.train.dtype != "float32":
+            raise
+        raise DifferenceError(
+            f"{error}, with the script's module and inputs in float64 (.double())"
+        ) from None
 
 
 def _snapshot(folder: Path) -> Snapshot:

@@ -92,7 +92,7 @@ def main(output: str, config: str | None = None) -> None:
             "user": model.user(torch.arange(NUM_USERS)),
             "item": model.item(torch.arange(NUM_ITEMS)),
         }
-    if cluster.trainer == 0:
+    if cluster.rank == 0:
         net = {name: each.detach() for name, each in model.module.named_parameters()}
         torch.save({"losses": torch.cat(losses), "tables": tables, "net": net}, output)
 

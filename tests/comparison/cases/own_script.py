@@ -112,7 +112,7 @@ def main(output: str, options: set[str], config: str | None) -> None:
             for name, table in model.module.named_children()
             if name != "mlp"
         }
-    if cluster.trainer == 0:
+    if cluster.rank == 0:
         torch.save(
             {"losses": losses, "scores": scores, "tables": tables, "mlp": model.mlp.state_dict()}, output
         )

@@ -91,6 +91,7 @@ def test_a_module_without_parameters_of_its_own_needs_no_optimizer() -> None:
     assert means[0] > means[1] > means[2]
 
 
+@pytest.mark.filterwarnings("ignore:the learning rate")
 def test_several_optimizers_and_a_schedule_of_torchs_share_a_step() -> None:
     cluster = hybrid.connect()
     model = cluster.distribute(Net())
@@ -301,8 +302,76 @@ def test_ids_that_are_computed_are_told_once() -> None:
             cluster.backward((model((batch["id"] + 1) % 5) - batch["label"]) ** 2)
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="table table is called with ids that are in no batch"):
+    with pytest.warns(UserWarning, match="table table is called with ids that are computed"):
         train()
+
+
+@pytest.mark.parametrize("net", [Net, Factors])
+def test_a_backward_pass_of_plain_pytorch_names_what_to_call(net: type[nn.Module]) -> None:
+    cluster = hybrid.connect()
+    model = cluster.distribute(net())
+    for batch in cluster.batches(DATA):
+        loss = (model(batch["id"]) - batch["label"]).square().mean()
+        with pytest.raises(RuntimeError, match=r"call cluster\.backward\(loss\)"):
+            loss.backward()
+        break
+
+
+def test_a_state_dict_names_what_has_the_rows(tmp_path: Path) -> None:
+    cluster, model, optimizer = started()
+    for stated in (model, model.module):
+        with pytest.raises(RuntimeError, match=r"cluster\.plain_module\(\)\.state_dict\(\)"):
+            stated.state_dict()
+    cluster.save(tmp_path / "saved", optimizer)
+    assert set(cluster.plain_module().state_dict()) == {"table.weight", "linear.weight", "linear.bias"}
+
+
+def test_inference_mode_evaluates() -> None:
+    cluster, model, _ = started()
+    with torch.no_grad():
+        expected = model(DATA["id"])
+    samples: Any = [{"id": int(each)} for each in DATA["id"]]
+    loader = torch.utils.data.DataLoader(samples, batch_size=4)
+    with torch.inference_mode():
+        found = [model(batch["id"]) for batch in cluster.batches(loader)]
+        assert torch.equal(torch.cat(found), expected)
+        for batch in cluster.batches(DATA):
+            ids = batch["id"] + 0
+            model(ids)
+            assert torch.equal(model(ids.copy_(DATA["id"].flip(0))), expected.flip(0))
+
+
+def test_clipping_the_parameters_alone_warns_once() -> None:
+    cluster, model, optimizer = started()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in cluster.batches(DATA, size=4):
+            cluster.backward(errors(model, batch))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert ["train.clip_norm" in str(each.message) for each in caught] == [True]
+
+
+def test_a_learning_rate_schedule_of_the_parameters_alone_warns_once(tmp_path: Path) -> None:
+    (tmp_path / "scheduled.toml").write_text('[schedule]\nkind = "step"\ndecay_every = 1\n')
+    for config, num_warnings in ((None, 1), (tmp_path / "scheduled.toml", 0)):
+        cluster, model, optimizer = started(config)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for batch in cluster.batches(DATA, size=4):
+                    cluster.backward(errors(model, batch))
+                    optimizer.step()
+                    schedule.step()
+        assert ["[schedule]" in str(each.message) for each in caught] == [True] * num_warnings
+
+
+def test_a_cluster_has_the_rank_and_the_world_size_of_torch() -> None:
+    cluster = hybrid.connect()
+    assert (cluster.rank, cluster.world_size) == (0, 1)
+    with pytest.raises(AttributeError, match=r"write cluster\.rank"):
+        getattr(cluster, "trainer")  # noqa: B009
 
 
 def test_optimizers_of_others_are_left_alone() -> None:

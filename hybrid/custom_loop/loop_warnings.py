@@ -1,0 +1,104 @@
+"""Warnings about habits of plain PyTorch loops that do not cover the tables, or not the whole batch."""
+
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hybrid.custom_loop.backend import Host
+
+
+class LoopWarnings:
+    """Gives each warning once, on trainer 0.
+
+    Args:
+        host: what runs the trainer.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._is_silent = host.trainer != 0
+        self._is_on_cluster = not host.is_alone
+        self._num_trainers = host.group.size()
+        self._has_schedule = host.config.schedule.kind != "constant"
+        self._given: set[str] = set()
+        self._gradients: list[tuple[int, int]] = []
+        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]
+        self._rates = weakref.WeakKeyDictionary()
+
+    def note_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Remember the gradients that ``cluster.backward`` gave the parameters."""
+        self._gradients = _versions(gradients)
+
+    def check_gradients(self, gradients: Iterable[Tensor | None]) -> None:
+        """Warn if the script has changed gradients since, as ``clip_grad_norm_`` does."""
+        if _versions(gradients) != self._gradients:
+            self.warn(
+                "gradients were changed between cluster.backward(...) and optimizer.step(), for instance by "
+                "clip_grad_norm_. This covers the parameters of the module, not the tables. To clip all of "
+                "them by their common norm, set train.clip_norm in the configuration instead"
+            )
+
+    def check_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn if the learning rate of an optimizer is not that of its first step."""
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if self._rates.setdefault(optimizer, rates) != rates and not self._has_schedule:
+            self.warn(
+                "the learning rate of the optimizer has changed, for instance by torch.optim.lr_scheduler. "
+                "The tables keep the rates of their own optimizers. To schedule these too, set section "
+                "[schedule] of the configuration"
+            )
+
+    def check_pairs(self, loss: Tensor, size: int, sizes: Iterable[int]) -> None:
+        """Warn if a loss compares the samples of this trainer's slice with each other.
+
+        Such a loss has a matrix of (samples, samples) in its graph.
+
+        Args:
+            size: number of samples in the slice.
+            sizes: other dimensions in the module and the batch; with one equal to ``size``, nothing is known.
+        """
+        if self._is_silent or self._num_trainers == 1 or size < 2 or size in set(sizes):
+            return
+        if loss.grad_fn is not None and _has_output_of(loss.grad_fn, (size, size)):
+            self.warn(
+                f"the loss seems to compare samples with each other (a matrix of {size} x {size} samples). "
+                "Each trainer sees a slice of the batch only: call cluster.gather(vectors), which has those "
+                "of the whole batch and keeps gradients, and compare with these"
+            )
+
+    def computed_ids(self, table: str) -> None:
+        """Warn that ids of a table are not in the batch, so that their lookup cannot leave ahead."""
+        self.warn(
+            f"table {table} is called with ids that are computed in the module. Each such call waits for a "
+            "message of its own; for speed, have the batch hold the ids"
+        )
+
+    def warn(self, message: str) -> None:
+        """Give a warning, unless it was given; a cluster's trainer prints it, since its stderr is a log."""
+        if self._is_silent or message in self._given:
+            return
+        self._given.add(message)
+        if self._is_on_cluster:
+            print(f"warning: {message}", flush=True)
+        else:
+            warnings.warn(message, stacklevel=2)
+
+
+def _versions(gradients: Iterable[Tensor | None]) -> list[tuple[int, int]]:
+    return [(id(each), each._version) for each in gradients if each is not None]
+
+
+def _has_output_of(node: Node, shape: tuple[int, ...]) -> bool:
+    """Whether an operation of a graph has an output of a shape."""
+    seen, stack = {node}, [node]
+    while stack:
+        current = stack.pop()
+        if any(tuple(output.shape) == shape for output in current._input_metadata):
+            return True
+        following = {each for each, _ in current.next_functions if each is not None} - seen
+        seen |= following
+        stack += following
+    return False
