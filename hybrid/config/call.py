@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Signatures:
     def _one_of(self, names: Iterable[str]) -> str:
         return f"one of {', '.join(names)}{f', or {self._others_rule}' if self._others_rule else ''}"
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019 (signatures are module constants)
     def parse(self, dotted: str, text: str) -> Call:
         """The name and arguments of ``text``, a value of the key ``dotted``.
 

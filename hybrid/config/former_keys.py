@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid.config.call import Signatures
+from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import INITIALIZERS, TABLE_OPTIMIZERS
+from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS
 from hybrid.errors import ConfigError
 
 Values = dict[str, Any]
 Sections = dict[str, Values]
 
 _AUTOMATIC = "is chosen by the program now; leave it out"
+_KIND = 'is an argument of kind now, as in kind = "{}"'
 _OPTIMIZER = 'is an argument of optimizer now, as in optimizer = "{}"'
 # Keys as ``tables.pooled_by``, for the section [tables.NAME] of any name.
 _ADVICE = {
@@ -36,7 +39,41 @@ _ADVICE = {
     "embedding.ftrl_beta": _OPTIMIZER.format("ftrl(beta = 1.0)"),
     "embedding.ftrl_l1": _OPTIMIZER.format("ftrl(l1 = 0.1)"),
     "tables.all_rows": _OPTIMIZER.format("adam(all_rows = true)"),
+    "schedule.steps": _KIND.format("cosine(steps = 1000)"),
+    "schedule.decay_every": _KIND.format("step(decay_every = 1000)"),
+    "schedule.decay_factor": _KIND.format("step(decay_factor = 0.1)"),
+    "schedule.power": _KIND.format("polynomial(power = 2.0)"),
+    "schedule.initial_factor": _KIND.format("one_cycle(initial_factor = 0.04)"),
+    "schedule.peak_fraction": _KIND.format("one_cycle(peak_fraction = 0.3)"),
+    "schedule.final_factor": _KIND.format("cosine(final_factor = 0.1)"),
+    "dense.cross_layers": 'is an argument of net now, as in net = "dcn_v2(cross_layers = 2)"',
+    "dense.experts": 'is an argument of net now, as in net = "mmoe(experts = 4)"',
+    "dense.expert_mlp": 'is an argument of net now, as in net = "mmoe(expert_mlp = [64, 32])"',
+    "tasks.focal_gamma": 'is an argument of loss now, as in loss = "focal(gamma = 2.0)"',
+    "tasks.huber_delta": 'is an argument of loss now, as in loss = "huber(delta = 1.0)"',
+    "tasks.ranking_share": 'is an argument of ranking_loss now, as in ranking_loss = "pairwise(0.5)"',
     "tables.init_scale": 'is an argument of init now, as in init = "normal(0.01)"',
+}
+_SCHEDULE = (
+    "steps",
+    "decay_every",
+    "decay_factor",
+    "power",
+    "initial_factor",
+    "peak_fraction",
+    "final_factor",
+)
+# By section: a key with its default and its signatures, and the former keys that are its arguments now.
+_ARGUMENTS: dict[str, dict[str, tuple[str, Signatures, dict[str, str]]]] = {
+    "schedule": {"kind": ("constant", SCHEDULE_CALLS, {name: name for name in _SCHEDULE})},
+    "dense": {
+        "net": ("dlrm", NET_CALLS, {name: name for name in ("cross_layers", "experts", "expert_mlp")}),
+    },
+    "tables": {"init": ("uniform", INITIALIZERS, {"init_scale": "scale"})},
+    "tasks": {
+        "loss": ("", LOSS_CALLS, {"focal_gamma": "gamma", "huber_delta": "delta"}),
+        "ranking_loss": ("", RANKING_CALLS, {"ranking_share": "fraction"}),
+    },
 }
 _SPELLINGS = {
     ("data.numeric_scaling", "standardise"): "standardize",
@@ -69,7 +106,10 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
     for section, values in sections.items():
         if "rpc_timeout_seconds" in values:
             values["timeout_seconds"] = values.pop("rpc_timeout_seconds")
-        _into_call(values, "init", "uniform", INITIALIZERS, {"init_scale": "scale"})
+        for key, (default, signatures, arguments) in _ARGUMENTS.get(section.partition(".")[0], {}).items():
+            given = {new: values.pop(former) for former, new in arguments.items() if former in values}
+            if given:
+                values[key] = _call(signatures, values.get(key, default), given)
         for name, value in list(values.items()):
             if isinstance(value, str):
                 values[name] = _SPELLINGS.get((_key(section, name), value), value)
@@ -95,15 +135,6 @@ def _translate_optimizers(sections: Sections) -> None:
                     TABLE_OPTIMIZERS, values.get("optimizer", default), {**shared, **own}
                 )
     embedding["optimizer"] = _call(TABLE_OPTIMIZERS, default, shared)
-
-
-def _into_call(
-    values: Values, key: str, default: str, signatures: Signatures, arguments: Mapping[str, str]
-) -> None:
-    """Move former keys into the value of ``key``, as arguments of the name there."""
-    given = {argument: values.pop(former) for former, argument in arguments.items() if former in values}
-    if given:
-        values[key] = _call(signatures, values.get(key, default), given)
 
 
 def _call(signatures: Signatures, name: object, arguments: Mapping[str, Any]) -> Any:

@@ -10,19 +10,55 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
+from hybrid.config.call import Call, Signatures, argument
 from hybrid.config.data_sections import ColumnSection, DataSection
-from hybrid.config.key import Key, by_host, fixed, keys_of, option
+from hybrid.config.key import USER_FUNCTION, Key, by_host, fixed, keys_of, option
 from hybrid.config.table_sections import EmbeddingSection, TableSection
 from hybrid.config.task_sections import LABEL, TaskSection, leading_score
 from hybrid.input_spec import TaskSpec
 from hybrid.topology import Topology
 
-NETS = ("dlrm", "dcn_v2", "deepfm", "wide_deep", "mmoe", "ple")
+_EXPERTS = argument("experts", int, 4, minimum=1)
+_EXPERT_MLP = argument("expert_mlp", int, (64, 32), is_list=True, minimum=1)
+NET_CALLS = Signatures(
+    {
+        "dlrm": (),
+        "dcn_v2": (argument("cross_layers", int, 2, minimum=1),),
+        "deepfm": (),
+        "wide_deep": (),
+        "mmoe": (_EXPERTS, _EXPERT_MLP),
+        "ple": (_EXPERTS, _EXPERT_MLP),
+    },
+    others=USER_FUNCTION,
+    others_rule="module:function",
+)
 DDP_MODES = ("none", "inside", "outside")
 PARALLEL_FORMS = ("none", "replicas", "tensor")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 UPDATE_MODES = ("sync", "pipelined", "async")
-SCHEDULES = ("constant", "step", "cosine", "polynomial", "one_cycle")
+NETS = NET_CALLS.names
+_INITIAL = argument("initial_factor", float, 0.04, above=0, maximum=1)
+_FINAL = argument("final_factor", float, 0.0, minimum=0, maximum=1)
+_STEPS = argument("steps", int, 0, minimum=0)
+SCHEDULE_CALLS = Signatures(
+    {
+        "constant": (_INITIAL,),
+        "step": (
+            argument("decay_every", int, 1000, minimum=1),
+            argument("decay_factor", float, 0.1, above=0, maximum=1),
+            _INITIAL,
+        ),
+        "cosine": (_FINAL, _STEPS, _INITIAL),
+        "polynomial": (argument("power", float, 1.0, above=0), _FINAL, _STEPS, _INITIAL),
+        "one_cycle": (
+            argument("peak_fraction", float, 0.3, above=0, maximum=0.999999),
+            _FINAL,
+            _STEPS,
+            _INITIAL,
+        ),
+    }
+)
+SCHEDULES = SCHEDULE_CALLS.names
 DTYPES = ("float32", "float64")
 
 
@@ -99,18 +135,14 @@ class DenseSection:
 
     net: str = fixed(
         "dlrm",
-        "dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or your own as module:function (see the README)",
+        "The model: a built-in one, or your function that builds a net. `experts` counts the shared experts "
+        "(mmoe), or per layer those of each task and the shared ones (ple); `expert_mlp` are their hidden "
+        "units.",
+        signatures=NET_CALLS,
     )
     bottom_mlp: tuple[int, ...] = fixed((64, 32), "hidden units of the net over numeric features (dlrm)")
     top_mlp: tuple[int, ...] = fixed(
         (128, 64), "hidden units of the net over everything; of each task's tower (mmoe, ple)"
-    )
-    cross_layers: int = fixed(2, "cross layers (dcn_v2)", minimum=1)
-    experts: int = fixed(
-        4, "experts that all tasks share (mmoe); in a layer, of each task and as many shared (ple)", minimum=1
-    )
-    expert_mlp: tuple[int, ...] = fixed(
-        (64, 32), "hidden units of each expert (mmoe); of the experts of each layer (ple)"
     )
     remote_mlp: tuple[int, ...] = fixed(
         (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
@@ -167,6 +199,11 @@ class DenseSection:
         "config.toml then says so, so that it goes on with them; the master's value is that of all roles",
         choices=("auto", "torch", "onednn"),
     )
+
+    @property
+    def net_call(self) -> Call:
+        """The name of the net, and its arguments."""
+        return NET_CALLS.parse("dense.net", self.net)
 
     @property
     def trainers_per_net(self) -> int:
@@ -239,26 +276,26 @@ class CheckpointSection:
 class ScheduleSection:
     """How learning rates change over the steps of a run, for tables and dense nets alike."""
 
-    kind: str = option("constant", "how the rate falls after the warm-up", choices=SCHEDULES)
-    warmup_steps: int = option(0, "steps in which the rate rises linearly to its full value", minimum=0)
-    steps: int = option(
-        0,
-        "step at which the schedule ends, warm-up included; 0 for that of the run "
-        "(cosine, polynomial, one_cycle)",
-        minimum=0,
+    kind: str = option(
+        "constant",
+        "How the rate falls after the warm-up, as a fraction of the full rate. The schedule ends at step "
+        "`steps`, warm-up included; 0 means the end of the run. `initial_factor` is the fraction at the "
+        "start of the warm-up or cycle, `peak_fraction` the fraction of the steps before the full rate.",
+        signatures=SCHEDULE_CALLS,
     )
-    decay_every: int = option(1000, "steps between two decays (step)", minimum=1)
-    decay_factor: float = option(0.1, "factor of each decay (step)", above=0, maximum=1)
-    power: float = option(1.0, "power (polynomial)", above=0)
-    initial_factor: float = option(
-        0.04, "share of the full rate at the start (one_cycle, warm-up)", above=0, maximum=1
+    warmup_steps: int = option(
+        0, "Number of steps in which the rate rises linearly to its full value.", minimum=0
     )
-    peak_fraction: float = option(
-        0.3, "share of the steps until the full rate is reached (one_cycle)", above=0, maximum=0.999999
-    )
-    final_factor: float = option(
-        0.0, "share of the full rate at the end (cosine, polynomial, one_cycle)", minimum=0, maximum=1
-    )
+
+    @property
+    def call(self) -> Call:
+        """The kind and its arguments."""
+        return SCHEDULE_CALLS.parse("schedule.kind", self.kind)
+
+    @property
+    def steps(self) -> int:
+        """The step at which the schedule ends; 0 for the end of the run."""
+        return int(self.call.arguments.get("steps", 0))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hybrid.config.call import Call, Signatures, argument
 from hybrid.config.key import USER_FUNCTION, fixed, option
 from hybrid.errors import ConfigError
 from hybrid.input_spec import TaskSpec
@@ -18,7 +19,19 @@ KINDS = ("binary", "regression", "classes")
 LABEL = "label"  # the task of a run without a section [tasks.NAME]
 # The first is that of a task that names none.
 LOSSES = {"binary": ("log_loss", "focal"), "regression": ("squared", "huber"), "classes": ("softmax",)}
-RANKING_LOSSES = ("pairwise", "listwise")
+LOSS_CALLS = Signatures(
+    {
+        "log_loss": (),
+        "focal": (argument("gamma", float, 2.0, minimum=0),),
+        "squared": (),
+        "huber": (argument("delta", float, 1.0, above=0),),
+        "softmax": (),
+    },
+    others=rf"|{USER_FUNCTION}",
+    others_rule="module:function",
+)
+_FRACTION = argument("fraction", float, 0.5, above=0, maximum=1)
+RANKING_CALLS = Signatures({"pairwise": (_FRACTION,), "listwise": (_FRACTION,)}, others="", others_rule='""')
 # What every task of a kind is measured by; the first is what a run is judged by.
 METRICS = {
     "binary": (
@@ -65,25 +78,19 @@ class TaskSection:
     )
     loss: str = option(
         "",
-        "log_loss or focal (binary), squared or huber (regression), softmax (classes), or your own as "
-        "module:function, one value a sample; empty for the first of its kind",
+        "log_loss or focal (binary), squared or huber (regression), softmax (classes), or your function, "
+        "which returns one value per sample; empty for the first of its kind. A larger `gamma` counts "
+        "correct samples less; beyond an error of `delta`, huber grows linearly.",
+        signatures=LOSS_CALLS,
         prepares=False,
     )
-    focal_gamma: float = option(
-        2.0, "how much less focal counts samples that are right already", minimum=0, prepares=False
-    )
-    huber_delta: float = option(1.0, "error from which on huber grows linearly", above=0, prepares=False)
-    ranking_loss: str = fixed(
+    ranking_loss: str = option(
         "",
-        "pairwise (RankNet) or listwise (softmax cross-entropy): a loss of the order within each data.group "
-        "beside loss; groups then stay whole in a step; empty for none (binary, regression)",
-        prepares=False,
-    )
-    ranking_share: float = option(
-        0.5,
-        "share of ranking_loss in the task's loss; the rest is that of loss",
-        above=0,
-        maximum=1,
+        "Loss of the order within each data.group, beside loss: pairwise (RankNet) or listwise (softmax "
+        "cross-entropy); empty for none. `fraction` is its fraction of the task's loss. Groups then stay "
+        "whole in a step (binary, regression).",
+        signatures=RANKING_CALLS,
+        is_name_fixed=True,
         prepares=False,
     )
     weight: float = option(1.0, "of its loss among those of all tasks", above=0, prepares=False)
@@ -97,7 +104,22 @@ class TaskSection:
     @property
     def loss_name(self) -> str:
         """``loss``, or that of the kind."""
-        return self.loss or LOSSES[self.kind][0]
+        return self.loss_call.name
+
+    @property
+    def loss_call(self) -> Call:
+        """The name of the loss and its arguments."""
+        return LOSS_CALLS.parse("loss", self.loss or LOSSES[self.kind][0])
+
+    @property
+    def ranking_call(self) -> Call:
+        """The name of the ranking loss and its arguments, of a task that has one."""
+        return RANKING_CALLS.parse("ranking_loss", self.ranking_loss)
+
+    @property
+    def ranking_fraction(self) -> float:
+        """The fraction of the ranking loss in the task's loss."""
+        return float(self.ranking_call["fraction"]) if self.ranking_loss else 0.0
 
     @property
     def metric_names(self) -> tuple[str, ...]:
@@ -190,8 +212,6 @@ def _check_ranking_loss(name: str, task: TaskSection, group: str) -> None:
     loss, key = task.ranking_loss, f"tasks.{name}.ranking_loss"
     if not loss:
         return
-    if loss not in RANKING_LOSSES:
-        raise ConfigError(key, f"must be {' or '.join(RANKING_LOSSES)}", loss)
     if task.kind == "classes":
         raise ConfigError(key, "is of kind binary or regression: classes have no order", loss)
     if not group:

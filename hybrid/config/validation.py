@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from hybrid.config.data_sections import ColumnSection, DataSection
-from hybrid.config.key import USER_FUNCTION
 from hybrid.config.resolved_columns import columns_of, sequence_length
 from hybrid.config.sections import (
     NETS,
@@ -161,15 +160,13 @@ def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> 
 
 def _check_dense(config: RunConfig) -> None:
     dense = config.dense
-    if dense.net not in NETS and not re.fullmatch(USER_FUNCTION, dense.net):
-        raise ConfigError("dense.net", f"must be one of {', '.join(NETS)}, or module:function", dense.net)
     check_device("dense.device", dense.device)
-    for name in ("bottom_mlp", "top_mlp", "expert_mlp", "remote_mlp"):
+    for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
         units = getattr(dense, name)
         if min(units, default=1) < 1:
             raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
-    if not dense.expert_mlp:
-        raise ConfigError("dense.expert_mlp", "must hold a layer", dense.expert_mlp)
+    if dense.net_call.arguments.get("expert_mlp") == ():
+        raise ConfigError("dense.net", "expert_mlp must hold a layer", dense.net)
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
@@ -298,9 +295,9 @@ def check_schedule(section: ScheduleSection, end: int | None) -> None:
     """
     if not section.warmup_steps:
         return
-    if section.kind == "one_cycle":
-        rule = "must be 0 with schedule.kind = one_cycle, which rises by itself over schedule.peak_fraction"
+    if section.call.name == "one_cycle":
+        rule = "must be 0 with one_cycle, which rises by itself over its peak_fraction"
         raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)
-    if end is not None and section.kind in SCHEDULES_THAT_END and section.warmup_steps >= end:
+    if end is not None and section.call.name in SCHEDULES_THAT_END and section.warmup_steps >= end:
         rule = f"must be less than the steps of the whole schedule, {end}"
         raise ConfigError("schedule.warmup_steps", rule, section.warmup_steps)

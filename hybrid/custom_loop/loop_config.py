@@ -24,9 +24,9 @@ def own_rules(config: RunConfig, num_trainers: int) -> UpdateRules:
             "dense.ddp", "must be outside or none: a module of one's own has no stages", "inside"
         )
     section = config.schedule
-    if section.kind in SCHEDULES_THAT_END and not section.steps:
-        rule = f"must be set for {section.kind}: how many steps there will be, your loop knows alone"
-        raise ConfigError("schedule.steps", rule, section.steps)
+    if section.call.name in SCHEDULES_THAT_END and not section.steps:
+        rule = f'needs its steps, which only your loop knows, as in "{section.call.name}(steps = 1000)"'
+        raise ConfigError("schedule.kind", rule, section.kind)
     return UpdateRules.of(config, Schedule.of(section, section.steps), num_trainers)
 
 

@@ -46,7 +46,7 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
             oneDNN.
     """
     with _seeded(config.run.seed, "dense net"):
-        if config.dense.net in NETS:
+        if config.dense.net_call.name in NETS:
             net = _built_in_net(config, input_spec, widths)
         else:
             net = _own_net(config, input_spec, widths)
@@ -77,7 +77,8 @@ def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet
     """One of ``hybrid.models``, over vectors of these widths."""
     dense, num_sparse = config.dense, len(widths)
     ends = {"num_outputs": config.num_outputs, "remote_width": sum(dense.remote_mlp[-1:])}
-    match dense.net:
+    call = dense.net_call
+    match call.name:
         case "dlrm":
             dim = _common_width(config, widths)
             if num_sparse + bool(num_dense) < 2:
@@ -85,17 +86,17 @@ def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet
                 raise ConfigError("data.dense", rule)
             return DLRM(num_dense, num_sparse, dim, dense.bottom_mlp, dense.top_mlp, **ends)
         case "dcn_v2":
-            return DCNv2(num_dense + sum(widths), dense.cross_layers, dense.top_mlp, **ends)
+            return DCNv2(num_dense + sum(widths), call["cross_layers"], dense.top_mlp, **ends)
         case "deepfm":
             dim = _common_width(config, widths) - 1
             return DeepFM(num_dense, num_sparse, dim, dense.top_mlp, **ends)
         case "wide_deep":
             return WideAndDeep(num_dense, [width - 1 for width in widths], dense.top_mlp, **ends)
         case _:
-            model = {"mmoe": MMoE, "ple": PLE}[dense.net]
+            model = {"mmoe": MMoE, "ple": PLE}[call.name]
             width = ends["remote_width"] or num_dense + sum(widths)
             tasks = [task.num_outputs for task in config.all_tasks.values()]
-            head = model(width, tasks, dense.experts, dense.expert_mlp, dense.top_mlp)
+            head = model(width, tasks, call["experts"], call["expert_mlp"], dense.top_mlp)
             return DenseNet(nn.Identity(), Concatenation(), head)
 
 
@@ -110,7 +111,7 @@ def _hidden_width(net: DenseNet, input_spec: InputSpec, widths: Sequence[int]) -
 
 def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
     if len(set(widths)) != 1:
-        dims = sorted({width - extra_columns(config.dense.net) for width in widths})
+        dims = sorted({width - extra_columns(config.dense.net_call.name) for width in widths})
         rule = f"must be the same for all tables, since dense.net is {config.dense.net}"
         raise ConfigError("tables.*.dim", rule, dims)
     return widths[0]

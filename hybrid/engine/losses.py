@@ -73,10 +73,10 @@ class Objective:
         if not task.ranking_loss:
             part = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
         else:
-            part = task.ranking_share * self._part_of_order(t, outputs_B, batch)
-            if task.ranking_share < 1:
+            part = task.ranking_fraction * self._part_of_order(t, outputs_B, batch)
+            if task.ranking_fraction < 1:
                 mean = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
-                part = part + (1 - task.ranking_share) * mean
+                part = part + (1 - task.ranking_fraction) * mean
         return part if task.weight == 1 else part * task.weight
 
     def _part_of_mean(
@@ -96,7 +96,7 @@ class Objective:
         labels_B, weights_B = by_task(batch.labels, len(self._tasks))[:, t], None
         if batch.weights is not None:
             weights_B = by_task(batch.weights, len(self._tasks))[:, t]
-        ranking_loss = RANKING[self._tasks[t].ranking_loss]
+        ranking_loss = RANKING[self._tasks[t].ranking_call.name]
         values_B, counts_B = ranking_loss(outputs_B, labels_B, batch.groups, weights_B)
         return weighted_part(values_B, counts_B, batch.total_groups[t].item())
 
@@ -116,11 +116,11 @@ def _loss(name: str, task: TaskSection) -> Loss:
         case "log_loss":
             return _log_loss
         case "focal":
-            return partial(_focal_loss, task.focal_gamma)
+            return partial(_focal_loss, task.loss_call["gamma"])
         case "squared":
             return _squared_loss
         case "huber":
-            return partial(_huber_loss, task.huber_delta)
+            return partial(_huber_loss, task.loss_call["delta"])
         case "softmax":
             return _softmax_loss
     return _own_loss(name, task)

@@ -143,7 +143,7 @@ def place_tables(
         ConfigError: as from :func:`table_specs`, or a file of first rows does not fit its table.
         DataError: such a file cannot be read.
     """
-    tables = table_specs(config, input_spec, extra_columns(config.dense.net))
+    tables = table_specs(config, input_spec, extra_columns(config.dense.net_call.name))
     tables = tuple(_with_rows(table, data_source) for table in tables)
     known = ids_per_sample, samples_of_lookup(config), wire_bytes_per_value(config)
     return tables, place(tables, config.cluster.workers, *known)

@@ -81,7 +81,7 @@ class Trained:
     def blueprint(self) -> Blueprint:
         """What nets are built by, and the tables, each of them whole."""
         spec = self.encoder.input_spec
-        tables = table_specs(self.config, spec, extra_columns(self.config.dense.net))
+        tables = table_specs(self.config, spec, extra_columns(self.config.dense.net_call.name))
         whole = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
         return Blueprint(self.config, spec, whole)
 
@@ -96,7 +96,7 @@ class Trained:
         files = {DENSE_FILE: self._net_state(DENSE_FILE)}
         if self.config.dense.remote_mlp:
             files[REMOTE_FILE] = self._net_state(REMOTE_FILE)
-        if self.config.dense.net in NETS:
+        if self.config.dense.net_call.name in NETS:
             self._check_shapes(files)
         net, remote_net = self.blueprint.dense_net(), self.blueprint.remote_net()
         for module, state in zip((net, remote_net), files.values(), strict=False):
@@ -114,8 +114,8 @@ class Trained:
         Raises:
             CheckpointError: the configuration describes other nets, which may be of any size.
         """
-        dense = self.config.dense
-        layers = {"dcn_v2": dense.cross_layers, "mmoe": dense.experts, "ple": dense.experts}.get(dense.net, 0)
+        arguments = self.config.dense.net_call.arguments
+        layers = max(arguments.get("cross_layers", 0), arguments.get("experts", 0))
         num_bytes = sum(size for size, _ in self.stored.manifest.files.values())
         expected: list[dict[str, torch.Size]] = []
         if layers <= len(files[DENSE_FILE]) and sum(self.blueprint.widths) <= num_bytes:

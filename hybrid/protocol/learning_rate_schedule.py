@@ -49,34 +49,36 @@ class Schedule:
         """
         end = section.steps or run_steps
         check_schedule(section, end)
-        if section.kind in SCHEDULES_THAT_END and run_steps > end:
-            rule = f"must be at least the steps of the run, {run_steps}, or 0 to take these"
-            raise ConfigError("schedule.steps", rule, section.steps)
+        if section.call.name in SCHEDULES_THAT_END and run_steps > end:
+            rule = f"must have at least the {run_steps} steps of the run, or 0 to take these"
+            raise ConfigError("schedule.kind", rule, section.kind)
         return cls(section, end)
 
     def factor(self, step: int) -> float:
         """The factor at ``step``, counted from 0; past the end the last one stays."""
-        section = self.section
-        if section.kind == "one_cycle":
+        section, call = self.section, self.section.call
+        if call.name == "one_cycle":
             return self._one_cycle(min(step, self.end - 1))
         since = step - section.warmup_steps
         if since < 0:
-            return section.initial_factor + (1 - section.initial_factor) * step / section.warmup_steps
-        if section.kind == "constant":
+            initial: float = call["initial_factor"]
+            return initial + (1 - initial) * step / section.warmup_steps
+        if call.name == "constant":
             return 1.0
-        if section.kind == "step":
-            return float(section.decay_factor ** (since // section.decay_every))
+        if call.name == "step":
+            return float(call["decay_factor"] ** (since // call["decay_every"]))
         done = min(1.0, since / (self.end - section.warmup_steps))
-        if section.kind == "cosine":
-            return _half_cosine(1.0, section.final_factor, done)
-        return float(section.final_factor + (1 - section.final_factor) * (1 - done) ** section.power)
+        if call.name == "cosine":
+            return _half_cosine(1.0, call["final_factor"], done)
+        return float(call["final_factor"] + (1 - call["final_factor"]) * (1 - done) ** call["power"])
 
     def _one_cycle(self, step: int) -> float:
+        call = self.section.call
         # As in torch, the peak may lie between two steps, or before the first.
-        peak, last = self.section.peak_fraction * self.end - 1, self.end - 1
+        peak, last = call["peak_fraction"] * self.end - 1, self.end - 1
         if step < peak:
-            return _half_cosine(self.section.initial_factor, 1.0, step / peak)
-        return _half_cosine(1.0, self.section.final_factor, (step - peak) / (last - peak))
+            return _half_cosine(call["initial_factor"], 1.0, step / peak)
+        return _half_cosine(1.0, call["final_factor"], (step - peak) / (last - peak))
 
 
 def _half_cosine(start: float, stop: float, done: float) -> float:

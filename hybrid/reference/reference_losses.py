@@ -53,8 +53,8 @@ class ReferenceLoss:
         whole_BO, first = torch.cat(list(outputs)), 0
         for t, (task, number) in enumerate(zip(self._tasks, num_outputs, strict=True)):
             if task.ranking_loss:
-                order = _order(task.ranking_loss, whole_BO[:, first], shares, t)
-                parts.append(order * task.weight * task.ranking_share)
+                order = _order(task.ranking_call.name, whole_BO[:, first], shares, t)
+                parts.append(order * task.weight * task.ranking_fraction)
             first += number
         return parts
 
@@ -79,17 +79,17 @@ class ReferenceLoss:
                 return F.binary_cross_entropy_with_logits(outputs_B, labels_B, reduction=reduction)
             case "focal":
                 right_B = torch.where(labels_B > 0.5, outputs_B, -outputs_B).sigmoid()
-                return _reduced(-((1 - right_B) ** task.focal_gamma) * right_B.log(), reduction)
+                return _reduced(-((1 - right_B) ** task.loss_call["gamma"]) * right_B.log(), reduction)
             case "squared":
                 return F.mse_loss(outputs_B, labels_B, reduction=reduction)
             case name:
                 assert name == "huber", name
-                return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.huber_delta)
+                return F.huber_loss(outputs_B, labels_B, reduction=reduction, delta=task.loss_call["delta"])
 
 
 def _weight(task: TaskSection) -> float:
     """Of the loss of a task's samples."""
-    return task.weight * (1 - task.ranking_share if task.ranking_loss else 1.0)
+    return task.weight * (1 - task.ranking_fraction if task.ranking_loss else 1.0)
 
 
 def _order(loss: str, scores_N: Tensor, shares: Sequence[Batch], t: int) -> Tensor:

@@ -19,23 +19,26 @@ def learning_rate_factors(section: ScheduleSection, total_steps: int) -> Iterato
     The rate rises in the first ``warmup_steps``, then falls as ``kind`` says until the schedule's last
     step, and stays there.
     """
-    rising = lr_scheduler.LinearLR(_unit_rate(), section.initial_factor, total_iters=section.warmup_steps)
+    rising = lr_scheduler.LinearLR(
+        _unit_rate(), section.call["initial_factor"], total_iters=section.warmup_steps
+    )
     return chain(islice(_rates(rising), section.warmup_steps), _falling_factors(section, total_steps))
 
 
 def _falling_factors(section: ScheduleSection, total_steps: int) -> Iterator[float]:
     # A run may end before its warm-up does.
     steps = max(1, (section.steps or total_steps) - section.warmup_steps)
-    final = section.final_factor
-    match section.kind:
+    call = section.call
+    final = call.arguments.get("final_factor", 0.0)
+    match call.name:
         case "step":
-            return _rates(lr_scheduler.StepLR(_unit_rate(), section.decay_every, section.decay_factor))
+            return _rates(lr_scheduler.StepLR(_unit_rate(), call["decay_every"], call["decay_factor"]))
         case "cosine":
             return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps, eta_min=final), steps)
         case "polynomial":
-            falling = _rates(lr_scheduler.PolynomialLR(_unit_rate(), steps, section.power), steps)
+            falling = _rates(lr_scheduler.PolynomialLR(_unit_rate(), steps, call["power"]), steps)
             return (final + (1 - final) * factor for factor in falling)
-        case "one_cycle" if section.peak_fraction * steps <= 1:
+        case "one_cycle" if call["peak_fraction"] * steps <= 1:
             # No step is left to rise in; torch's own would divide by zero.
             return _rates(lr_scheduler.CosineAnnealingLR(_unit_rate(), steps - 1, eta_min=final), steps - 1)
         case "one_cycle":
@@ -43,9 +46,9 @@ def _falling_factors(section: ScheduleSection, total_steps: int) -> Iterator[flo
                 _unit_rate(),
                 max_lr=1.0,
                 total_steps=steps,
-                pct_start=section.peak_fraction,
-                div_factor=1 / section.initial_factor,
-                final_div_factor=section.initial_factor / final if final else math.inf,
+                pct_start=call["peak_fraction"],
+                div_factor=1 / call["initial_factor"],
+                final_div_factor=call["initial_factor"] / final if final else math.inf,
                 cycle_momentum=False,
             )
             return _rates(cycle, steps - 1)

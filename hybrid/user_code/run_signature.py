@@ -74,7 +74,7 @@ def load_run_config(
 
 def _code_entries(config: RunConfig) -> list[tuple[str, str]]:
     """The user code that a configuration names, each with its key."""
-    entries = [] if config.dense.net in NETS else [("dense.net", config.dense.net)]
+    entries = [] if config.dense.net_call.name in NETS else [("dense.net", config.dense.net)]
     for name, task in config.tasks.items():
         entries += [(f"tasks.{name}.loss", task.loss)] if ":" in task.loss else []
         entries += [(f"tasks.{name}.metrics", metric) for metric in task.metrics if ":" in metric]

@@ -108,7 +108,7 @@ def test_losses_of_the_order_in_groups_train_as_in_one_process(
     tasks = {
         "click": TaskSection(label="label", metrics=("gauc",), ranking_loss="listwise"),
         "buy": TaskSection(label="converted", mask="label", weight=0.5, ranking_loss="pairwise"),
-        "spent": TaskSection(kind="regression", ranking_loss="pairwise", ranking_share=1.0),
+        "spent": TaskSection(kind="regression", ranking_loss="pairwise(1)"),
     }
     clusters.get(trainers, 2).run(compare, config.replace(tasks=tasks), cache, STEPS)
 

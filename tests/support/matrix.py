@@ -13,6 +13,7 @@ from torch import nn
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
+from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
 from hybrid.embedding.table_spec import tables_of
@@ -39,12 +40,12 @@ TASKS: dict[str, dict[str, TaskSection]] = {
     "several": {
         "click": TaskSection(),
         "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-        "spent": TaskSection(kind="regression", loss="huber", huber_delta=0.5),
+        "spent": TaskSection(kind="regression", loss="huber(0.5)"),
         "skip": TaskSection(loss="focal", weight=2.0),
     },
     "ranked": {
         "click": TaskSection(ranking_loss="pairwise", weight=2.0),
-        "spent": TaskSection(kind="regression", ranking_loss="listwise", ranking_share=0.3),
+        "spent": TaskSection(kind="regression", ranking_loss="listwise(0.3)"),
         "stars": TaskSection(kind="classes", classes=3),
     },
 }
@@ -115,7 +116,7 @@ class Case:
                 "learning_rate": 0.1,
             },
             dense={
-                "net": self.net,
+                "net": NET_CALLS.text(self.net, {"cross_layers": 1, "experts": 2, "expert_mlp": [5, 3]}),
                 "top_mlp": self.top_mlp,
                 "bottom_mlp": (9, 6),
                 "parallel": self.parallel,
@@ -123,9 +124,6 @@ class Case:
                 "tensor_size": self.tensor_size,
                 "tensor_plan": self.tensor_plan,
                 "compile": self.compile,
-                "cross_layers": 1,
-                "experts": 2,
-                "expert_mlp": (5, 3),
                 "ddp": self.ddp,
                 "autocast": self.autocast,
                 "matmul": self.matmul,
@@ -142,7 +140,10 @@ class Case:
                 "clip_norm": self.clip_norm,
                 "non_finite": self.non_finite,
             },
-            schedule={"kind": self.schedule, "warmup_steps": warmup, "decay_every": 5},
+            schedule={
+                "kind": SCHEDULE_CALLS.text(self.schedule, {"decay_every": 5}),
+                "warmup_steps": warmup,
+            },
         )
         # Nets other than dcn_v2 take tables of one width only.
         tables = {"d": TableSection(dim=2)} if self.net == "dcn_v2" else {}

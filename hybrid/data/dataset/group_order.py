@@ -46,7 +46,7 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
         DataError: a group is larger than a batch.
     """
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
-        if task.ranking_loss == "listwise" and labels.lowest is not None and labels.lowest < 0:
+        if task.ranking_loss.startswith("listwise") and labels.lowest is not None and labels.lowest < 0:
             rule = f"takes labels of at least 0, and a training row has {labels.lowest:g}; try pairwise"
             raise ConfigError(f"tasks.{name}.ranking_loss", rule, task.ranking_loss)
     if any(task.ranking_loss for task in tasks.values()):

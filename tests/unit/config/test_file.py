@@ -137,8 +137,14 @@ ROW_OPTIMIZER = (
         ("dense.top_mlp=wide", "dense.top_mlp = 'wide': must be a list of integers"),
         ("dense.top_mlp=[1.5]", "dense.top_mlp = (1.5,): must be a list of integers"),
         ("dense.top_mlp=[64, 0]", "dense.top_mlp = (64, 0): must hold integers of at least 1"),
-        ("dense.expert_mlp=[0]", "dense.expert_mlp = (0,): must hold integers of at least 1"),
-        ("dense.expert_mlp=[]", "dense.expert_mlp = (): must hold a layer"),
+        (
+            "dense.net=ple(expert_mlp=[0])",
+            "dense.net = 'ple(expert_mlp=[0])': expert_mlp must be a list of integers, at least 1",
+        ),
+        (
+            "dense.net=mmoe(expert_mlp=[])",
+            "dense.net = 'mmoe(expert_mlp = [])': expert_mlp must hold a layer",
+        ),
         (
             "dense.net=dlmr",
             "dense.net = 'dlmr': must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or "
@@ -264,7 +270,7 @@ CSV = DataSection(format="csv", path=("x.csv",), sparse=("user",), dense=("age",
          "data.negative_labels"),
         (RunConfig(train=TrainSection(batch_size=0)), "train.batch_size"),
         (RunConfig(schedule=ScheduleSection(kind="one_cycle", warmup_steps=1)), "schedule.warmup_steps"),
-        (RunConfig(schedule=ScheduleSection(kind="cosine", warmup_steps=9, steps=9)),
+        (RunConfig(schedule=ScheduleSection(kind="cosine(steps = 9)", warmup_steps=9)),
          "schedule.warmup_steps"),
     ],
 )  # fmt: skip

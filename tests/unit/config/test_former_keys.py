@@ -32,6 +32,10 @@ def test_a_stored_configuration_keeps_its_meaning() -> None:
     config = _stored()
     assert load_config(None).train.batch_size == config.train.batch_size
     assert config.embedding.optimizer == "adagrad(eps = 1e-06, weight_decay = 0.01)"
+    assert (config.schedule.kind, config.schedule.warmup_steps) == ("cosine(steps = 100)", 5)
+    assert config.dense.net == "dcn_v2(3)"
+    click = config.tasks["click"]
+    assert (click.loss, click.ranking_loss) == ("focal(3.0)", "pairwise(0.3)")
     user = config.tables["user"]
     assert user.optimizer == "adam(betas = [0.8, 0.999], eps = 1e-06, weight_decay = 0.01)"
     assert (user.dim, user.init) == (8, "normal(0.5)")

@@ -102,7 +102,7 @@ def test_errors_are_better_where_they_are_lower() -> None:
         ),
         (
             RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="lambda")}),
-            "tasks.s.ranking_loss = 'lambda': must be pairwise or listwise",
+            "tasks.s.ranking_loss = 'lambda': must be one of pairwise, listwise",
         ),
         (
             RunConfig(tasks={"s": TaskSection(ranking_loss="pairwise")}),
@@ -115,8 +115,8 @@ def test_errors_are_better_where_they_are_lower() -> None:
             "tasks.s.ranking_loss = 'listwise': is of kind binary or regression: classes have no order",
         ),
         (
-            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_share=0.0)}),
-            "tasks.s.ranking_share = 0.0: must be a finite number, above 0, at most 1",
+            RunConfig(data=GROUPED, tasks={"s": TaskSection(ranking_loss="pairwise(0)")}),
+            "tasks.s.ranking_loss = 'pairwise(0)': fraction must be a finite number, above 0, at most 1",
         ),
         (
             RunConfig(tasks={"s": SPENT}, checkpoint=CheckpointSection(keep_best="auc")),

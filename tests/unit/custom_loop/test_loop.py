@@ -274,7 +274,7 @@ def test_gradients_are_clipped_with_those_of_tables(tmp_path: Path) -> None:
     [
         ("[train]\nmicro_batches = 2\n", "train.micro_batches = 2: must be 1"),
         ('[dense]\nddp = "inside"\n', "dense.ddp = 'inside': must be outside or none"),
-        ('[schedule]\nkind = "cosine"\n', "schedule.steps = 0: must be set for cosine"),
+        ('[schedule]\nkind = "cosine"\n', "schedule.kind = 'cosine': needs its steps"),
     ],
 )
 def test_what_is_not_for_loops_of_ones_own_is_refused(text: str, message: str, tmp_path: Path) -> None:

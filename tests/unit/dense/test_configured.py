@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
-from hybrid.config.sections import NETS
+from hybrid.config.sections import NET_CALLS, NETS
 from hybrid.dense.compilation import compiled
 from hybrid.dense.matmul import Linear
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
@@ -91,7 +91,8 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 @pytest.mark.parametrize("net_name", NETS)
 def test_a_net_is_the_model_of_that_name_in_the_sizes_of_the_configuration(net_name: str) -> None:
-    config, model = _config(net_name, cross_layers=3, experts=5, expert_mlp=(7, 6)), MODELS[net_name]()
+    arguments = {"cross_layers": 3, "experts": 5, "expert_mlp": [7, 6]}
+    config, model = _config(NET_CALLS.text(net_name, arguments)), MODELS[net_name]()
     net = build_dense_net(config, _input_spec(2), _widths(net_name))
     found = net if isinstance(model, DenseNet) else net.head
     assert type(found) is type(model)

@@ -193,7 +193,7 @@ class TestDenseOptimizer:
     def test_rates_follow_the_schedule_by_the_number_of_the_step(self) -> None:
         first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
         groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "lr": 3.0}]
-        section = ScheduleSection(kind="step", decay_every=10, decay_factor=0.5)
+        section = ScheduleSection(kind="step(decay_every = 10, decay_factor = 0.5)")
         optimizer = DenseOptimizer(torch.optim.SGD(groups, lr=1.0), Schedule(section))
         for step in (20, 0, 10):  # as after a checkpoint, and in no order
             optimizer.step(step, {first: torch.ones(1), second: torch.ones(1)})

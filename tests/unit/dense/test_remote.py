@@ -382,7 +382,7 @@ def test_a_step_is_scaled_or_dropped_as_decided(scale: float | None) -> None:
 
 
 def test_a_scheduled_rate_is_that_of_the_step() -> None:
-    schedule = Schedule(ScheduleSection(kind="step", decay_every=1, decay_factor=0.5))
+    schedule = Schedule(ScheduleSection(kind="step(decay_every = 1, decay_factor = 0.5)"))
     with hosting(UpdateRules(1, schedule=schedule), nn.Linear(WIDTH, 1, bias=False)) as host:
         (weight,) = host.net.parameters()
         for step in range(3):

@@ -18,15 +18,15 @@ from hybrid.reference.reference_losses import ReferenceLoss
 TASKS = {
     "click": TaskSection(),
     "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-    "spent": TaskSection(kind="regression", loss="huber", huber_delta=0.7),
-    "skip": TaskSection(loss="focal", focal_gamma=1.5, weight=2.0),
+    "spent": TaskSection(kind="regression", loss="huber(0.7)"),
+    "skip": TaskSection(loss="focal(1.5)", weight=2.0),
     "price": TaskSection(kind="regression"),
 }
 RANKED = {
-    "click": TaskSection(ranking_loss="pairwise", ranking_share=0.3, weight=2.0),
+    "click": TaskSection(ranking_loss="pairwise(0.3)", weight=2.0),
     "stars": TaskSection(kind="classes", classes=3, weight=0.5),
-    "spent": TaskSection(kind="regression", ranking_loss="pairwise", ranking_share=1.0),
-    "skip": TaskSection(loss="focal", focal_gamma=1.5, ranking_loss="listwise"),
+    "spent": TaskSection(kind="regression", ranking_loss="pairwise(1.0)"),
+    "skip": TaskSection(loss="focal(1.5)", ranking_loss="listwise"),
     "price": TaskSection(kind="regression"),
 }
 GROUPS = torch.tensor([3] * 4 + [1] * 6 + [7] + [5] * 9 + [2] * 3)
@@ -153,7 +153,7 @@ def test_the_whole_share_leaves_nothing_of_the_other_loss() -> None:
     outputs = torch.tensor([2.0, -1.0], dtype=torch.float64, requires_grad=True)
     batch = batch_of(torch.tensor([0.0, 1.0]))._replace(groups=torch.tensor([1, 1]))
     batch = batch._replace(total_groups=batch.order_totals(1))
-    task = {"click": TaskSection(ranking_loss="pairwise", ranking_share=1.0, weight=0.5)}
+    task = {"click": TaskSection(ranking_loss="pairwise(1.0)", weight=0.5)}
     loss = Objective(task)(outputs, batch)
     assert loss.item() == pytest.approx(math.log1p(math.exp(3)) / 2, rel=1e-12)
 
@@ -191,7 +191,7 @@ def test_a_batch_that_counts_nowhere_adds_nothing() -> None:
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
 def test_focal_loss_of_what_is_surely_right_is_finite(gamma: float) -> None:
     outputs = torch.tensor([200.0, -200.0, 1.0], requires_grad=True)
-    task = {"skip": TaskSection(loss="focal", focal_gamma=gamma)}
+    task = {"skip": TaskSection(loss=f"focal({gamma})")}
     loss = Objective(task)(outputs, batch_of(torch.tensor([1.0, 0.0, 1.0])))
     loss.backward()
     assert outputs.grad is not None

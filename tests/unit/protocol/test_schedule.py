@@ -33,10 +33,10 @@ def assert_equal(ours: list[float], theirs: list[float]) -> None:
     "keys",
     [
         {"kind": "constant"},
-        {"kind": "step", "decay_every": 7, "decay_factor": 0.3},
-        {"kind": "cosine", "final_factor": 0.2},
-        {"kind": "polynomial", "power": 2.5, "final_factor": 0.1},
-        {"kind": "cosine", "steps": 2 * STEPS, "initial_factor": 0.5},
+        {"kind": "step(decay_every = 7, decay_factor = 0.3)"},
+        {"kind": "cosine(final_factor = 0.2)"},
+        {"kind": "polynomial(power = 2.5, final_factor = 0.1)"},
+        {"kind": f"cosine(steps = {2 * STEPS}, initial_factor = 0.5)"},
     ],
     ids=str,
 )
@@ -66,14 +66,14 @@ def test_one_cycle_equals_torch(steps: int, peak: float, initial: float, final: 
         optimizer.step()
         scheduler.step()
     section = ScheduleSection(
-        kind="one_cycle", peak_fraction=peak, initial_factor=initial, final_factor=final
+        kind=f"one_cycle(peak_fraction = {peak}, initial_factor = {initial}, final_factor = {final})"
     )
     assert_equal(factors(section, steps), rates)
 
 
 def test_one_cycle_may_have_its_peak_at_the_very_first_step() -> None:
     """There torch divides by zero."""
-    section = ScheduleSection(kind="one_cycle", peak_fraction=0.25)
+    section = ScheduleSection(kind="one_cycle(0.25)")
     assert factors(section, 4) == pytest.approx([1.0, 0.75, 0.25, 0.0], abs=1e-12)
 
 
@@ -84,23 +84,22 @@ def test_without_arguments_it_is_one() -> None:
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
 def test_the_last_factor_stays_past_the_end(kind: str) -> None:
-    schedule = Schedule.of(ScheduleSection(kind=kind, final_factor=0.25), STEPS)
+    schedule = Schedule.of(ScheduleSection(kind=f"{kind}(final_factor = 0.25)"), STEPS)
     assert schedule.factor(STEPS) == schedule.factor(10 * STEPS) == pytest.approx(0.25, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "polynomial", "one_cycle"])
 def test_a_run_longer_than_its_schedule_is_refused(kind: str) -> None:
-    section = ScheduleSection(kind=kind, steps=100)
+    section = ScheduleSection(kind=f"{kind}(steps = 100)")
     assert Schedule.of(section, 100).end == 100
     with pytest.raises(ConfigError) as caught:
         Schedule.of(section, 101)
-    rule = "must be at least the steps of the run, 101, or 0 to take these"
-    assert str(caught.value) == f"schedule.steps = 100: {rule}"
+    assert caught.value.key == "schedule.kind"
 
 
 @pytest.mark.parametrize("kind", ["constant", "step"])
 def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
-    section = ScheduleSection(kind=kind, steps=5, warmup_steps=10)
+    section = ScheduleSection(kind=kind, warmup_steps=10)
     assert Schedule.of(section, 3).factor(5) == pytest.approx(0.04 + 0.96 / 2)
     assert Schedule.of(section, 1000).factor(10) == 1.0
 
@@ -108,7 +107,7 @@ def test_schedules_without_an_end_outlast_every_run(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["cosine", "polynomial"])
 @pytest.mark.parametrize(("steps", "end"), [(0, 20), (30, 30)])
 def test_a_warm_up_that_takes_the_whole_schedule_is_refused(kind: str, steps: int, end: int) -> None:
-    section = ScheduleSection(kind=kind, steps=steps, warmup_steps=end)
+    section = ScheduleSection(kind=f"{kind}(steps = {steps})", warmup_steps=end)
     Schedule.of(dataclasses.replace(section, warmup_steps=end - 1), 20)
     with pytest.raises(ConfigError) as caught:
         Schedule.of(section, 20)

@@ -12,19 +12,19 @@ from hybrid.reference.reference_schedule import learning_rate_factors
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({"warmup_steps": 4, "initial_factor": 0.2}, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
+        ({"kind": "constant(initial_factor = 0.2)", "warmup_steps": 4}, [0.2, 0.4, 0.6, 0.8, 1.0, 1.0]),
         (
-            {"kind": "step", "decay_every": 2, "decay_factor": 0.5, "warmup_steps": 2, "initial_factor": 0.1},
+            {"kind": "step(decay_every = 2, decay_factor = 0.5, initial_factor = 0.1)", "warmup_steps": 2},
             [0.1, 0.55, 1.0, 1.0, 0.5, 0.5],
         ),
-        ({"kind": "cosine", "final_factor": 0.2}, [1.0, 0.8, 0.4, 0.2, 0.2]),
-        ({"kind": "cosine", "steps": 2}, [1.0, 0.5, 0.0, 0.0]),
-        ({"kind": "polynomial", "power": 2.0, "final_factor": 0.1, "steps": 3}, [1.0, 0.5, 0.2, 0.1, 0.1]),
+        ({"kind": "cosine(final_factor = 0.2)"}, [1.0, 0.8, 0.4, 0.2, 0.2]),
+        ({"kind": "cosine(steps = 2)"}, [1.0, 0.5, 0.0, 0.0]),
+        ({"kind": "polynomial(steps = 3, power = 2.0, final_factor = 0.1)"}, [1.0, 0.5, 0.2, 0.1, 0.1]),
         (
-            {"kind": "one_cycle", "initial_factor": 0.2, "final_factor": 0.4, "peak_fraction": 2 / 3},
+            {"kind": f"one_cycle(initial_factor = 0.2, peak_fraction = {2 / 3}, final_factor = 0.4)"},
             [0.2, 1.0, 0.4, 0.4],
         ),
-        ({"kind": "one_cycle", "peak_fraction": 1 / 3, "final_factor": 0.0}, [1.0, 0.5, 0.0, 0.0]),
+        ({"kind": f"one_cycle(peak_fraction = {1 / 3}, final_factor = 0.0)"}, [1.0, 0.5, 0.0, 0.0]),
     ],
     ids=["warm-up", "step", "cosine", "cosine-ends", "polynomial", "one_cycle", "no-rise"],
 )

@@ -345,7 +345,7 @@ def test_pipelined_reads_rows_that_lack_the_last_update(
 def test_a_skipped_step_changes_nothing_but_the_schedule() -> None:
     plain = Plain()
     spec = OptimizerSpec("adam", 0.3, EPS, BETAS)
-    schedule = ScheduleSection(kind="cosine", final_factor=0.1)
+    schedule = ScheduleSection(kind="cosine(final_factor = 0.1)")
     dense = {"optimizer": "Adam", "learning_rate": 0.02}
     reference = make_reference(spec, dense=dense, schedule=schedule, non_finite="skip")
     groups = [{"params": plain.tables(), "lr": 0.3, "betas": BETAS, "eps": EPS}]

@@ -103,8 +103,8 @@ OF_THE_MODEL = """
     data.vocabulary="hash" data.vocabulary_min_count=2 data.hash_rows=99 data.synthetic_rows=99
     data.synthetic_test_rows=99 embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
     tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
-    dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.cross_layers=3 dense.remote_mlp=8
-    dense.experts=3 dense.expert_mlp=8 dense.optimizer="SGD" train.batch_size=512
+    dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.net="dcn_v2(3)" dense.remote_mlp=8
+    dense.optimizer="SGD" train.batch_size=512
 """
 OF_THE_RUN = """
     train.epochs=3 train.max_steps=9 train.update="async" train.clip_norm=1 train.micro_batches=2

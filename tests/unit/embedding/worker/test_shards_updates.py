@@ -149,7 +149,7 @@ class TestPrefetch:
 
 
 def test_a_scheduled_rate_is_that_of_the_step() -> None:
-    schedule = Schedule(ScheduleSection(kind="step", decay_every=1, decay_factor=0.5))
+    schedule = Schedule(ScheduleSection(kind="step(decay_every = 1, decay_factor = 0.5)"))
     with hosting(UpdateRules(1, schedule=schedule)) as host:
         rows = host.groups[0].weight_RD
         for step in range(3):
