@@ -1,18 +1,23 @@
-"""What RPC may bring into a process: only what a role of this run has signed, and of that only plain data.
+"""Protection against processes that do not have the cluster's secret.
 
-::
+Every key is derived from one :class:`~hybrid.security.secret.Secret`. Whoever has it is a member of the
+cluster, and trusted. Nobody else gets code run, reads a table or changes a message::
 
-    sender                                             receiver
-    ──────                                             ────────
-    call, arguments                               function of hybrid.transport, plain data
-       │ pickle, tensors beside it (pickler)         ▲ unpickle, by a list of what may be loaded (allowed)
+    sender                                        receiver
+    ──────                                        ────────
+    call, arguments                               function, arguments
+       │ pickle, tensors beside it                   ▲ unpickle
+       │ sign: sender, number, receiver              │ verify: signed for this process, and new
        ▼                                             │
-    bytes, tensors                                is it new? (replay)
-       │ sign: sender, number, receiver              ▲ whose is it, and for whom? (signature)
-       ▼                                             │
-       ───────────── torch's RPC, open to whoever can connect ─────────────
+       ───── torch's RPC, which accepts anybody: its ports are closed once the roles are connected ─────
 
-What does not pass all of it is refused before anything of it is loaded (refusals); ``failure_text`` tells the
-caller. Begin with ``pickler``, through which torch sends and receives once ``wire`` has installed it; all
-keys come of one ``secret``.
+Two mechanisms cover the two transports:
+
+- RPC: ``message_signature`` signs what ``signed_pickler`` makes of a call or a response. Nothing is unpickled
+  before its signature is verified. Torch's own messages bypass the pickler, so ``closed_listeners`` closes
+  the ports on which torch listens.
+- Sockets (rendezvous, lookups and gradients): after a handshake, ``sealed_stream`` encrypts each direction. A
+  message holds numbers, text and tensors; ``rejected_messages.PlainUnpickler`` rejects every name.
+
+A rejected message is counted and logged, and never loaded (``rejected_messages``).
 """

@@ -1,13 +1,13 @@
-"""Sockets that take nobody in any more, once all whom they are for have come.
+"""Close torch's listening sockets once all roles are connected.
 
-What torch listens on, for RPC and for gradients, asks nobody who he is, and serves whoever connects: with a
-password or without, a stranger may have an operator of torch run that reads a file, or send a length that
-no memory can hold. But only while processes find each other does anyone need to connect. After that these
-sockets are closed, and so is what has connected to them and is no member of the group.
+The sockets on which torch listens, for RPC and for process groups, authenticate nobody. A peer without the
+secret could have a built-in operator run that reads a file, or send a length that exhausts the memory. Roles
+connect to each other only at the start. So these sockets are closed then, and so is every accepted connection
+whose other end is no member of the group.
 
-Torch does not let go of a socket that it listens on, and would listen on it in vain for as long as it lives.
-So the number of the descriptor is given to another file, which never has anything to say: torch keeps a
-descriptor that it may wait for and close, and the socket is gone. This takes no privilege.
+Torch would listen in vain on a closed socket for as long as it lives. So the number of the descriptor is
+given to an eventfd that is never ready: torch keeps a descriptor that it may wait for and close. This takes
+no privilege.
 """
 
 import json
@@ -23,20 +23,20 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-# The two ends of a connection, the own one first: addresses with their ports.
+# The two ends of a connection, the local one first: addresses with their ports.
 _Ends: TypeAlias = tuple[str, str]
 _CREDENTIALS = struct.Struct("iII")  # of unix(7): pid, uid, gid
-_MAPPED = "::ffff:"  # an IPv4 address, as IPv6 writes it
+_MAPPED = "::ffff:"  # prefix of an IPv4 address in IPv6
 
 
 @contextmanager
-def closed_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
-    """At the end, close every socket that this process has begun to listen on meanwhile to strangers.
+def close_listeners_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None]:
+    """At the end of a ``with`` block, close the sockets on which this process started to listen meanwhile.
 
-    Connections of members stay; every member of the group leaves such a block, once all are connected.
+    Connections of members stay. Every member of the group leaves such a block after all are connected.
 
     Args:
-        store: in which nobody else writes, with names that are used once.
+        store: shared by the group alone; each of its keys is used once.
         rank, world_size: of this process in the group.
     """
     with _sockets() as before:
@@ -44,7 +44,7 @@ def closed_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None
     yield
     with _sockets() as now:
         listeners = {inode: each for inode, each in now.items() if inode not in known and _is_listening(each)}
-        places = {_place(each) for each in listeners.values()}
+        addresses = {_local_address(each) for each in listeners.values()}
         own = [ends for each in now.values() if (ends := _ends(each))]
     _close(listeners.keys())
     store.set(f"connections/{rank}", json.dumps(own))
@@ -53,16 +53,16 @@ def closed_after(store: dist.Store, rank: int, world_size: int) -> Iterator[None
         for each in range(world_size)
         for here, there in json.loads(store.get(f"connections/{each}"))
     }
-    # Only now: what was being accepted when its listener was closed is there by now, too.
+    # Listed again: a connection that was being accepted when its listener closed is there by now.
     with _sockets() as now:
         for each in now.values():
-            if _is_of_a_stranger(each, places, members):
-                with suppress(OSError):  # it has gone by itself
+            if _is_foreign(each, addresses, members):
+                with suppress(OSError):  # it is closed already
                     each.shutdown(socket.SHUT_RDWR)
 
 
-def is_own_user(each: socket.socket) -> bool:
-    """Whether the other end of a connection of AF_UNIX is a process of this one's user."""
+def is_same_user(each: socket.socket) -> bool:
+    """Whether a process of the same user is at the other end of a connection of AF_UNIX."""
     credentials = each.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return bool(user == os.geteuid())
@@ -70,7 +70,7 @@ def is_own_user(each: socket.socket) -> bool:
 
 @contextmanager
 def _sockets() -> Iterator[dict[int, socket.socket]]:
-    """This process's sockets, by inode: copies, since others may close theirs meanwhile."""
+    """Duplicates of this process's sockets, by inode; their owners may close the originals meanwhile."""
     found = {}
     with ExitStack() as stack:
         for number in _descriptors():
@@ -91,14 +91,14 @@ def _is_listening(each: socket.socket) -> bool:
     return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
-def _place(each: socket.socket) -> int | str | bytes:
-    """What a listener shares with the connections that it has accepted: a port, or a name in the system."""
+def _local_address(each: socket.socket) -> int | str | bytes:
+    """The port or name that a listener shares with the connections that it has accepted."""
     address: tuple[str, int] | str | bytes = each.getsockname()
     return address[1] if isinstance(address, tuple) else address
 
 
 def _ends(each: socket.socket) -> _Ends | None:
-    """The ends of a connection between hosts; None where it is none."""
+    """Return the ends of a TCP connection; None for another socket."""
     if each.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -111,17 +111,17 @@ def _end(address: tuple[str, int]) -> str:
     return f"{address[0].removeprefix(_MAPPED)} {address[1]}"
 
 
-def _is_of_a_stranger(each: socket.socket, places: set[int | str | bytes], members: set[_Ends]) -> bool:
-    """Whether a socket was accepted by a listener at one of ``places``, and its other end is no member's."""
-    if _is_listening(each) or _place(each) not in places:
+def _is_foreign(each: socket.socket, addresses: set[int | str | bytes], members: set[_Ends]) -> bool:
+    """Whether a listener at one of ``addresses`` accepted a socket whose other end is no member."""
+    if _is_listening(each) or _local_address(each) not in addresses:
         return False
     if each.family == socket.AF_UNIX:
-        return not is_own_user(each)
+        return not is_same_user(each)
     return _ends(each) not in members
 
 
 def _close(inodes: Iterable[int]) -> None:
-    """Close sockets of which others hold the descriptors; these remain, and wait for nothing."""
+    """Close sockets whose descriptors torch holds; the descriptors stay valid, and are never ready."""
     wanted, waiting = set(inodes), _waiting()
     for number in list(_descriptors()):
         with suppress(OSError):  # closed meanwhile
@@ -135,14 +135,14 @@ def _replace(number: int, waiting: Iterable[tuple[int, int]]) -> None:
         os.dup2(silent, number, inheritable=False)
     finally:
         os.close(silent)
-    # Where the socket was waited for, so is its successor, until its owner says that it is not.
+    # Register the successor with the epoll instances of the socket: torch unregisters it later.
     for poll, events in waiting:
         with select.epoll.fromfd(os.dup(poll)) as epoll:
             epoll.register(number, events)
 
 
 def _waiting() -> dict[int, list[tuple[int, int]]]:
-    """By descriptor, those of the epoll instances that wait for it, and for which events; see proc(5)."""
+    """Return, by descriptor, the epoll instances that wait for it and their events; see proc(5)."""
     found = defaultdict(list)
     for number in _descriptors():
         with suppress(OSError):  # closed meanwhile

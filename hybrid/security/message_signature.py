@@ -1,26 +1,25 @@
-"""Signatures of RPC payloads: who of this run has sent them, for whom, and that they are new.
+"""Signatures of RPC payloads: a role of this run sent it, to this process, and only once.
 
-A payload is the bytes of a pickle and the tensors beside it. The pickle is sealed, and sent as::
+A payload is the bytes of a pickle, with tensors beside it. The pickle is encrypted, and sent as::
 
-    header          sender (16 bytes), kind (1), number (8)
-    tags            16 bytes for each part of the tensors but the first
-    sealed pickle   as long as the pickle, and a tag of 16 bytes
+    header           sender (16 bytes), kind (1), number (8)
+    tags             16 bytes for each segment of the tensors but the first
+    sealed pickle    as long as the pickle, and a tag of 16 bytes
 
-It is sealed by AES-256-GCM (NIST SP 800-38D), with the bytes of the first tensor as additional data: one
-call for a message with one tensor, since in a busy process a call costs more than many bytes do. Further
-tensors, and parts of such as are larger than the library takes at once, have tags of their own (GMAC).
-Tensors are signed where they lie, and not copied. Their dtypes and shapes are in the pickle; of those on
-other devices than the CPU that is all.
+AES-256-GCM (NIST SP 800-38D) seals it, with the bytes of the first tensor as additional data: one call for a
+message with one tensor, since a call costs more than many bytes do. Every further segment has a tag of its
+own (GMAC); a segment is a tensor, or a part of one that is larger than the library accepts at once. Tensors
+are signed in place. Their dtypes and shapes are in the pickle; a tensor on a GPU is signed by these alone.
 
-GCM's one rule is that no nonce comes twice under a key. So each key belongs to one sender, which is a random
-number of a process, to a kind, and to a receiver; and a nonce is the number of the message, counted by the
-process, and an index: of a part with a tag of its own, from 1, and of the pickle how many parts there are,
-above all indices of parts. So no tag of a tensor can pass for a pickle.
+GCM must never use a nonce twice with one key. So a key belongs to one sender (a random number of a process),
+one kind and one receiver. A nonce is the number of the message and an index: from 1 for tags, and for the
+pickle the number of segments with the highest bit set. So the tag of a tensor can never pass for a pickle.
 """
 
 import ctypes
 import itertools
 import secrets
+import threading
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -30,57 +29,93 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from torch import Tensor
 
-from hybrid.security.rejected_messages import RefusedPayload
-from hybrid.security.replay_window import ReplayWindow
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.secret import Secret
 
 _ID_BYTES = _TAG_BYTES = 16
 _START_BYTES = _ID_BYTES + 1
 _NUMBER_BYTES, _INDEX_BYTES = 8, 4
 _HEADER_BYTES = _START_BYTES + _NUMBER_BYTES
-# The library takes less than 2 GiB at once.
-_LARGEST_PART = 1 << 30
+_LARGEST_SEGMENT = 1 << 30  # the library accepts less than 2 GiB at once
 _READ_ONLY, _WRITABLE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
-_OF_PICKLE = 1 << 31  # more parts than this no message has
+_PICKLE_INDEX = 1 << 31
+# Messages overtake each other between threads and connections, by as many as a sender sends to all receivers
+# within the timeout of a call. Bits of numbers that do not come take address space, not memory.
+_WINDOW_BYTES = 1 << 17
 
 UNSIGNED = "it is not signed for this process by a role of this run"
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view_memory = ctypes.pythonapi.PyMemoryView_FromMemory
+_view_memory.restype = ctypes.py_object
+_view_memory.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
-class Kind(IntEnum):
-    """What a payload is; whom it is signed for follows from it."""
+class PayloadKind(IntEnum):
+    """The kinds of payloads; a kind says who the receiver is."""
 
-    CALL = 1  # for the receiver's name
-    GATHER = 2  # for everyone: torch's own messages at start and end
-    ANSWER = 3  # for the caller's sender number
-    ERROR = 4  # for the caller's sender number
+    CALL = 1  # the role of a name
+    GATHER = 2  # every role: torch's own messages at start and end
+    RESPONSE = 3  # the process of a sender number
+    ERROR = 4  # the process of a sender number
 
 
-class _Line(NamedTuple):
-    """What one sender sends of one kind, to one receiver.
+class ReplayWindow:
+    """Accepts each message number once, in any order, unless it is far behind the highest one.
+
+    A ring of bits over the numbers around the highest, as in RFC 6479.
+
+    Args:
+        num_bytes: size of the ring; 8 numbers per byte.
+    """
+
+    def __init__(self, num_bytes: int = _WINDOW_BYTES) -> None:
+        self._bits = bytearray(num_bytes)
+        self._highest = 0
+        self._lock = threading.Lock()
+
+    def accept(self, number: int) -> bool:
+        """Record ``number``; False if it was recorded before, or may have been."""
+        size = len(self._bits)
+        byte, bit = number >> 3, 1 << (number & 7)
+        with self._lock:
+            last = self._highest >> 3
+            if byte > last:
+                if byte - last >= size:
+                    self._bits = bytearray(size)
+                else:
+                    for entered in range(last + 1, byte + 1):
+                        self._bits[entered % size] = 0
+            elif last - byte >= size:
+                return False
+            if self._bits[byte % size] & bit:
+                return False
+            self._bits[byte % size] |= bit
+            self._highest = max(self._highest, number)
+            return True
+
+
+class _SigningKey(NamedTuple):
+    """The key of one sender, kind and receiver.
 
     Attributes:
-        start: of every header.
+        start: first bytes of every header.
     """
 
     start: bytes
-    kind: Kind
+    kind: PayloadKind
     aead: AESGCM
 
 
 class Signatures:
-    """Signs what this process sends, and checks what it is sent.
+    """Signs what this process sends, and verifies what it receives.
 
     Args:
         secret: the cluster's.
-        run_id: drawn anew at each start of the cluster; nothing signed in one is good in another.
-        name: of this process, as RPC knows it.
+        run_id: random, and new at each start of the cluster. A signature is valid within one start only.
+        name: RPC name of this process.
 
     Attributes:
-        sender: this process's random number.
+        sender: random number of this process.
     """
 
     def __init__(self, secret: Secret, run_id: bytes, name: str) -> None:
@@ -89,90 +124,91 @@ class Signatures:
         self._run_id = run_id
         self._name = name.encode()
         self._numbers = itertools.count()
-        self._sending: dict[tuple[Kind, bytes], _Line] = {}
-        # By the start of a header. Only who has the secret gets in here: it holds the roles of the run.
-        self._receiving: dict[bytes, tuple[_Line, ReplayWindow]] = {}
+        self._sending: dict[tuple[PayloadKind, bytes], _SigningKey] = {}
+        # By the start of a header. Only a verified payload adds an entry, so there are few.
+        self._receiving: dict[bytes, tuple[_SigningKey, ReplayWindow]] = {}
 
-    def seal(self, kind: Kind, to: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
-        """The payload that stands for a pickle.
+    def sign(self, kind: PayloadKind, receiver: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> bytes:
+        """Return the payload of a pickle.
 
         Args:
-            to: the receiver's name, or sender number, or nothing; see :class:`Kind`.
-            tensors: beside it, each in one piece.
+            receiver: a name, a sender number, or nothing; see :class:`PayloadKind`.
+            tensors: beside the pickle, each contiguous.
         """
-        line = self._sending.get((kind, to))
-        if line is None:
-            line = self._sending[kind, to] = self._line(self.sender, kind, to)
+        key = self._sending.get((kind, receiver))
+        if key is None:
+            key = self._sending[kind, receiver] = self._key(self.sender, kind, receiver)
         number = next(self._numbers).to_bytes(_NUMBER_BYTES, "little")
-        parts, encrypt = _parts(tensors), line.aead.encrypt
-        tags = [encrypt(_nonce(number, i), b"", parts[i]) for i in range(1, len(parts))]
-        sealed = encrypt(_nonce(number, _OF_PICKLE | len(parts)), pickled, parts[0] if parts else None)
-        return b"".join((line.start, number, *tags, sealed))
+        segments, encrypt = _segments(tensors), key.aead.encrypt
+        tags = [encrypt(_nonce(number, i), b"", segments[i]) for i in range(1, len(segments))]
+        nonce = _nonce(number, _PICKLE_INDEX | len(segments))
+        sealed = encrypt(nonce, pickled, segments[0] if segments else None)
+        return b"".join((key.start, number, *tags, sealed))
 
-    def open(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[Kind, bytes, bytes]:
-        """Check a payload; its kind, its sender, and the pickle.
+    def verify(self, payload: bytes, tensors: Sequence[Tensor]) -> tuple[PayloadKind, bytes, bytes]:
+        """Return kind, sender and pickle of a payload.
 
         Raises:
-            RefusedPayload: nobody of this run has signed it for this process, it was changed on the way, or
-                it has come before.
+            RejectedMessage: no role of this run signed it for this process, somebody changed it, or it came
+                before.
         """
-        # What does not lie in one piece nobody has signed, and must not be read as if it did.
-        if not all(map(is_in_one_piece, tensors)):
-            raise RefusedPayload(UNSIGNED)
+        # Nobody signs what is not contiguous, and it must not be read as if it were.
+        if not all(map(is_contiguous, tensors)):
+            raise RejectedMessage(UNSIGNED)
         start, number = payload[:_START_BYTES], payload[_START_BYTES:_HEADER_BYTES]
-        known = self._receiving.get(start) or (self._line_of(start), ReplayWindow())
+        known = self._receiving.get(start) or (self._key_of(start), ReplayWindow())
         _, kind, aead = known[0]
         at = _HEADER_BYTES
         try:
-            parts = _parts(tensors)
-            for i in range(1, len(parts)):
-                aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], parts[i])
+            segments = _segments(tensors)
+            for i in range(1, len(segments)):
+                aead.decrypt(_nonce(number, i), payload[at : at + _TAG_BYTES], segments[i])
                 at += _TAG_BYTES
-            nonce = _nonce(number, _OF_PICKLE | len(parts))
-            pickled = aead.decrypt(nonce, payload[at:], parts[0] if parts else None)
-        except (InvalidTag, ValueError) as error:  # the library says ValueError where bytes are missing
-            raise RefusedPayload(UNSIGNED) from error
+            nonce = _nonce(number, _PICKLE_INDEX | len(segments))
+            pickled = aead.decrypt(nonce, payload[at:], segments[0] if segments else None)
+        except (InvalidTag, ValueError) as error:  # the library raises ValueError if bytes are missing
+            raise RejectedMessage(UNSIGNED) from error
         _, window = self._receiving.setdefault(start, known)
-        if not window.admit(int.from_bytes(number, "little")):
-            raise RefusedPayload("it has come before")
+        if not window.accept(int.from_bytes(number, "little")):
+            raise RejectedMessage("it has come before")
         return kind, start[:_ID_BYTES], pickled
 
-    def _line_of(self, start: bytes) -> _Line:
-        """The line that a header begins to name."""
+    def _key_of(self, start: bytes) -> _SigningKey:
+        """Return the key that the start of a header requires for this receiver."""
         try:
-            kind = Kind(start[_ID_BYTES])
+            kind = PayloadKind(start[_ID_BYTES])
         except (IndexError, ValueError) as error:
-            raise RefusedPayload(UNSIGNED) from error
-        to = self._name if kind is Kind.CALL else b"" if kind is Kind.GATHER else self.sender
-        return self._line(start[:_ID_BYTES], kind, to)
+            raise RejectedMessage(UNSIGNED) from error
+        own = {PayloadKind.CALL: self._name, PayloadKind.GATHER: b""}
+        return self._key(start[:_ID_BYTES], kind, own.get(kind, self.sender))
 
-    def _line(self, sender: bytes, kind: Kind, to: bytes) -> _Line:
+    def _key(self, sender: bytes, kind: PayloadKind, receiver: bytes) -> _SigningKey:
         start = sender + bytes([kind])
-        return _Line(start, kind, AESGCM(self._secret.key("call", self._run_id + start + to)))
-
-
-def is_in_one_piece(tensor: Tensor) -> bool:
-    """Whether a tensor is its shape, its dtype, and bytes that lie in one piece."""
-    return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
+        return _SigningKey(start, kind, AESGCM(self._secret.key("call", self._run_id + start + receiver)))
 
 
 def _nonce(number: bytes, index: int) -> bytes:
     return number + index.to_bytes(_INDEX_BYTES, "little")
 
 
-def _parts(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
-    """The bytes of tensors where they lie; one part for each that is not huge."""
-    return [part for tensor in tensors for part in memory_of(tensor) or (b"",)]
+def _segments(tensors: Sequence[Tensor]) -> list[memoryview | bytes]:
+    """The bytes of tensors, in place; one segment for each tensor that is not huge."""
+    return [segment for tensor in tensors for segment in memory_of(tensor) or (b"",)]
+
+
+def is_contiguous(tensor: Tensor) -> bool:
+    """Whether shape, dtype and one contiguous range of bytes are all of a tensor."""
+    return not tensor.is_nested and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def memory_of(tensor: Tensor, to_write: bool = False) -> list[memoryview]:
-    """The bytes of a tensor in one piece, where they lie, in parts that can be sealed.
+    """Return views of the bytes of a contiguous tensor, in segments that can be sealed.
 
-    Nothing where it is empty, or on another device than the CPU. The caller keeps the tensor.
+    The list is empty if the tensor is, or lies on a GPU. The caller keeps the tensor.
     """
     if not tensor.is_cpu or not (num_bytes := tensor.nbytes):
         return []
-    whole: memoryview = _view(tensor.data_ptr(), num_bytes, _WRITABLE if to_write else _READ_ONLY)
-    if num_bytes <= _LARGEST_PART:
+    whole: memoryview = _view_memory(tensor.data_ptr(), num_bytes, _WRITABLE if to_write else _READ_ONLY)
+    if num_bytes <= _LARGEST_SEGMENT:
         return [whole]
-    return [whole[at : at + _LARGEST_PART] for at in range(0, num_bytes, _LARGEST_PART)]
+    return [whole[at : at + _LARGEST_SEGMENT] for at in range(0, num_bytes, _LARGEST_SEGMENT)]

@@ -1,14 +1,14 @@
-"""One direction of a connection: what one end seals, the other opens once, in the same order. Free of torch.
+"""One direction of an encrypted connection. Free of torch.
 
-Sealed with AES-256-GCM (NIST SP 800-38D). Its one rule is that no nonce comes twice under a key: the key is
-of this direction of this connection alone, and a nonce is the number of what was sealed, which both ends
-count. So nothing that was said is good again, in another place, on another connection, or the other way.
+AES-256-GCM (NIST SP 800-38D) must never use a nonce twice with one key. The key belongs to this direction of
+this connection, and a nonce is the number of the message, which both ends count. So a message is valid once,
+at its place in the order, in its direction.
 """
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 
 TAG_BYTES = 16
 _NONCE_BYTES = 12
@@ -27,32 +27,32 @@ class Direction:
         self._count = 0
 
     def seal(self, plain: bytes | memoryview) -> bytes:
-        """What stands for ``plain``; ``TAG_BYTES`` longer."""
-        return self._aead.encrypt(self._next(), plain, None)
+        """Encrypt ``plain``; the result is ``TAG_BYTES`` longer."""
+        return self._aead.encrypt(self._next_nonce(), plain, None)
 
     def seal_into(self, plain: bytes | memoryview, sealed: memoryview) -> None:
-        """As :meth:`seal`, into memory of that length; of less than 2 GiB."""
-        self._aead.encrypt_into(self._next(), plain, None, sealed)
+        """Encrypt ``plain``, of less than 2 GiB, into memory that is ``TAG_BYTES`` longer."""
+        self._aead.encrypt_into(self._next_nonce(), plain, None, sealed)
 
     def open(self, sealed: bytes | memoryview) -> bytes:
-        """What ``sealed`` stands for.
+        """Decrypt what the other end has sealed next.
 
         Raises:
-            RefusedPayload: it is not what the other end has sealed next.
+            RejectedMessage: it is something else.
         """
         try:
-            return self._aead.decrypt(self._next(), sealed, None)
+            return self._aead.decrypt(self._next_nonce(), sealed, None)
         except InvalidTag:
-            raise RefusedPayload(_ALTERED) from None
+            raise RejectedMessage(_ALTERED) from None
 
     def open_into(self, sealed: memoryview, plain: memoryview) -> None:
         """As :meth:`open`, into memory that is ``TAG_BYTES`` shorter."""
         try:
-            self._aead.decrypt_into(self._next(), sealed, None, plain)
+            self._aead.decrypt_into(self._next_nonce(), sealed, None, plain)
         except InvalidTag:
-            raise RefusedPayload(_ALTERED) from None
+            raise RejectedMessage(_ALTERED) from None
 
-    def _next(self) -> bytes:
+    def _next_nonce(self) -> bytes:
         nonce = self._count.to_bytes(_NONCE_BYTES, "big")
         self._count += 1
         return nonce

@@ -1,11 +1,13 @@
-"""torch's way of RPC payloads, in and out, with signatures and a list of what may be loaded.
+"""RPC payloads with signatures.
 
-torch pickles with one object, which it keeps in two places (:func:`install`). Built-in operators and
-TorchScript functions do not pass here, nor does what keeps references and distributed autograd together.
+Torch pickles every call and response with one object, which it keeps in two places (:func:`install`).
+Built-in operators, TorchScript functions, reference counts and gradients of distributed autograd do not pass
+here.
 """
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import threading
@@ -15,45 +17,37 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed import distributed_c10d, rpc
 from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import Answer, serving
-from hybrid.security.allow_list import (
-    Allowed,
-    NothingNamed,
-    Reduced,
-    Reducer,
-    Unpickler,
-    array_of,
-    by_value,
-    dtype_name,
-    tensor_beside,
+from hybrid.security.message_signature import UNSIGNED, PayloadKind, Signatures, is_contiguous
+from hybrid.security.rejected_messages import (
+    PlainUnpickler,
+    RejectedMessage,
+    RejectionLog,
+    describe_exception,
+    describe_rejection,
 )
-from hybrid.security.failure_text import raised_later, refused
-from hybrid.security.message_signature import Kind, Signatures, is_in_one_piece
-from hybrid.security.rejected_messages import Refusals, RefusedPayload
 from hybrid.user_code.function_names import name_of
 
-# What torch's processes tell each other when they start and stop: the same for all of them.
+# Torch's own messages when RPC starts and stops, the same for all processes.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
-# Its result stays where it runs.
+# Its result stays on the process that runs it.
 _CREATE_MODULE = remote_module._create_module
 # The exceptions whose types torch keeps.
 _KEPT = {kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError)}
 
 _TORCHS_OWN = internal._internal_rpc_pickler
 
-_target = threading.local()
+_thread = threading.local()
 
 
-class addressed_to:  # as a generator it would cost twice as much
+class addressed_to:  # a generator would cost twice as much
     """While it is entered, calls of this thread are signed for the role of this RPC name."""
 
     __slots__ = ("_name",)
@@ -62,29 +56,29 @@ class addressed_to:  # as a generator it would cost twice as much
         self._name = rpc_name
 
     def __enter__(self) -> None:
-        _target.name = self._name
+        _thread.receiver = self._name
 
     def __exit__(self, *_: object) -> None:
-        _target.name = None
+        _thread.receiver = None
 
 
-class _Answered(NamedTuple):
-    """What a call has returned, and the sender number of its caller."""
+class _Response(NamedTuple):
+    """The value that a call returned, and the sender number of its caller."""
 
-    to: bytes
+    receiver: bytes
     value: Any
 
 
 class _Raised(internal.RemoteException):
-    """An exception that a call has raised, as torch knows it, for the caller of this sender number.
+    """An exception that a call raised, in torch's form, for the caller of this sender number.
 
-    Also a call that raises it: torch does not tell whether it loads a call or an answer.
+    It is also a call that raises it: torch does not report whether it loads a call or a response.
     """
 
-    # By its name torch knows what a function that answers later has raised at once.
+    # Torch recognizes by this name the exception that an asynchronous function raised at once.
     __module__ = internal.RemoteException.__module__
     __qualname__ = internal.RemoteException.__qualname__
-    to: bytes | None = None  # nobody that is known
+    receiver: bytes | None = None  # None for an unauthenticated peer
     args = ()
     kwargs: Mapping[str, Any] = MappingProxyType({})
 
@@ -93,166 +87,167 @@ class _Raised(internal.RemoteException):
 
 
 class _Served:
-    """A function that was called by RPC; what it returns is signed for the caller."""
+    """A function that was called by RPC; its result is signed for the caller."""
 
-    __slots__ = ("_function", "_to")
+    __slots__ = ("_caller", "_function")
 
-    def __init__(self, function: Callable[..., Any], to: bytes) -> None:
+    def __init__(self, function: Callable[..., Any], caller: bytes) -> None:
         self._function = function
-        self._to = to
+        self._caller = caller
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         try:
             with serving(self):
                 result = self._function(*args, **keywords)
-        except Exception as error:  # the caller's to know
+        except Exception as error:  # reported to the caller
             kind = next((kept for kept in _KEPT.values() if isinstance(error, kept)), RuntimeError)
-            return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._to)
+            return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._caller)
         return result if isinstance(result, Answer) else self.answered(result)
 
-    def answered(self, value: Any) -> _Answered:
+    def answered(self, value: Any) -> _Response:
         """See :class:`Caller`."""
-        return _Answered(self._to, value)
+        return _Response(self._caller, value)
 
     def failed(self, error: Exception) -> _Raised:
         """See :class:`Caller`."""
-        return _raised(raised_later(error), RuntimeError, self._to)
+        return _raised(describe_exception(error), RuntimeError, self._caller)
 
 
-def _raised(message: str, kind: type[Exception], to: bytes | None) -> _Raised:
-    # Where it arrives, torch takes it for escaped text.
+def _raised(message: str, kind: type[Exception], receiver: bytes | None) -> _Raised:
+    # The receiving torch unescapes it.
     raised = _Raised(message.encode("unicode_escape").decode(), kind)
-    raised.to = to
+    raised.receiver = receiver
     return raised
 
 
 class SignedPickler(internal._InternalRPCPickler):
-    """Makes payloads that are signed, and loads only such.
+    """Creates signed payloads, and loads only such.
 
     Args:
         calls: the functions that may be called.
-        allowed: what payloads may name.
-        refusals: counts what is refused; nothing of that is loaded, and the caller, if any, gets an error.
+        rejections: records what is rejected. The caller, if it is a role of the run, gets an error.
     """
 
     def __init__(
-        self,
-        signatures: Signatures,
-        calls: Iterable[Callable[..., Any]],
-        allowed: Allowed,
-        refusals: Refusals,
+        self, signatures: Signatures, calls: Iterable[Callable[..., Any]], rejections: RejectionLog
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._signatures = signatures
-        self._allowed = allowed
-        self._refusals = refusals
+        self._rejections = rejections
         functions: tuple[Callable[..., Any], ...] = (*calls, _CREATE_MODULE, *_GATHER)
         self._calls = {name_of(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
-        """The payload of a call or of its answer, and the tensors beside it.
+        """Return the payload of a call or a response, and the tensors beside it.
 
         Raises:
-            ClusterError: it is neither.
+            ClusterError: ``obj`` is neither.
         """
         if isinstance(obj, internal.PythonUDF):
-            return self._seal(*self._call(obj))
-        if isinstance(obj, _Answered):
-            return self._seal(Kind.ANSWER, obj.to, obj.value)
+            return self._sign(*self._call(obj))
+        if isinstance(obj, _Response):
+            return self._sign(PayloadKind.RESPONSE, obj.receiver, obj.value)
         if isinstance(obj, internal.RemoteException):
-            if not isinstance(obj, _Raised) or obj.to is None:
-                return b"", []  # says that it was refused, to whoever it was
-            return self._seal(Kind.ERROR, obj.to, (obj.msg, obj.exception_type.__name__))
-        raise ClusterError(f"{type(obj).__name__} is no answer to a call of hybrid.transport")
+            if not isinstance(obj, _Raised) or obj.receiver is None:
+                return b"", []  # an unauthenticated peer learns nothing
+            return self._sign(PayloadKind.ERROR, obj.receiver, (obj.msg, obj.exception_type.__name__))
+        raise ClusterError(f"{type(obj).__name__} is no response to a call of hybrid.transport")
 
-    def _call(self, udf: internal.PythonUDF) -> tuple[Kind, bytes, Any]:
+    def _call(self, udf: internal.PythonUDF) -> tuple[PayloadKind, bytes, Any]:
         name = name_of(udf.func)
         if name not in self._calls:
             raise ClusterError(f"{name} cannot be called by RPC; hybrid.transport has what can")
         if udf.func in _GATHER:
-            return Kind.GATHER, b"", (name, udf.args, udf.kwargs)
-        target: str | None = getattr(_target, "name", None)
-        if target is None:
-            raise ClusterError(f"{name} is called by RPC without hybrid.transport: nobody is to receive it")
-        return Kind.CALL, target.encode(), (name, udf.args, udf.kwargs)
+            return PayloadKind.GATHER, b"", (name, udf.args, udf.kwargs)
+        receiver: str | None = getattr(_thread, "receiver", None)
+        if receiver is None:
+            raise ClusterError(f"{name} is called by RPC without hybrid.transport, so it has no receiver")
+        return PayloadKind.CALL, receiver.encode(), (name, udf.args, udf.kwargs)
 
-    def _seal(self, kind: Kind, to: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
+    def _sign(self, kind: PayloadKind, receiver: bytes, content: Any) -> tuple[bytes, list[Tensor]]:
         pickled, tensors = _dump(content)
-        return self._signatures.seal(kind, to, pickled, tensors), tensors
+        return self._signatures.sign(kind, receiver, pickled, tensors), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: Sequence[Tensor]) -> Any:
-        """What a payload holds: a function to call, a value, or, where it is refused, an error."""
-        to: bytes | None = None
+        """Return the function call or value of a payload, or an error if it is rejected."""
+        sender: bytes | None = None
         try:
-            kind, to, pickled = self._signatures.open(binary_data, tensor_table)
-            return self._load(kind, to, Unpickler(pickled, tensor_table, self._allowed).load())
-        except ClusterError:  # the alarm's, which rings in whatever the main thread is at
+            kind, sender, pickled = self._signatures.verify(binary_data, tensor_table)
+            return self._load(kind, sender, pickled, tensor_table)
+        except ClusterError:  # an interrupt can arrive anywhere in the main thread
             raise
-        except Exception as error:  # a pickle may have anything raised, for want of memory too
-            is_known = isinstance(error, RefusedPayload)
-            reason = str(error) if is_known else f"it holds no call or answer ({type(error).__name__})"
-            self._refusals.add(reason)
-            return _raised(refused(reason), RuntimeError, to)
+        except Exception as error:  # unpickling can raise anything, out of memory included
+            is_rejected = isinstance(error, RejectedMessage)
+            reason = str(error) if is_rejected else f"it holds no call or response ({type(error).__name__})"
+            self._rejections.add(reason)
+            return _raised(describe_rejection(reason), RuntimeError, sender)
 
-    def _load(self, kind: Kind, sender: bytes, content: Any) -> Any:
-        if kind is Kind.ANSWER:
+    def _load(self, kind: PayloadKind, sender: bytes, pickled: bytes, tensors: Sequence[Tensor]) -> Any:
+        outer, _thread.tensors = getattr(_thread, "tensors", None), tensors
+        try:
+            content = pickle.loads(pickled)  # of a role of this run
+        finally:
+            _thread.tensors = outer
+        if kind is PayloadKind.RESPONSE:
             return content
-        if kind is Kind.ERROR:
+        if kind is PayloadKind.ERROR:
             message, name = content
             return internal.RemoteException(message, _KEPT[name])
         name, args, keywords = content
         function = self._calls[name]
-        if (function in _GATHER) != (kind is Kind.GATHER):
-            raise RefusedPayload(f"{name} is called in another way")
+        if (function in _GATHER) != (kind is PayloadKind.GATHER):
+            raise RejectedMessage(f"{name} cannot be signed for all roles")
         served = function if function is _CREATE_MODULE else _Served(function, sender)
         return internal.PythonUDF(served, args, keywords)
 
 
 def _dump(content: Any) -> tuple[bytes, list[Tensor]]:
-    """The pickle of ``content``, and the tensors in it, of which it has dtypes and shapes."""
+    """Return the pickle of ``content``, and its tensors; the pickle holds their dtypes and shapes."""
     tensors: list[Tensor] = []
 
-    def reduce_tensor(tensor: Tensor) -> Reduced:
-        # In one piece, as it is signed; within a context this is part of the graph.
-        tensors.append(tensor if is_in_one_piece(tensor) else tensor.contiguous())
-        return tensor_beside, (len(tensors) - 1, dtype_name(tensor.dtype), tuple(tensor.shape))
+    def reduce_tensor(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        # Contiguous, as it is signed; within an autograd context the copy is part of the graph.
+        tensors.append(tensor if is_contiguous(tensor) else tensor.contiguous())
+        return received_tensor, (len(tensors) - 1, tensor.dtype, tuple(tensor.shape))
+
+    def reduce_reference(reference: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return received_reference, (reference._serialize(),)
 
     file = io.BytesIO()
     pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
-    pickler.dispatch_table = reducers = _Reducers()
-    reducers[Tensor] = reduce_tensor
-    reducers[np.ndarray] = _reduce_array
+    references = dict.fromkeys((rpc.PyRRef, rpc.RRef), reduce_reference)
+    pickler.dispatch_table = copyreg.dispatch_table | references | {Tensor: reduce_tensor}
     pickler.dump(content)
     return file.getvalue(), tensors
 
 
-def _reduce_array(array: npt.NDArray[Any]) -> Reduced:
-    return array_of, (torch.from_numpy(np.require(array, requirements=["C", "W"])),)
+def received_tensor(index: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor that came beside the pickle that names this function."""
+    tensor: Tensor = _thread.tensors[index]
+    if tensor.dtype != dtype or tensor.shape != shape:
+        raise RejectedMessage(UNSIGNED)
+    return tensor
 
 
-class _Reducers(dict[type[Any], Reducer]):
-    """How a pickle makes values, by their class; see :func:`by_value` for those that are not named."""
-
-    def __missing__(self, kind: type[Any]) -> Reducer:
-        if (reducer := by_value(kind)) is None:  # type: ignore[arg-type]  # a class can be hashed
-            raise KeyError(kind)  # the pickler knows by itself
-        return reducer
+def received_reference(fork: tuple[Any, ...]) -> rpc.PyRRef[Any]:
+    """Return a reference to an object of another process, within the pickle that names this function."""
+    return rpc.PyRRef._deserialize(fork)
 
 
 def install(pickler: internal._InternalRPCPickler | None) -> None:
-    """Have torch pickle with ``pickler``, or with its own again."""
-    # The first for what comes in and for answers that go out, from C++; the second for calls that go out.
+    """Make torch pickle with ``pickler``, or with its own for None."""
+    # The first place is for what comes in and for responses, from C++; the second is for calls.
     internal._internal_rpc_pickler = api._default_pickler = pickler or _TORCHS_OWN
 
 
 @contextmanager
 def plain_collectives() -> Iterator[None]:
-    """While torch joins an RPC group: it unpickles what it finds in a process group, which nobody signs."""
+    """While torch joins an RPC group, reject classes in what it unpickles, which nobody signs."""
     before = distributed_c10d._unpickler
-    distributed_c10d._unpickler = NothingNamed
+    distributed_c10d._unpickler = PlainUnpickler
     try:
         yield
-    except RefusedPayload as error:
-        raise ClusterError(f"a message at the start of RPC was refused: {error}") from error
+    except RejectedMessage as error:
+        raise ClusterError(f"a message at the start of RPC was rejected: {error}") from error
     finally:
         distributed_c10d._unpickler = before

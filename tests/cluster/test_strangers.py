@@ -18,8 +18,8 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api, internal
 
 from hybrid import transport
-from hybrid.security.failure_text import read_refused
-from hybrid.security.message_signature import Kind
+from hybrid.security.message_signature import PayloadKind
+from hybrid.security.rejected_messages import parse_rejection
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, addressed_to
 from hybrid.topology import MASTER, Role, Topology
@@ -142,7 +142,7 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a pickle that runs code, nor a call that was heard, nor one changed, nor nonsense."""
-    monkeypatch.setattr(rpc_group, "closed_after", lambda *_: nullcontext())
+    monkeypatch.setattr(rpc_group, "close_listeners_after", lambda *_: nullcontext())
     store = dist.HashStore()
     with started(store):
         pickler = internal._internal_rpc_pickler
@@ -155,8 +155,8 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
         # It learns nothing but that it was not answered.
         assert {outcome.partition(":")[0] for outcome in outcomes} <= {"RuntimeError", "EOFError"}
         assert len(outcomes) == 5 + len(payloads)
-        assert not any(map(read_refused, outcomes))
-        assert pickler._refusals.count == len(outcomes)
+        assert not any(map(parse_rejection, outcomes))
+        assert pickler._rejections.count == len(outcomes)
         assert transport.ping(MASTER, SECONDS).wait().pid == os.getpid()
         assert psutil.Process().memory_info().rss - memory < 64 << 20
     assert not (tmp_path / "mark").exists()
@@ -169,12 +169,12 @@ def test_while_a_port_is_open_no_call_of_a_stranger_is_loaded(
     "asked", [(endpoints.norm, 0, 0), (endpoints.vitals,)], ids=["answers later", "at once"]
 )
 def test_who_is_refused_learns_that(asked: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    for_another: tuple[Kind, bytes, Any] = (Kind.CALL, b"worker0", ("nothing", (), {}))
+    for_another: tuple[PayloadKind, bytes, Any] = (PayloadKind.CALL, b"worker0", ("nothing", (), {}))
     with started(dist.HashStore()):
         monkeypatch.setattr(SignedPickler, "_call", lambda *_: for_another)
         with pytest.raises(RuntimeError) as raised:
             stubs._send(MASTER, *asked).wait()
-    assert read_refused(str(raised.value)) == "it is not signed for this process by a role of this run"
+    assert parse_rejection(str(raised.value)) == "it is not signed for this process by a role of this run"
 
 
 def test_what_a_call_that_is_answered_later_raises_at_once_comes_back() -> None:

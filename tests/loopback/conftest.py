@@ -13,7 +13,6 @@ from hybrid.topology import MASTER, Topology
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
 from hybrid.transport.socket.socket_client import LINKS, Link
 from hybrid.transport.socket.socket_server import Server
-from workers.controller.deployment import CREATED, DATA
 
 
 @pytest.fixture
@@ -36,8 +35,6 @@ def loopback() -> Iterator[None]:
         run_id=b"loopback",
         interface="lo",
         timeout_seconds=5.0,
-        data=DATA,
-        created=CREATED,
     )
     calling, serving = connection()
     LINKS[MASTER] = Link(calling, 5.0)

@@ -19,24 +19,18 @@ from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.hosted_module import Hosted
 from hybrid.storage.remote_path import Place
 from hybrid.topology import Role, RoleKind, Topology
-from workers.controller.job_messages import Job, Report
+from workers.controller.job_messages import Job
 from workers.controller.remote_trainer import Trainer
-from workers.controller.shared_folders import DataLook, FolderLook
-from workers.controller.trainer_script import DATA as SCRIPT_DATA, Script
-
-# What travels between the roles of a session, and what the master creates on them.
-DATA = (Blueprint, Job, Report, *SCRIPT_DATA)
-CREATED = (DataLook, FolderLook, MatmulTrial, Script, TableShards, host_remote_net, Trainer)
-
-_BY_HOST = (MatmulTrial, Script, Trainer)
+from workers.controller.trainer_script import Script
 
 # Filling, writing and reading whole tables, and making trainers.
 BULK_TIMEOUT_SECONDS = 3600.0
 
 
-def created_with(settings: Sequence[str]) -> list[Callable[..., Any]]:
-    """What the master may create on a role, which adds what it was given of its own; see :func:`with_own`."""
-    return [partial(each, settings=settings) if each in _BY_HOST else each for each in CREATED]
+def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
+    """Return constructors of the objects to which a role adds its own settings; see :func:`with_own`."""
+    classes: tuple[Callable[..., Any], ...] = (MatmulTrial, Script, Trainer)
+    return [partial(each, settings=settings) for each in classes]
 
 
 class Called(Protocol):

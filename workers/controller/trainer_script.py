@@ -107,10 +107,6 @@ Request: TypeAlias = Wanted | ScriptEnded
 Answer: TypeAlias = TablesPlaced | DataPrepared | Done
 
 
-# What travels between a script and the master.
-DATA = (TablesWanted, TablesPlaced, SaveWanted, LoadWanted, DataWanted, DataPrepared, Done, ScriptEnded)
-
-
 class ScriptExitError(HybridError):
     """The script has called ``sys.exit`` with a status that is not zero."""
 

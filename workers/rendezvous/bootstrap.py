@@ -40,11 +40,11 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import read_toml_text, to_toml, with_own
 from hybrid.dense.devices import choose_backend, choose_devices
 from hybrid.errors import ClusterError, first_line
-from hybrid.security.closed_listeners import closed_after
+from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.socket.lent_blocks import own_network
-from workers.controller.deployment import CREATED, DATA, created_with
+from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import own_files
 from workers.exit_codes import WARNING, ExitCode, Word, exit_code
 from workers.rendezvous.address import Address
@@ -138,7 +138,7 @@ def lead(
             try:
                 members = _gather(store, section.topology, section.start_timeout_seconds)
                 cluster = Cluster(MASTER, section.topology, store, members, rendezvous)
-                with _in_groups(cluster, config, secret, interface, CREATED):
+                with _in_groups(cluster, config, secret, interface, ()):
                     yield cluster
             except BaseException as error:
                 rendezvous.stop(Word(code_of(error), last_words(error)), _FAREWELL_SECONDS)
@@ -192,16 +192,16 @@ def join(role: Role, address: Address, secret: Secret, settings: Sequence[str] =
         store.set(f"member/{role}", json.dumps(dataclasses.astuple(member)))
         _await_go(store, section.start_timeout_seconds)
         cluster = Cluster(role, section.topology, store, {})
-        with _in_groups(cluster, config, secret, interface, created_with(settings)):
+        with _in_groups(cluster, config, secret, interface, local_constructors(settings)):
             yield cluster
 
 
 @contextmanager
 def _in_groups(
-    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, created: Iterable[Callable[..., Any]]
+    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, constructors: Iterable[partial[Any]]
 ) -> Iterator[None]:
     """Torch's groups, from when every role has joined to when all leave."""
-    run_interruptibly(partial(_start_torch, cluster, config, secret, interface, created))
+    run_interruptibly(partial(_start_torch, cluster, config, secret, interface, constructors))
     yield
     _leave(config.cluster.timeout_seconds)
     if dist.is_initialized():
@@ -246,7 +246,7 @@ def _appears(store: dist.Store, key: str, timeout: timedelta) -> bool:
 
 
 def _start_torch(
-    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, created: Iterable[Callable[..., Any]]
+    cluster: Cluster, config: RunConfig, secret: Secret, interface: str, constructors: Iterable[partial[Any]]
 ) -> None:
     """Form the groups of torch; returns when every role has joined."""
     section = config.cluster
@@ -261,8 +261,7 @@ def _start_torch(
         run_id=cluster.store.get("run"),
         interface=interface,
         timeout_seconds=section.timeout_seconds,
-        data=DATA,
-        created=created,
+        constructors=constructors,
     )
 
 
@@ -273,7 +272,7 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
     store.set(f"device/{role.index}", f"{socket.gethostname()}/{device}")
     devices = [store.get(f"device/{i}").decode() for i in range(section.trainers)]
     names = dist.PrefixStore("trainers", store)
-    with closed_after(names, role.index, section.trainers):
+    with close_listeners_after(names, role.index, section.trainers):
         dist.init_process_group(
             choose_backend(devices),
             store=names,

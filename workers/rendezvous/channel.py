@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
 from hybrid.security.secret import VARIABLE, Secret
 from workers.rendezvous.heartbeat_interval import Rhythm
@@ -80,7 +80,7 @@ class Seal:
         """
         try:
             body = self._receiving.open(sealed)
-        except RefusedPayload as error:
+        except RejectedMessage as error:
             raise ChannelError(f"a frame was refused: {error}") from None
         parts, at = [], 0
         while at < len(body):

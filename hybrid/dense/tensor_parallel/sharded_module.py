@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
-from hybrid.security.closed_listeners import closed_after
+from hybrid.security.closed_listeners import close_listeners_after
 
 _kept = threading.local()
 
@@ -55,7 +55,7 @@ def _mesh(world: dist.ProcessGroup | None, shape: tuple[int, int], device_type: 
     # DTensor takes meshes of the same shape for the same: what it has found out for one it does on the
     # groups of that one, and two ranks that remember different ones would wait for each other for ever.
     names = dist.PrefixStore(f"mesh {shape} {device_type}", distributed_c10d._get_default_store())
-    with closed_after(names, dist.get_rank(), dist.get_world_size()):
+    with close_listeners_after(names, dist.get_rank(), dist.get_world_size()):
         return init_device_mesh(device_type, shape, mesh_dim_names=("data", "tensor"))
 
 

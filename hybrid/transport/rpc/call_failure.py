@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from hybrid.errors import ClusterError, HybridError, error_class, first_line, kind_of
-from hybrid.security.failure_text import read_raised_later, read_refused, refused
+from hybrid.security.rejected_messages import describe_rejection, parse_exception, parse_rejection
 from hybrid.topology import Role
 from hybrid.user_code.tracebacks import is_to_log, log_stack, words_of
 
@@ -63,7 +63,7 @@ class RefusedError(ClusterError):
     """A call or its answer was refused: it was not signed for its receiver, or holds what may not travel."""
 
     def __init__(self, role: Role, reason: str) -> None:
-        super().__init__(f"a call to {role} failed: {refused(reason)}")
+        super().__init__(f"a call to {role} failed: {describe_rejection(reason)}")
         self.role = role
 
 
@@ -75,9 +75,9 @@ def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
         RefusedError: the role refused the call, or this process its answer.
         LostError: no answer came within the call's timeout, or the connection broke.
     """
-    if read_raised_later(str(error)):  # it did answer, with an exception
+    if parse_exception(str(error)):  # it did answer, with an exception
         raise error
-    if (reason := read_refused(str(error))) is not None:
+    if (reason := parse_rejection(str(error))) is not None:
         raise RefusedError(role, reason) from error
     raise LostError(role, first_line(error)) from error
 
@@ -90,7 +90,7 @@ def failure_of(error: Exception) -> Failure:
     # Who misses another one may be out of reach itself: it says who it is.
     is_users = is_ours and not isinstance(error, LostError)
     message = str(error) if is_ours else words_of(error)
-    if told := read_raised_later(message):  # what went wrong while a worker prepared an answer
+    if told := parse_exception(message):  # what went wrong while a worker prepared an answer
         kind, message = told
         if issubclass(error_class(kind), HybridError):
             is_users = True

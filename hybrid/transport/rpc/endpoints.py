@@ -1,5 +1,6 @@
 """What other processes can call here, and nothing else of what they can name."""
 
+import importlib
 import itertools
 import socket
 from collections.abc import Callable, Sequence
@@ -23,19 +24,20 @@ from hybrid.primitives.deferred_response import Answer, serving
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.hosted_module import Hosted
 from hybrid.transport.rpc.call_failure import Failure, failure_of
-from hybrid.user_code.function_names import resolved
+from hybrid.user_code.function_names import load_own, resolved
+from hybrid.user_code.tracebacks import PROJECT
 
 # What others have created here, by number, as long as they keep it.
 _created: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
+# By name, the constructors that add arguments of this process.
+local_constructors: dict[str, partial[Any]] = {}
 
 # A lookup without its tensors: number of the tables, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PlainItem]]
 # What a trainer sends for a step: the ticket of gradients and how many they are, the ticket of a lookup and
 # its items; either ticket may be None.
 PlainPart: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PlainItem]]
-# Gives what to make an object by, or raises that there is no such class.
-Find: TypeAlias = Callable[[], Callable[..., Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,21 @@ def norm(number: int, step: int) -> Future[float]:
     return hosted.barrier.norm(step)
 
 
-def create(find: Find, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
-    """A reference to an object that is made of ``args``, and now lives here."""
+def _find_constructor(name: str) -> Callable[..., Any]:
+    """Return the class or function, "module:name", of this project or of the user's modules."""
+    if name in local_constructors:
+        return local_constructors[name]
+    module, _, qualified = name.partition(":")
+    if module.partition(".")[0] not in PROJECT:
+        return load_own(name)  # type: ignore[no-any-return]
+    found: Callable[..., Any] = getattr(importlib.import_module(module), qualified)
+    return found
+
+
+def create(name: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
+    """Construct an object of the class ``name`` here, and return a reference to it."""
     try:
-        return rpc.RRef(find()(*map(resolved, args)))
+        return rpc.RRef(_find_constructor(name)(*map(resolved, args)))
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
@@ -153,10 +166,10 @@ class _Unbuilt(nn.Module):
         self.failure = failure
 
 
-def create_module(find: Find, args: tuple[Any, ...]) -> nn.Module:
+def create_module(name: str, args: tuple[Any, ...]) -> nn.Module:
     """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
     try:
-        module: nn.Module = find()(*map(resolved, args))
+        module: nn.Module = _find_constructor(name)(*map(resolved, args))
         return module
     except Exception as error:  # comes back as a value
         return _Unbuilt(failure_of(error))

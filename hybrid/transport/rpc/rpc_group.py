@@ -3,27 +3,27 @@
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from hybrid.security.allow_list import Allowed
-from hybrid.security.closed_listeners import closed_after
+from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.message_signature import Signatures
-from hybrid.security.rejected_messages import Refusals
+from hybrid.security.rejected_messages import RejectionLog
 from hybrid.security.secret import Secret
 from hybrid.security.signed_pickler import SignedPickler, install, plain_collectives
 from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
-from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS
-from hybrid.transport.rpc.payload_classes import DATA
+from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, local_constructors
 from hybrid.transport.rpc.stubs import greet
 from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
 from hybrid.transport.socket.handshake import Place
 from hybrid.transport.socket.socket_client import LINKS, Link
 from hybrid.transport.socket.socket_server import Server
+from hybrid.user_code.function_names import name_of
 
 _scheme_numbers = itertools.count()
 # They run calls and take answers in. Few calls wait in one: a trainer's for its steps, a worker's for updates
@@ -41,8 +41,7 @@ def start(
     run_id: bytes,
     interface: str,
     timeout_seconds: float,
-    data: Iterable[type[Any]] = (),
-    created: Iterable[Callable[..., Any]] = (),
+    constructors: Iterable[partial[Any]] = (),
 ) -> None:
     """Join the RPC group of a cluster; returns when every role has joined.
 
@@ -52,9 +51,7 @@ def start(
         run_id: the same for all roles, and drawn anew at each start of the cluster.
         interface: network interface that this process listens on.
         timeout_seconds: of every call, unless it names its own.
-        data: classes whose values may travel, besides those of this package; they only hold data.
-        created: classes of the project's of which others may create objects here, and functions that make
-            one; what the user's own modules define, they may anyway.
+        constructors: of classes whose objects get further arguments on this process.
     """
     os.environ["TP_SOCKET_IFNAME"] = interface
     rank, world_size = topology.rank(role), topology.world_size
@@ -69,9 +66,9 @@ def start(
         _channels=["basic"],  # tensors by one connection; others open 16 for each, and are no faster
     )
     name = role.rpc_name
-    signatures, allowed = Signatures(secret, run_id, name), Allowed((*DATA, *data), created)
-    install(SignedPickler(signatures, CALLS, allowed, Refusals()))
-    with warnings.catch_warnings(), plain_collectives(), closed_after(names, rank, world_size):
+    install(SignedPickler(Signatures(secret, run_id, name), CALLS, RejectionLog()))
+    local_constructors.update({name_of(each.func): each for each in constructors})
+    with warnings.catch_warnings(), plain_collectives(), close_listeners_after(names, rank, world_size):
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -109,6 +106,7 @@ def stop(timeout_seconds: float, graceful: bool = True) -> None:
         rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
     finally:
         install(None)
+        local_constructors.clear()
         while LINKS:
             LINKS.popitem()[1].close()
         while _servers:

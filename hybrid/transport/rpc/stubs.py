@@ -15,7 +15,6 @@ from hybrid.embedding.bags import Item, taken_apart
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.primitives.deferred_response import Watched
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.security.allow_list import ClassName
 from hybrid.security.signed_pickler import addressed_to
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.server.hosted_module import Hosted
@@ -104,10 +103,6 @@ class RemoteHosted(Remote[Kind]):
         """Where it is."""
         return ModuleRef(self._rref, self._number)
 
-    def __reduce__(self) -> tuple[type[Any], tuple[Role, ModuleRef]]:
-        """A stub travels as the arguments of its constructor: a pickle sets no state where it arrives."""
-        return type(self), (self.role, self.module)
-
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
@@ -188,7 +183,7 @@ def create(
     Args:
         cls: one that ``role`` may be asked for (see :func:`start`), or of the user's own.
     """
-    sent = (ClassName(name_of(cls)), tuple(map(described, args)))
+    sent = (name_of(cls), tuple(map(described, args)))
     return Pending(
         role, _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds), partial(Remote, role)
     )
@@ -205,7 +200,7 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
         LostError: the role did not answer.
     """
     # It calls what it is given, and returns at once: what is raised there would show at the first use.
-    sent = (ClassName(name_of(cls)), tuple(map(described, args)))
+    sent = (name_of(cls), tuple(map(described, args)))
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
     rref = remote.get_module_rref()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hybrid.security.allow_list import NothingNamed
+from hybrid.security.rejected_messages import PlainUnpickler
 from hybrid.transport.shared_memory.shared_block import SharedMemory
 from hybrid.transport.shared_memory.tensor_layout import aligned, described, num_bytes, tensors_in, write
 
@@ -89,5 +89,5 @@ def _packet_in(slot: memoryview, place: int) -> Packet | None:
         return None
     (head,) = _NUMBER.unpack_from(slot, start)
     end = start + _NUMBER.size + head
-    values, shapes = NothingNamed(io.BytesIO(slot[start + _NUMBER.size : end])).load()
+    values, shapes = PlainUnpickler(io.BytesIO(slot[start + _NUMBER.size : end])).load()
     return Packet(values, tensors_in(slot, aligned(end), shapes))

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.errors import ClusterError
-from hybrid.security.closed_listeners import is_own_user
+from hybrid.security.closed_listeners import is_same_user
 from hybrid.topology import Role, RoleKind
 from hybrid.transport.shared_memory.tensor_layout import create_memory, map_memory
 from hybrid.transport.socket.lent_blocks import own_host
@@ -207,7 +207,7 @@ def _accept(
         peer, _ = listener.accept()
     except TimeoutError:
         raise ClusterError("a trainer of this host did not come to share memory in time") from None
-    if not is_own_user(peer):  # others are not waited for
+    if not is_same_user(peer):  # others are not waited for
         peer.close()
         return {}
     hello, until = b"", time.monotonic() + _HELLO_SECONDS

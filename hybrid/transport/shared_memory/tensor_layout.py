@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from hybrid.security.message_signature import is_in_one_piece, memory_of
+from hybrid.security.message_signature import is_contiguous, memory_of
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -62,7 +62,7 @@ def write(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
             there = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             there.view(tensor.shape).copy_(tensor.detach())
         else:
-            whole = tensor if is_in_one_piece(tensor) else tensor.contiguous()
+            whole = tensor if is_contiguous(tensor) else tensor.contiguous()
             for part in memory_of(whole):
                 memory[start : start + len(part)] = part
         start += aligned(tensor.nbytes)

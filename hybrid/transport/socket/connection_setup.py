@@ -15,8 +15,8 @@ import psutil
 import torch.distributed as dist
 
 from hybrid.errors import ClusterError, first_line
-from hybrid.security.closed_listeners import is_own_user
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.closed_listeners import is_same_user
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.topology import Role
 from hybrid.transport.socket.handshake import Address, Connection, Place, Visitor, introduce
 from hybrid.transport.socket.lent_blocks import own_host
@@ -128,7 +128,7 @@ class _Door:
             connection, _ = listener.accept()
         except ConnectionAbortedError:
             return
-        if connection.family == socket.AF_UNIX and not is_own_user(connection):
+        if connection.family == socket.AF_UNIX and not is_same_user(connection):
             connection.close()
             return
         self._visitors[connection] = Visitor(self._own, connection)
@@ -145,7 +145,7 @@ class _Door:
                 self._send_away(connection)
                 return
             self._met[index] = visitor.let_in()
-        except (RefusedPayload, OSError):
+        except (RejectedMessage, OSError):
             self._send_away(connection)
         else:
             del self._visitors[connection]

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import ClusterError
-from hybrid.security.allow_list import NothingNamed
-from hybrid.security.message_signature import is_in_one_piece, memory_of
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.message_signature import is_contiguous, memory_of
+from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
 from hybrid.transport.shared_memory.tensor_layout import DTYPES, Described, described
 from hybrid.transport.socket.lent_blocks import Block, HostMemory
@@ -97,7 +96,7 @@ class Frames:
         head = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
         parts: list[bytes | memoryview] = [head]
         if block is None:
-            tensors = [each if is_in_one_piece(each) else each.contiguous() for each in tensors]
+            tensors = [each if is_contiguous(each) else each.contiguous() for each in tensors]
             parts += [part for each in tensors for part in memory_of(each)]
         length = _LENGTHS.size + sum(map(len, parts)) + TAG_BYTES * len(parts)
         if length > len(self._sealed):
@@ -142,7 +141,7 @@ class Frames:
         """The next message that has come whole; None where none has.
 
         Raises:
-            RefusedPayload: it is not what the other end has sent next, or holds what may not travel.
+            RejectedMessage: it is not what the other end has sent next, or holds what may not travel.
         """
         if self._end - self._start < _LENGTHS.size:
             return None
@@ -153,10 +152,10 @@ class Frames:
         self._start = start + length
         try:
             message = self._open(memoryview(self._came)[start : self._start], head)
-        except RefusedPayload:
+        except RejectedMessage:
             raise
         except Exception as error:  # a pickle may have anything raised, for want of memory too
-            raise RefusedPayload(f"it holds no message ({type(error).__name__})") from error
+            raise RejectedMessage(f"it holds no message ({type(error).__name__})") from error
         if self._start == self._end:
             self._start = self._end = 0
         return message
@@ -164,18 +163,18 @@ class Frames:
     def _open(self, sealed: memoryview, head: int) -> Message:
         at = min(head, len(sealed))
         opened = io.BytesIO(self._receiving.open(sealed[:at]))
-        kind, number, value, shapes, block, returned = NothingNamed(opened).load()
+        kind, number, value, shapes, block, returned = PlainUnpickler(opened).load()
         memory = self._memory  # which another thread may close meanwhile
         if memory is not None:
             memory.lent.take_back(returned)
         if block is None:
             tensors, at = self._open_tensors(shapes, sealed, at)
         elif memory is None:
-            raise RefusedPayload("it tells of memory that is not there")
+            raise RejectedMessage("it tells of memory that is not there")
         else:
             tensors = memory.borrowed.tensors(Block(*block), shapes)
         if at != len(sealed) or kind not in self._expected:
-            raise RefusedPayload("it is not what may come here")
+            raise RejectedMessage("it is not what may come here")
         return Message(Kind(kind), number, value, tensors)
 
     def _open_tensors(self, shapes: Described, sealed: memoryview, at: int) -> tuple[list[Tensor], int]:
@@ -184,7 +183,7 @@ class Frames:
         for dtype_number, shape in shapes:
             dtype = DTYPES[dtype_number]
             if math.prod(shape) * dtype.itemsize > len(sealed) - at:
-                raise RefusedPayload("a tensor is larger than what has come")
+                raise RejectedMessage("a tensor is larger than what has come")
             tensors.append(torch.empty(shape, dtype=dtype))
             for part in memory_of(tensors[-1], to_write=True):
                 end = at + len(part) + TAG_BYTES

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from hybrid.errors import ClusterError
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, Topology
@@ -117,7 +117,7 @@ def introduce(own: Place, worker: Role, address: Address) -> Connection:
             _say(connection, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
             back.open(heard.next(TAG_BYTES))
             memory = heard.memory(lent)
-    except RefusedPayload as error:
+    except RejectedMessage as error:
         connection.close()
         raise ClusterError(f"what listens at {address} is not {worker} of this run") from error
     except BaseException:
@@ -169,13 +169,13 @@ class Visitor:
 
         Raises:
             OSError: it is gone.
-            RefusedPayload: it is no trainer of this run.
+            RejectedMessage: it is no trainer of this run.
         """
         if not self._heard.more(_HELLO.size):
             return None
         index, random, proof = _HELLO.unpack(self._heard.said)
         if index >= self._own.topology.num_trainers:
-            raise RefusedPayload("there is no such trainer")
+            raise RejectedMessage("there is no such trainer")
         trainer = self._own.topology.trainers[index]
         self._directions = self._own.directions(trainer, self._told + random)
         self._directions[1].open(proof)
@@ -186,7 +186,7 @@ class Visitor:
 
         Raises:
             OSError: it is gone.
-            RefusedPayload: it lends no memory.
+            RejectedMessage: it lends no memory.
         """
         to, back = self._directions
         with self._heard, _lending(self._connection) as lent:
@@ -253,13 +253,13 @@ class _Heard:
         """What both ends have now, where they are on one host.
 
         Raises:
-            RefusedPayload: the other has sent none, or too little.
+            RejectedMessage: the other has sent none, or too little.
         """
         if lent is None:
             return None
         if not self._descriptors:
-            raise RefusedPayload("it lends no memory")
+            raise RejectedMessage("it lends no memory")
         try:
             return HostMemory(lent, BorrowedMemory(self._descriptors[0]))
         except (OSError, ValueError) as error:
-            raise RefusedPayload("what it lends is no memory of that size") from error
+            raise RejectedMessage("what it lends is no memory of that size") from error

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from hybrid.errors import first_line
-from hybrid.security.failure_text import refused
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage, describe_rejection
 from hybrid.topology import Role
 from hybrid.transport.rpc.reply import Reply
 from hybrid.transport.socket.frames import Kind, Message
@@ -117,13 +116,13 @@ class Link:
                 self._take(message)
         except OSError as error:
             self._fail(first_line(error))
-        except RefusedPayload as error:
-            self._fail(refused(str(error)))
+        except RejectedMessage as error:
+            self._fail(describe_rejection(str(error)))
         return True
 
     def _take(self, message: Message) -> None:
         if (reply := self._open.pop(message.number, None)) is None:
-            raise RefusedPayload("it answers no call")
+            raise RejectedMessage("it answers no call")
         if message.kind is Kind.FAILED:
             reply.complete((), message.value)
         else:

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.security.failure_text import raised_later
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage, describe_exception
 from hybrid.transport.socket.frames import Kind, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.user_code.function_names import name_of
@@ -151,7 +150,7 @@ class _Caller:
                 self._serve(message)
         except OSError:  # it is gone; the master sees to that
             self._has_ended = True
-        except RefusedPayload as error:
+        except RejectedMessage as error:
             _LOG.warning("refused a message, and closed the connection: %s", error)
             self._has_ended = True
 
@@ -160,7 +159,7 @@ class _Caller:
             function, plain = call.value
             answer = self._functions[function](plain, call.tensors)
         except Exception as error:  # comes back as words
-            self._answer(Message(Kind.FAILED, call.number, raised_later(error)))
+            self._answer(Message(Kind.FAILED, call.number, describe_exception(error)))
         else:
             answer.add_done_callback(partial(self._completed, call.number))
 
@@ -168,7 +167,7 @@ class _Caller:
         try:
             tensors = future.value()
         except Exception as error:  # comes back as words
-            self._answer(Message(Kind.FAILED, number, raised_later(error)))
+            self._answer(Message(Kind.FAILED, number, describe_exception(error)))
         else:
             self._answer(Message(Kind.ANSWER, number, None, tensors))
 
@@ -179,7 +178,7 @@ class _Caller:
             try:
                 frame = self._frames.seal(message)
             except Exception as error:  # what was returned cannot travel: the caller's to know
-                frame = self._frames.seal(Message(Kind.FAILED, message.number, raised_later(error)))
+                frame = self._frames.seal(Message(Kind.FAILED, message.number, describe_exception(error)))
             if not self._unsent:
                 frame = frame[self._send(frame) :]
             if frame:

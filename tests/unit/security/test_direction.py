@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
 
 KEY = os.urandom(32)
@@ -41,7 +41,7 @@ def test_what_was_altered_repeated_left_out_or_is_of_another_is_refused() -> Non
         (there, first),
         (Direction(os.urandom(32)), first),
     ]:
-        with pytest.raises(RefusedPayload, match="altered, repeated or left out"):
+        with pytest.raises(RejectedMessage, match="altered, repeated or left out"):
             receiver.open(sealed)
-    with pytest.raises(RefusedPayload, match="altered, repeated or left out"):
+    with pytest.raises(RejectedMessage, match="altered, repeated or left out"):
         Direction(KEY).open_into(memoryview(altered), memoryview(bytearray(3)))

@@ -4,7 +4,12 @@ import pytest
 
 from hybrid import errors
 from hybrid.errors import CheckpointError, ConfigError, HybridError, OutageError, error_class
-from hybrid.security.failure_text import raised_later, read_raised_later, read_refused, refused
+from hybrid.security.rejected_messages import (
+    describe_exception,
+    describe_rejection,
+    parse_exception,
+    parse_rejection,
+)
 from hybrid.transport.rpc.call_failure import failure_of
 from hybrid.user_code.tracebacks import kind_and_text
 
@@ -15,10 +20,10 @@ TREE = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e
 @pytest.mark.parametrize("words", ["step 3: it's not finite", ""])
 def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exception], words: str) -> None:
     error = ConfigError("train.epochs", words, 0) if kind is ConfigError else kind(words)
-    text = raised_later(error)
-    assert read_raised_later(text) == (kind.__name__, str(error))
-    assert read_raised_later(raised_later(RuntimeError(f"RPC: {text}"))) == read_raised_later(text)
-    assert read_refused(text) is None
+    text = describe_exception(error)
+    assert parse_exception(text) == (kind.__name__, str(error))
+    assert parse_exception(describe_exception(RuntimeError(f"RPC: {text}"))) == parse_exception(text)
+    assert parse_rejection(text) is None
     assert error_class(kind.__name__) is (kind if kind in TREE else Exception)
     failure = failure_of(RuntimeError(text))
     assert (failure.kind, failure.is_users) == (kind.__name__, kind in TREE)
@@ -28,14 +33,14 @@ def test_an_exception_that_is_raised_later_is_read_as_it_was_told(kind: type[Exc
 def test_what_comes_of_a_store_that_is_down_is_told_as_that() -> None:
     error = CheckpointError("cannot write rows")
     error.__cause__ = OutageError("s3: is down")
-    assert read_raised_later(raised_later(error)) == ("OutageError", "cannot write rows")
+    assert parse_exception(describe_exception(error)) == ("OutageError", "cannot write rows")
     failure = failure_of(error)
     assert (failure.kind, failure.message, failure.is_users) == ("OutageError", "cannot write rows", True)
 
 
 def test_a_refusal_is_read_as_it_was_told() -> None:
-    text = f"RuntimeError: On WorkerInfo(id=3):\n{refused('it is not new: 7')}\nTraceback:"
-    assert (read_refused(text), read_raised_later(text)) == ("it is not new: 7", None)
+    text = f"RuntimeError: On WorkerInfo(id=3):\n{describe_rejection('it is not new: 7')}\nTraceback:"
+    assert (parse_rejection(text), parse_exception(text)) == ("it is not new: 7", None)
 
 
 @pytest.mark.parametrize("name", ["", "first_line", "annotations", "RemoteError"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.security.replay_window import ReplayWindow
+from hybrid.security.message_signature import ReplayWindow
 
 NUM_BYTES = 16
 SIZE = 8 * NUM_BYTES
@@ -18,18 +18,18 @@ SIZE = 8 * NUM_BYTES
 def test_after_a_jump_old_numbers_stay_refused_and_new_ones_are_new(jump: int) -> None:
     window = ReplayWindow(NUM_BYTES)
     old = range(20)
-    assert all(window.admit(number) for number in old)
-    assert window.admit(19 + jump)
-    assert not any(window.admit(number) for number in [*old, 19 + jump])
+    assert all(window.accept(number) for number in old)
+    assert window.accept(19 + jump)
+    assert not any(window.accept(number) for number in [*old, 19 + jump])
     between = range(max(20, 19 + jump - SIZE + 8), 19 + jump)
-    assert all(window.admit(number) for number in between)
+    assert all(window.accept(number) for number in between)
 
 
 def test_what_is_too_far_behind_is_refused_though_it_is_new() -> None:
     """It cannot be told from what has come."""
     window = ReplayWindow(NUM_BYTES)
-    assert window.admit(10 * SIZE)
-    assert not window.admit(9 * SIZE - 8)
+    assert window.accept(10 * SIZE)
+    assert not window.accept(9 * SIZE - 8)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -37,7 +37,7 @@ def test_as_a_set_of_numbers_would_have_it(seed: int) -> None:
     generator, window, seen, highest = random.Random(seed), ReplayWindow(NUM_BYTES), set[int](), 0
     for _ in range(3000):
         number = max(0, highest + generator.randint(-SIZE + 8, 30))
-        assert window.admit(number) == (number not in seen)
+        assert window.accept(number) == (number not in seen)
         seen.add(number)
         highest = max(highest, number)
 
@@ -55,5 +55,5 @@ def test_of_many_threads_one_is_told_that_a_number_is_new() -> None:
     window = ReplayWindow(NUM_BYTES)
     window._bits = _Slow(NUM_BYTES)
     with ThreadPoolExecutor(4) as threads:
-        admitted = threads.map(lambda _: [n for n in range(SIZE) if window.admit(n)], range(4))
+        admitted = threads.map(lambda _: [n for n in range(SIZE) if window.accept(n)], range(4))
     assert sorted(itertools.chain(*admitted)) == list(range(SIZE))

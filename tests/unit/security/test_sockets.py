@@ -13,14 +13,14 @@ import pytest
 import torch.distributed as dist
 from support.users import connected_as_another_user, needs_root
 
-from hybrid.security.closed_listeners import closed_after
+from hybrid.security.closed_listeners import close_listeners_after
 
 SECONDS = 5.0
 
 
 def closed() -> AbstractContextManager[None]:
     """The block, in a group of this process alone: what it has connected is a member's."""
-    return closed_after(dist.HashStore(), 0, 1)
+    return close_listeners_after(dist.HashStore(), 0, 1)
 
 
 def listening(address: object = ("127.0.0.1", 0), family: int = socket.AF_INET) -> socket.socket:

@@ -5,7 +5,7 @@ import torch
 from support.shared_memory import at_once, joined
 from torch import Tensor
 
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.transport.shared_memory.all_to_all import Packet, all_to_all
 from hybrid.transport.shared_memory.shared_block import SharedMemory
 from hybrid.transport.shared_memory.tensor_layout import DTYPES
@@ -75,7 +75,7 @@ def test_what_is_not_in_one_piece_arrives_so() -> None:
 
 def test_a_value_that_has_a_name_is_refused() -> None:
     def exchange(memory: SharedMemory) -> None:
-        with pytest.raises(RefusedPayload):
+        with pytest.raises(RejectedMessage):
             all_to_all(memory, {1 - memory.place: Packet([print], [])})
 
     at_once(exchange, joined(2))

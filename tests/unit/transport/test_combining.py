@@ -16,7 +16,7 @@ from hybrid.embedding.bags import Bags, Item
 from hybrid.errors import ClusterError
 from hybrid.primitives.deferred_response import Watched
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.security.failure_text import raised_later
+from hybrid.security.rejected_messages import describe_exception
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import LostError, ModuleRef, RemoteTables
 from hybrid.transport.rpc.endpoints import PlainPart
@@ -145,7 +145,7 @@ def test_who_has_nothing_takes_part_and_nobody_is_asked_for_nothing() -> None:
 
 
 def test_what_comes_in_the_place_of_an_answer_comes_to_each() -> None:
-    members = trainers(raised_later(ClusterError("trainer 1 sent gradients of step 0 twice")))
+    members = trainers(describe_exception(ClusterError("trainer 1 sent gradients of step 0 twice")))
 
     def fail(each: Trainer) -> None:
         for answer in each.look_up(0):

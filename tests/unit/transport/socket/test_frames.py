@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hybrid.errors import ClusterError
 from hybrid.security import message_signature
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.transport.socket.frames import Frames, Kind, Message
 
 WHOLE = 1 << 20
@@ -74,7 +74,7 @@ def travelled(*tensors: Tensor) -> Sequence[Tensor]:
 def test_a_tensor_comes_bit_for_bit(tensor: Tensor) -> None:
     there = travelled(tensor)[0]
     assert (there.dtype, there.shape) == (tensor.dtype, tensor.shape)
-    assert bytes(message_signature._view(there.data_ptr(), there.nbytes, 0x100)) == bytes(
+    assert bytes(message_signature._view_memory(there.data_ptr(), there.nbytes, 0x100)) == bytes(
         tensor.contiguous().view(-1).view(torch.uint8).tolist()
     )
     there.fill_(1)  # it is the receiver's to write
@@ -99,7 +99,7 @@ def test_messages_come_in_whatever_pieces(piece: int) -> None:
 
 
 def test_huge_tensors_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_signature, "_LARGEST_PART", 1000)
+    monkeypatch.setattr(message_signature, "_LARGEST_SEGMENT", 1000)
     tensor = torch.rand(1234)
     assert torch.equal(travelled(tensor, torch.ones(2))[0], tensor)
 
@@ -121,7 +121,7 @@ def test_every_altered_byte_is_noticed() -> None:
         _, worker = frames()
         try:
             came = list(received(worker, bytes(altered)))
-        except RefusedPayload:
+        except RejectedMessage:
             continue
         assert came == [], f"byte {at} was altered, and nobody noticed"
         assert at < 12, "a wrong length may have the receiver wait for more"
@@ -136,16 +136,16 @@ def test_a_claimed_length_takes_no_memory() -> None:
 
 def test_what_is_not_plain_data_is_refused() -> None:
     trainer, worker = frames()
-    with pytest.raises(RefusedPayload, match="it names posix:system"):
+    with pytest.raises(RejectedMessage, match="it names posix:system"):
         list(received(worker, bytes(trainer.seal(call(os.system)))))
 
 
 def test_what_may_not_come_this_way_is_refused() -> None:
     trainer, worker = frames()
-    with pytest.raises(RefusedPayload, match="not what may come here"):
+    with pytest.raises(RejectedMessage, match="not what may come here"):
         list(received(worker, bytes(trainer.seal(Message(Kind.FAILED, 1, "no")))))
     trainer, worker = frames()
-    with pytest.raises(RefusedPayload, match="not what may come here"):
+    with pytest.raises(RejectedMessage, match="not what may come here"):
         list(received(trainer, bytes(worker.seal(call("f")))))
 
 
@@ -153,7 +153,7 @@ def test_what_comes_with_a_message_and_is_not_of_it_is_refused() -> None:
     trainer, worker = frames()
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
-    with pytest.raises(RefusedPayload, match="not what may come here"):
+    with pytest.raises(RejectedMessage, match="not what may come here"):
         list(received(trainer, longer))
 
 
@@ -162,7 +162,7 @@ def test_what_is_sealed_and_is_no_message_is_refused(head: bytes) -> None:
     trainer, worker = frames()
     sealed = trainer._sending.seal(head)
     lengths = len(sealed).to_bytes(4, "little") + len(sealed).to_bytes(8, "little")
-    with pytest.raises(RefusedPayload, match="it holds no message"):
+    with pytest.raises(RejectedMessage, match="it holds no message"):
         list(received(worker, lengths + sealed))
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_larger_than_its_message_is_refused() -> None:
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     head = int.from_bytes(sealed[:4], "little")
     cut = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
-    with pytest.raises(RefusedPayload, match="larger than what has come"):
+    with pytest.raises(RejectedMessage, match="larger than what has come"):
         list(received(trainer, cut))
 
 

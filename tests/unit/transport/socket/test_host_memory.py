@@ -9,7 +9,7 @@ import torch
 from support.carrier import frames, shared
 from torch import Tensor
 
-from hybrid.security.rejected_messages import RefusedPayload
+from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import Direction
 from hybrid.transport.shared_memory.tensor_layout import described
 from hybrid.transport.socket import lent_blocks
@@ -160,7 +160,7 @@ def test_memory_that_is_not_there_is_refused() -> None:
     own, _ = shared()
     with_memory = Frames(*_directions(), Kind.CALL, memory=HostMemory(own.lent, own.borrowed))
     _, worker = frames()
-    with pytest.raises(RefusedPayload, match="memory that is not there"):
+    with pytest.raises(RejectedMessage, match="memory that is not there"):
         passed(with_memory, worker, Message(Kind.CALL, 1, "f", [torch.zeros(MANY)]))
 
 

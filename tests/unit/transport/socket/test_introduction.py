@@ -109,7 +109,7 @@ def test_what_a_stranger_has_sent_is_closed(worker: Worker) -> None:
 
 def test_another_user_is_not_let_in(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(connection_setup, "is_own_user", lambda _: False)
+        patched.setattr(connection_setup, "is_same_user", lambda _: False)
         with pytest.raises(OSError, match="closed"):
             introduce(place(TRAINER), WORKER, worker.address)
     close(*worker.let_in())

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from hybrid.errors import ConfigError
 from hybrid.primitives.deferred_response import Watched
-from hybrid.security.failure_text import read_raised_later
+from hybrid.security.rejected_messages import parse_exception
 from hybrid.transport.rpc.call_failure import LostError, RefusedError
 from hybrid.transport.rpc.pending_calls import PendingTensors
 from hybrid.transport.socket import socket_server as server_module
@@ -152,7 +152,7 @@ def test_an_exception_comes_with_its_words(when: str, link: Link) -> None:
         promises.pop(1).set_exception(error)
     with pytest.raises(RuntimeError) as caught:
         answer_to(reply)
-    assert read_raised_later(str(caught.value)) == ("ConfigError", "dense.net = 'mlp': is not to my taste")
+    assert parse_exception(str(caught.value)) == ("ConfigError", "dense.net = 'mlp': is not to my taste")
 
 
 def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: Link) -> None:
