@@ -79,7 +79,7 @@ class ClusterError(HybridError):
     """A role is missing at start, failed, or was lost while running."""
 
 
-def kind_of(error: BaseException) -> str:
+def error_kind(error: BaseException) -> str:
     """The name that tells another process which kind of error it was; see :func:`error_class`."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from hybrid import __version__
 from hybrid.config.sections import DTYPES
 from hybrid.errors import StorageError
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
 from workers.rendezvous.address import DEFAULT_PORT
 
@@ -57,9 +57,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> StoragePath:
     try:
-        return place(text)
+        return parse_path(text)
     except StorageError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -7,7 +7,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from hybrid.storage.private_files import own_folder
+from hybrid.storage.private_files import private_user_folder
 
 # Of torch's compiler, and of kernels that torch brings for some GPUs. Left alone, both take a folder in the
 # system's temporary one, of a name that anybody can take first, and load libraries that they find there.
@@ -26,7 +26,7 @@ def choose_torch_cache() -> None:
     missing = [name for name in _VARIABLES if not os.environ.get(name)]
     if not missing:
         return
-    folder = own_folder("XDG_CACHE_HOME", ".cache", "torch") or _fresh()
+    folder = private_user_folder("XDG_CACHE_HOME", ".cache", "torch") or _fresh()
     for name in missing:
         os.environ[name] = str(folder / _VARIABLES[name])
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 MANIFEST_FILE = "manifest.json"
 DENSE_FILE = "dense.safetensors"
@@ -36,13 +36,13 @@ def shard_file(table: str, index: int, count: int) -> str:
     return f"tables/{name}{end}"
 
 
-def earlier_file(worker: int) -> str:
+def pre_update_file(worker: int) -> str:
     """The file with what the last update has changed of a worker's rows, as they were before it."""
     return f"{_EARLIER}{worker}.safetensors"
 
 
-def is_earlier_file(name: str) -> bool:
-    """Whether it is one of :func:`earlier_file`."""
+def is_pre_update_file(name: str) -> bool:
+    """Whether it is one of :func:`pre_update_file`."""
     return name.startswith(_EARLIER)
 
 
@@ -51,47 +51,47 @@ def dense_file(trainer: int) -> str:
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
-def write_text(folder: Place, name: str, text: str) -> Files:
+def write_text(folder: StoragePath, name: str, text: str) -> Files:
     """Write a text file of ``folder`` and see it safely stored."""
     path, content = folder / name, text.encode()
-    with writing(path):
+    with write_errors(path):
         storage.write_bytes(path, content)
     return {name: (len(content), hashlib.sha256(content).hexdigest())}
 
 
-def write_copy(folder: Place, name: str, source: Path) -> Files:
+def write_copy(folder: StoragePath, name: str, source: Path) -> Files:
     """Write a file of ``folder`` that is as one of this machine, and see it safely stored."""
     path = folder / name
-    with writing(path):
+    with write_errors(path):
         storage.copy(source, path)
-        return {name: (source.stat().st_size, storage.checksum(source))}
+        return {name: (source.stat().st_size, storage.compute_checksum(source))}
 
 
 @contextmanager
-def writing(path: Place) -> Iterator[None]:
+def write_errors(path: StoragePath) -> Iterator[None]:
     """Turn an OSError in here into a CheckpointError."""
     try:
         yield
     except OSError as error:
-        raise cannot_write(path, error) from error
+        raise write_error(path, error) from error
 
 
-def cannot_write(path: Place, error: OSError, missing_bytes: int = 0) -> CheckpointError:
+def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
     """What to raise where a file cannot be written, with how much room it lacks where that is known."""
     room = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
     more = f" ({missing_bytes:,} bytes of it are missing)" if room else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
 
 
-def damaged(path: Place) -> CheckpointError:
+def damage_error(path: StoragePath) -> CheckpointError:
     """What to raise for a file that is not as it was."""
     return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
 
 
-def misfit(folder: Place, files: Files) -> Place | None:
+def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
     """The first file that is missing, or has another size than it had; None where all are right."""
     if isinstance(folder, RemotePath):
-        there = {each.place: each.size for each in storage.entries(folder, is_deep=True)}
+        there = {each.place: each.size for each in storage.list_entries(folder, is_deep=True)}
         return next(
             (folder / name for name, (size, _) in files.items() if there.get(folder / name) != size), None
         )

@@ -12,11 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, Files, damaged, shard_file, write_text, writing
+from hybrid.checkpoint.checkpoint_files import (
+    MANIFEST_FILE,
+    Files,
+    damage_error,
+    shard_file,
+    write_errors,
+    write_text,
+)
 from hybrid.errors import CheckpointError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import sync
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 FORMAT = 2
 PARTIAL = ".partial"  # ends the name of what is being written
@@ -68,7 +75,7 @@ class Manifest:
     parts: str = ""
 
     @classmethod
-    def read(cls, path: Place) -> Manifest:
+    def read(cls, path: StoragePath) -> Manifest:
         """Read the manifest of a checkpoint; CheckpointError where it is none, or altered."""
         try:
             document = json.loads(_read_text(path))
@@ -100,14 +107,14 @@ class Manifest:
         values = self.progress.get(BEST)
         return None if values is None else Best(*values)
 
-    def _check_shards(self, path: Place) -> None:
+    def _check_shards(self, path: StoragePath) -> None:
         for table, (_, _, count) in self.tables.items():
             # The files are fewer than any number that somebody may have written there.
             for index in range(min(count, len(self.files) + 1)):
                 if (name := shard_file(table, index, count)) not in self.files:
                     raise CheckpointError(f"{path}: lists no {name}, which table {table!r} is said to have")
 
-    def write(self, folder: Place) -> None:
+    def write(self, folder: StoragePath) -> None:
         """Write it into ``folder``, with a checksum of its own; at once, if another is there."""
         fields = dataclasses.asdict(self)
         if not self.parts:
@@ -118,11 +125,11 @@ class Manifest:
             return
         partial = MANIFEST_FILE + PARTIAL
         write_text(folder, partial, json.dumps(document, indent=1))
-        with writing(folder / MANIFEST_FILE):
+        with write_errors(folder / MANIFEST_FILE):
             os.replace(folder / partial, folder / MANIFEST_FILE)
             sync(folder)
 
-    def verify(self, folder: Place) -> None:
+    def verify(self, folder: StoragePath) -> None:
         """Compare every file of ``folder`` with its checksum; in a store, that is done as each is fetched.
 
         Raises:
@@ -134,14 +141,14 @@ class Manifest:
             found = threads.map(lambda name: _checksum(folder / name), self.files)
             for (name, (_, sha256)), checksum in zip(self.files.items(), found, strict=True):
                 if checksum != sha256:
-                    raise damaged(folder / name)
+                    raise damage_error(folder / name)
 
 
-def _read_text(path: Place) -> str:
+def _read_text(path: StoragePath) -> str:
     """The text of a manifest; ValueError where it is larger than one can be."""
     if not storage.is_file(path):
         raise ValueError("it is no file")
-    with storage.reading(path) as file:
+    with storage.open_reader(path) as file:
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")

@@ -14,13 +14,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, damaged, is_earlier_file, misfit, shard_file
-from hybrid.checkpoint.checkpoint_folders import step_folder, step_of, stored
+from hybrid.checkpoint.checkpoint_files import (
+    MANIFEST_FILE,
+    damage_error,
+    find_mismatch,
+    is_pre_update_file,
+    shard_file,
+)
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_manifest import Best, Manifest
 from hybrid.checkpoint.tensor_file import map_arrays, read_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 @dataclass(eq=False, slots=True)
@@ -29,15 +35,15 @@ class Checkpoint:
 
     Attributes:
         folder, manifest: where it is, and what it holds.
-        standing: what it is among those of its run, where it was chosen as :meth:`best_good`.
+        standing: what it is among those of its run, where it was chosen as :meth:`best_valid`.
     """
 
-    folder: Place
+    folder: StoragePath
     manifest: Manifest
     standing: str = ""
 
     @classmethod
-    def open(cls, folder: Place) -> Checkpoint:
+    def open(cls, folder: StoragePath) -> Checkpoint:
         """Open one checkpoint, which may have been altered without a change of size.
 
         Raises:
@@ -47,17 +53,17 @@ class Checkpoint:
             raise CheckpointError(f"{folder}: there is no checkpoint here")
         manifest = Manifest.read(folder / MANIFEST_FILE)
         found = cls(folder, manifest)
-        if (path := misfit(found.parts, manifest.files)) is not None:
-            raise damaged(path)
+        if (path := find_mismatch(found.parts, manifest.files)) is not None:
+            raise damage_error(path)
         return found
 
     @property
-    def parts(self) -> Place:
+    def parts(self) -> StoragePath:
         """The folder of all its files but the manifest."""
         return self.folder / self.manifest.parts if self.manifest.parts else self.folder
 
     @classmethod
-    def newest_good(cls, folder: Place, say: Callable[[str], object]) -> Checkpoint:
+    def newest_valid(cls, folder: StoragePath, say: Callable[[str], object]) -> Checkpoint:
         """The newest checkpoint of a run of which every file is as it was written.
 
         Args:
@@ -70,11 +76,11 @@ class Checkpoint:
         return cls._first_good(folder, _candidates(folder), [], say)
 
     @classmethod
-    def best_good(cls, folder: Place, say: Callable[[str], object]) -> Checkpoint:
+    def best_valid(cls, folder: StoragePath, say: Callable[[str], object]) -> Checkpoint:
         """The best checkpoint of a run; where it is not as it was written, the newest that is.
 
         Args:
-            folder, say: as for :meth:`newest_good`.
+            folder, say: as for :meth:`newest_valid`.
 
         Raises:
             CheckpointError: there is none.
@@ -97,8 +103,8 @@ class Checkpoint:
     @classmethod
     def _first_good(
         cls,
-        folder: Place,
-        candidates: Iterable[Place],
+        folder: StoragePath,
+        candidates: Iterable[StoragePath],
         damage: list[CheckpointError],
         say: Callable[[str], object],
     ) -> Checkpoint:
@@ -126,12 +132,12 @@ class Checkpoint:
         with self.local(name) as path:
             return read_tensors(path)
 
-    def earlier_rows(self) -> dict[Place, dict[str, Tensor]]:
+    def pre_update_rows(self) -> dict[StoragePath, dict[str, Tensor]]:
         """What workers have saved of rows before the last update, by file; nothing where nobody has."""
-        names = filter(is_earlier_file, self.manifest.files)
+        names = filter(is_pre_update_file, self.manifest.files)
         return {self.parts / name: self.tensors(name) for name in names}
 
-    def mapped_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
+    def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
         """The rows of every shard of a table, in their files: see :func:`map_arrays`.
 
         Raises:
@@ -144,13 +150,13 @@ class Checkpoint:
             raise CheckpointError(f"{self.folder}: table {table} has another shape than the model's")
         return weights
 
-    def whole_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
+    def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
         """All rows of a table, of a given shape, in memory; read shard by shard.
 
         Raises:
-            CheckpointError: see :meth:`mapped_rows`.
+            CheckpointError: see :meth:`map_rows`.
         """
-        shards = self.mapped_rows(table, *shape)
+        shards = self.map_rows(table, *shape)
         rows_RD = np.empty(shape, shards[0].dtype)
         for index, shard in enumerate(shards):
             rows_RD[index :: len(shards)] = shard
@@ -201,24 +207,24 @@ class Checkpoint:
         with ExitStack() as stack:
             try:
                 _, sha256 = self.manifest.files.get(name, (0, None))
-                path = stack.enter_context(storage.local(place, sha256))
+                path = stack.enter_context(storage.local_copy(place, sha256))
             except (FileNotFoundError, ValueError) as error:
-                raise damaged(place) from error
+                raise damage_error(place) from error
             yield path
 
 
-def _standing(folder: Place, newest: Place, best: Best | None) -> str:
+def _standing(folder: StoragePath, newest: StoragePath, best: Best | None) -> str:
     """What a checkpoint of a run is among the others, in words."""
     last = "the last" if folder == newest else f"the last is {newest.name}"
-    if best is None or step_of(folder) != best.step:
+    if best is None or parse_step(folder) != best.step:
         return last
     metric = best.metric.replace("_", " ")
     return f"the best ({metric} {best.value:.4f}){' and ' if folder == newest else '; '}{last}"
 
 
-def _candidates(folder: Place) -> list[Place]:
+def _candidates(folder: StoragePath) -> list[StoragePath]:
     """A checkpoint itself, or those of a run, newest first."""
-    return [folder] if storage.exists(folder / MANIFEST_FILE) else stored(folder)
+    return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)
 
 
 def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:

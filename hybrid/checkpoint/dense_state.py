@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.errors import CheckpointError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 def pack_dense(net: Mapping[str, Tensor], state: Mapping[int, Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -37,7 +37,7 @@ def unpack_dense(packed: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[
     return net, state
 
 
-def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: Place) -> None:
+def load_state(module: nn.Module, state: Mapping[str, Tensor], folder: StoragePath) -> None:
     """Load a module's state dict; CheckpointError where it is of another module."""
     try:
         module.load_state_dict(dict(state))

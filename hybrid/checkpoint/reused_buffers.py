@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrid.primitives.huge_pages import large_pages
 
 
-class ReusedMemory:
+class ReusedBuffers:
     """Copies tensors into memory that it keeps when no tensor lies in it any more, for the next of that size.
 
     Writing to memory for the first time costs more than a copy: the system clears each page, and in a

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hybrid.checkpoint.checkpoint_files import Files, cannot_write
+from hybrid.checkpoint.checkpoint_files import Files, write_error
 from hybrid.errors import CheckpointError, first_line
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _DTYPES = {
     torch.float64: "F64",
@@ -62,7 +62,7 @@ _ALIGNMENT = 8
 _LENGTH_BYTES = 8
 
 
-def write_tensors(folder: Place, name: str, tensors: Mapping[str, Tensor]) -> Files:
+def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
     """Write named tensors as one file of ``folder`` and see them safely stored.
 
     Tensors that are not contiguous, or not on the CPU, are copied one at a time.
@@ -79,13 +79,13 @@ def write_tensors(folder: Place, name: str, tensors: Mapping[str, Tensor]) -> Fi
     try:
         if isinstance(path, Path):
             make_folder(path.parent)
-        with storage.writing(path) as file:
+        with storage.open_writer(path) as file:
             for chunk in _chunks(header, ordered):
                 file.write(chunk)
                 digest.update(chunk)
                 written += len(chunk)
     except OSError as error:
-        raise cannot_write(path, error, size - written) from error
+        raise write_error(path, error, size - written) from error
     return {name: (size, digest.hexdigest())}
 
 
@@ -153,7 +153,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
-def _header(path: Place, tensors: Mapping[str, Tensor]) -> bytes:
+def _header(path: StoragePath, tensors: Mapping[str, Tensor]) -> bytes:
     entries: dict[str, dict[str, object]] = {}
     start = 0
     for name, tensor in tensors.items():

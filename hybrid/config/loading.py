@@ -12,7 +12,7 @@ from hybrid.config.toml_values import parse_toml, toml_value
 from hybrid.config.validation import check_rules
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_bytes
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 CONFIG_FILE = "config.toml"  # of a run, and of each of its checkpoints
 _ANY_NAME = {f"{kind}.NAME": keys for kind, keys in NAMED_KEYS.items()}
@@ -20,7 +20,9 @@ _ELSEWHERE_CUTOFF = 0.75  # how much alike names of different sections must be, 
 _ALL = "hybrid config --describe lists all"
 
 
-def load_config(path: Place | None, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
+def load_config(
+    path: StoragePath | None, overrides: Sequence[str] = (), *, is_stored: bool = False
+) -> RunConfig:
     """Read a configuration, apply overrides, check every rule.
 
     Args:
@@ -94,7 +96,7 @@ def _checked(sections: dict[str, dict[str, Any]]) -> RunConfig:
     return config
 
 
-def _read_toml(path: Place) -> dict[str, Any]:
+def _read_toml(path: StoragePath) -> dict[str, Any]:
     try:
         return parse_toml(read_bytes(path).decode("utf-8-sig"))
     except OSError as error:
@@ -107,7 +109,7 @@ def _read_toml(path: Place) -> dict[str, Any]:
         raise ConfigError(str(path), f"is not valid TOML: {error}") from error
 
 
-def _read_sections(path: Place, is_stored: bool) -> dict[str, dict[str, Any]]:
+def _read_sections(path: StoragePath, is_stored: bool) -> dict[str, dict[str, Any]]:
     """The sections of a file, of which every key is one; where one is not, the error names the file."""
     try:
         sections = _by_section(_read_toml(path))

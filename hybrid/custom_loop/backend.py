@@ -18,7 +18,7 @@ from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.engine.update_guard import Decided
 from hybrid.protocol.update_rules import UpdateRules
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Host(Protocol):
         """
         ...
 
-    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
         """Write a checkpoint of the rows, and of the module; all trainers call it at once.
 
         Args:

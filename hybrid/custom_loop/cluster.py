@@ -17,7 +17,7 @@ from hybrid.custom_loop.prepared_batches import PreparedData
 from hybrid.custom_loop.single_process import Alone
 from hybrid.custom_loop.training_loop import Loop
 from hybrid.data.prepare.dataset_location import open_split
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 
 
 def connect(config: str | Path | None = None) -> Cluster:
@@ -143,7 +143,7 @@ class Cluster:
         """
         return self._started().trainers.gathered(values)
 
-    def save(self, folder: str | Place, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def save(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write a checkpoint of all tables, the module and its optimizer.
 
         All trainers call it at once, between two steps.
@@ -154,15 +154,15 @@ class Cluster:
         Raises:
             CheckpointError: it exists, or cannot be written; nothing is left of it.
         """
-        self._started().save(place(folder), optimizer)
+        self._started().save(parse_path(folder), optimizer)
 
-    def load(self, folder: str | Place, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Go on from a checkpoint, of any number of trainers and workers; all trainers call it at once.
 
         Raises:
             CheckpointError: it is of another model, or damaged.
         """
-        self._started().load(place(folder), optimizer)
+        self._started().load(parse_path(folder), optimizer)
 
     def plain_module(self) -> nn.Module:
         """A copy of the module in plain PyTorch: ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.

@@ -27,7 +27,7 @@ from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.primitives.deferred_response import Awaited
 from hybrid.protocol.ticket import Ticket
 from hybrid.server.barrier import UpdateBarrier
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.user_code.run_signature import signed_toml
 
 Arguments = TypeVarTuple("Arguments")
@@ -61,7 +61,7 @@ class Alone:
         """See :meth:`Host.prepare`."""
         return source_of(ensure_prepared(self.config, cache_folder(self.config), print))
 
-    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
         """See :meth:`Host.save`."""
         partial = checkpoint_folders.begin(folder)
         try:

@@ -52,7 +52,7 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _NO_TRAINER = 1 << 32  # whose random numbers are those that all trainers draw alike
 
@@ -315,7 +315,7 @@ class Loop:
         """All rows of a table, (rows, D), as they are now."""
         return self._passes.rows(module, self.step)
 
-    def save(self, folder: Place, optimizer: torch.optim.Optimizer | None) -> None:
+    def save(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.save`."""
         self._feed.settle()
         state = {} if optimizer is None else optimizer.state_dict()["state"]
@@ -326,7 +326,7 @@ class Loop:
             self.is_saving = False
         self._host.save(folder, self.step, dense)
 
-    def load(self, folder: Place, optimizer: torch.optim.Optimizer | None) -> None:
+    def load(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.load`."""
         stored = Checkpoint.open(folder)
         if stored.manifest.tables.keys() != self._shapes.keys():

@@ -11,7 +11,7 @@ from hybrid.dense.compilation import undisturbed
 from hybrid.dense.layer_names import name_layer
 from hybrid.errors import ConfigError
 from hybrid.models.dense_net import DenseNet
-from hybrid.user_code.tracebacks import words_of
+from hybrid.user_code.tracebacks import describe_error
 
 # A trainer's share of the last batch may be empty.
 _NUMBERS_OF_SAMPLES = (2, 0)
@@ -66,7 +66,7 @@ def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
         output: Tensor = module(*inputs)
     except Exception as error:  # the user's own code, which may raise anything
         name_layer(error, net)
-        reason = f"the {stage} fails where it is given {shapes}: {words_of(error)}"
+        reason = f"the {stage} fails where it is given {shapes}: {describe_error(error)}"
         raise ConfigError("dense.net", " ".join(reason.split()), name) from error
     if not isinstance(output, Tensor):
         raise ConfigError("dense.net", f"the {stage} gives a {type(output).__name__}, not a tensor", name)

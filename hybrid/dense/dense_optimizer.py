@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hybrid.dense.parameter_groups import ParameterGroup
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.protocol.learning_rate_schedule import Schedule
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 
@@ -177,7 +177,7 @@ class DenseOptimizer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def load(self, state: dict[int, dict[str, Tensor]], folder: Place) -> None:
+    def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
         """Take the state of every parameter from a checkpoint; settings stay those of now.
 
         Raises:

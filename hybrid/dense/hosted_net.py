@@ -22,7 +22,7 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.server.hosted_module import Hosted
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 class HostedNet(Hosted):
@@ -90,7 +90,7 @@ class HostedNet(Hosted):
         """Whether another trainer's update may fall between a forward pass and its backward pass."""
         return self._rules.mode is UpdateMode.ASYNC
 
-    def load(self, folder: Place, step: int) -> None:
+    def load(self, folder: StoragePath, step: int) -> None:
         """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)

@@ -22,7 +22,7 @@ from hybrid.data.prepare.dataset_location import read_encoder
 from hybrid.data.values.column_values import is_list, values
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import DataError, StorageError, first_line
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 
 _BLOCK_ROWS = 16_384
 
@@ -43,7 +43,7 @@ def read_rows_by_value(table: TableSpec, out_RD: Tensor, index: int, count: int)
     num_values, num_known = 0, 0
     with (
         _as_data_error(table.initial),
-        open_parquet(place(table.initial)) as source,
+        open_parquet(parse_path(table.initial)) as source,
         pq.ParquetFile(source) as file,
     ):
         if (width := len(file.schema_arrow.names)) != 2:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from hybrid.errors import DataError, StorageError, first_line
-from hybrid.storage.files import local
-from hybrid.storage.remote_path import is_url, place
+from hybrid.storage.files import local_copy
+from hybrid.storage.remote_path import is_url, parse_path
 
 _BLOCK_BYTES = 16 << 20
 
@@ -90,7 +90,7 @@ def _opened(source: str) -> Iterator[StoredTensor]:
     try:
         if path.endswith(".parquet"):
             raise LookupError("Parquet has rows by value, which a table of prepared data alone has")
-        with local(place(path)) as here:
+        with local_copy(parse_path(path)) as here:
             if path.endswith(".npy"):
                 yield _checked(source, _of_numpy(here))
             else:

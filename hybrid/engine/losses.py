@@ -26,7 +26,7 @@ from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.ranking_losses import RANKING
 from hybrid.errors import ConfigError
 from hybrid.user_code.function_names import load_function
-from hybrid.user_code.tracebacks import words_of
+from hybrid.user_code.tracebacks import describe_error
 
 # Of outputs_B (outputs_BC of C classes), labels_B, and "none" for values_B or "mean" for the mean of these.
 Loss: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
@@ -170,7 +170,7 @@ def _own_loss(name: str, task: TaskSection) -> Loss:
     except ConfigError:
         raise
     except Exception as error:  # the user's own code, which may raise anything
-        reason = " ".join(f"fails where it is given two samples: {words_of(error)}".split())
+        reason = " ".join(f"fails where it is given two samples: {describe_error(error)}".split())
         raise ConfigError(key, reason, task.loss) from error
     return loss
 

@@ -21,7 +21,7 @@ from hybrid.data.prepare.new_rows import section_for
 from hybrid.errors import HybridError
 from hybrid.inference.model_outputs import prediction_names
 from hybrid.inference.trained_module import SAMPLES, STARTS, TrainedModule
-from hybrid.user_code.tracebacks import words_of
+from hybrid.user_code.tracebacks import describe_error
 
 PREPROCESSING_FILE = "preprocessing.json"
 PROGRAM_FILE = "program.pt2"
@@ -146,7 +146,7 @@ def _saying_why(form: str) -> Iterator[None]:
         below = [line.strip() for line in str(cause).splitlines()[1:]]
         reason = next((f"; {line[2:]}" for line in below if line.startswith("- ")), "")
         raise HybridError(
-            f"--format {form}: torch cannot export the net: {words_of(cause)}{reason}"
+            f"--format {form}: torch cannot export the net: {describe_error(cause)}{reason}"
         ) from error
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from hybrid.embedding.pretrained_by_position import StoredTensor
 from hybrid.errors import DataError, StorageError, first_line
-from hybrid.storage.files import local
-from hybrid.storage.remote_path import Place
+from hybrid.storage.files import local_copy
+from hybrid.storage.remote_path import StoragePath
 
 
 @contextmanager
-def stored_tensors(path: Place) -> Iterator[dict[str, StoredTensor]]:
+def stored_tensors(path: StoragePath) -> Iterator[dict[str, StoredTensor]]:
     """The tensors of a file by name; one within dicts has their names before its own, with dots between.
 
     Raises:
@@ -28,7 +28,7 @@ def stored_tensors(path: Place) -> Iterator[dict[str, StoredTensor]]:
         StorageError: its store refuses.
     """
     try:
-        with local(path) as here:
+        with local_copy(path) as here:
             if path.suffix == ".safetensors":
                 with safe_open(here, framework="pt") as file:
                     yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118

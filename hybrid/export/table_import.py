@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.checkpoint.checkpoint_files import Files, is_earlier_file, shard_file, writing
+from hybrid.checkpoint.checkpoint_files import Files, is_pre_update_file, shard_file, write_errors
 from hybrid.checkpoint.checkpoint_manifest import BEST, OWES_EVALUATION
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
@@ -19,9 +19,9 @@ from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE
 from hybrid.data.parse import checksums
 from hybrid.embedding.pretrained_by_position import StoredTensor
 from hybrid.errors import DataError
-from hybrid.storage.files import copy, exists, local
+from hybrid.storage.files import copy, exists, local_copy
 from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 _WEIGHT = "weight"
 
@@ -46,7 +46,7 @@ def check_fit(stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: 
 
 
 def write_imported(
-    stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: Place
+    stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: StoragePath
 ) -> None:
     """Write a checkpoint like ``stored``, with the rows of some tables from elsewhere.
 
@@ -70,7 +70,7 @@ def write_imported(
                 for index in range(count):
                     kept |= _replaced(here, shard_file(table, index, count), tensors[name], index, count)
             if isinstance(partial, RemotePath):
-                with writing(partial):
+                with write_errors(partial):
                     for name in kept:
                         copy(here / name, partial / name)
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
@@ -84,7 +84,7 @@ def write_imported(
 
 
 @contextmanager
-def _written_here(partial: Place) -> Iterator[Path]:
+def _written_here(partial: StoragePath) -> Iterator[Path]:
     """Where the files of a checkpoint are written: where they are to be, or of a store for a while here."""
     if isinstance(partial, RemotePath):
         with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
@@ -95,8 +95,8 @@ def _written_here(partial: Place) -> Iterator[Path]:
 
 def _copied(stored: Checkpoint, folder: Path) -> Files:
     """Copy the files of a checkpoint, but rows before the last update, which are none of the new rows."""
-    kept = {name: entry for name, entry in stored.manifest.files.items() if not is_earlier_file(name)}
-    with writing(folder):
+    kept = {name: entry for name, entry in stored.manifest.files.items() if not is_pre_update_file(name)}
+    with write_errors(folder):
         for name in kept:
             make_folder((folder / name).parent)
             with stored.local(name) as here:
@@ -104,12 +104,12 @@ def _copied(stored: Checkpoint, folder: Path) -> Files:
     return kept
 
 
-def _with_vocabularies(parts: Place, partial: Path) -> Files:
+def _with_vocabularies(parts: StoragePath, partial: Path) -> Files:
     """Copy the vocabularies that a checkpoint shares with others of its run: the new one may be alone."""
     if not exists(parts / FILE_NAME) or (source := vocabularies_place(parts)) is None:
         return {}
     path = partial / VOCABULARIES_FILE
-    with writing(path), local(source) as here:
+    with write_errors(path), local_copy(source) as here:
         shutil.copyfile(here, path)
         return {VOCABULARIES_FILE: (path.stat().st_size, checksums.whole(path))}
 
@@ -117,7 +117,7 @@ def _with_vocabularies(parts: Place, partial: Path) -> Files:
 def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count: int) -> Files:
     """Write every ``count``-th row of a tensor from ``index`` on into a shard, block by block."""
     path = partial / name
-    with writing(path):
+    with write_errors(path):
         arrays = map_arrays(path, is_writable=True)
         for kind, array in arrays.items():
             if kind != _WEIGHT:

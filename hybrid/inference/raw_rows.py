@@ -34,7 +34,7 @@ from hybrid.errors import ConfigError, DataError
 from hybrid.inference.trained_run import Trained
 from hybrid.input_spec import InputSpec
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _TABLE = Path("encode(columns)")  # in errors, in place of a file
 _INPUT = "--input"
@@ -128,7 +128,7 @@ def file_rows(
 
 
 def stream_rows(
-    trained: Trained, stream: Place, text: Iterator[bytes], passthrough: Sequence[tuple[str, str]] = ()
+    trained: Trained, stream: StoragePath, text: Iterator[bytes], passthrough: Sequence[tuple[str, str]] = ()
 ) -> tuple[Rows, Layout]:
     """Rows of a stream of CSV or TSV, and the columns that it must have.
 
@@ -176,7 +176,7 @@ def held_out_rows(
 
 def _source(
     trained: Trained,
-    files: Sequence[Place],
+    files: Sequence[StoragePath],
     with_labels: bool,
     passthrough: Sequence[tuple[str, str]],
     **options: Any,

@@ -27,7 +27,7 @@ from hybrid.inference.pooling import pooled, sequences
 from hybrid.inference.raw_rows import table_batch
 from hybrid.inference.trained_run import Trained
 from hybrid.metrics import Predictions
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 
 # End the names of tensors beside the ids of a column.
 OFFSETS, WEIGHTS = ".offsets", ".weights"
@@ -35,14 +35,16 @@ SAMPLES, STARTS = "samples", "samples + 1"  # sizes that differ from batch to ba
 
 
 @overload
-def load(folder: str | Place, *, trust_code: bool = False) -> TrainedModule: ...
+def load(folder: str | StoragePath, *, trust_code: bool = False) -> TrainedModule: ...
 
 
 @overload
-def load(folder: str | Place, module: nn.Module, *, trust_code: bool = False) -> nn.Module: ...
+def load(folder: str | StoragePath, module: nn.Module, *, trust_code: bool = False) -> nn.Module: ...
 
 
-def load(folder: str | Place, module: nn.Module | None = None, *, trust_code: bool = False) -> nn.Module:
+def load(
+    folder: str | StoragePath, module: nn.Module | None = None, *, trust_code: bool = False
+) -> nn.Module:
     """A trained model as a plain module in this process, its tables among its parameters.
 
     Args:
@@ -59,8 +61,8 @@ def load(folder: str | Place, module: nn.Module | None = None, *, trust_code: bo
         ConfigError: it names code that may not be run.
     """
     if module is not None:
-        return _own(Checkpoint.best_good(place(folder), warnings.warn), module)
-    return TrainedModule(Trained.read(place(folder), warnings.warn, trust_code))
+        return _own(Checkpoint.best_valid(parse_path(folder), warnings.warn), module)
+    return TrainedModule(Trained.read(parse_path(folder), warnings.warn, trust_code))
 
 
 def _own(stored: Checkpoint, module: nn.Module) -> nn.Module:
@@ -73,7 +75,7 @@ def _own(stored: Checkpoint, module: nn.Module) -> nn.Module:
         )
 
     def rows_of(table: TableModule) -> Tensor:
-        return stored.whole_rows(names[id(table)], (table.num_embeddings, table.embedding_dim))
+        return stored.read_rows(names[id(table)], (table.num_embeddings, table.embedding_dim))
 
     load_state(module, unpack_dense(stored.tensors(DENSE_FILE))[0], stored.folder)
     return plain_copy(module, rows_of).eval()
@@ -156,10 +158,10 @@ class TrainedModule(nn.Module):
         for table in blueprint.tables:
             shape = table.num_rows, table.dim
             if in_memory:
-                rows_RD = trained.stored.whole_rows(table.name, shape).to(blueprint.dtype)
+                rows_RD = trained.stored.read_rows(table.name, shape).to(blueprint.dtype)
                 self.tables.append(nn.Embedding.from_pretrained(rows_RD, freeze=False))
             else:
-                shards = trained.stored.mapped_rows(table.name, *shape)
+                shards = trained.stored.map_rows(table.name, *shape)
                 self.tables.append(MappedTable(shards, blueprint.dtype))
         self.table_names = tuple(names)
         spec = blueprint.input_spec

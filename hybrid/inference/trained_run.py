@@ -24,7 +24,7 @@ from hybrid.engine.table_setup import table_specs
 from hybrid.errors import CheckpointError
 from hybrid.models.dense_net import DenseNet
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.user_code.run_signature import load_run_config
 
 
@@ -45,7 +45,7 @@ class Trained:
     @classmethod
     def read(
         cls,
-        folder: Place,
+        folder: StoragePath,
         say: Callable[[str], object],
         trust_code: bool = False,
         *,
@@ -63,7 +63,7 @@ class Trained:
             CheckpointError: there is no checkpoint, it is broken, or of a loop of the user's own.
             ConfigError: it names code that may not be run, or paths that may not be used.
         """
-        stored = Checkpoint.best_good(folder, say)
+        stored = Checkpoint.best_valid(folder, say)
         if not storage.exists(stored.parts / FILE_NAME):
             rule = "its module is known to your code alone: hybrid.load(FOLDER, MODULE) takes both"
             raise CheckpointError(f"{stored.folder}: was saved by a loop of your own; {rule}")

@@ -14,7 +14,7 @@ from hybrid.errors import ConfigError
 from hybrid.metrics.binary_metrics import binary_metrics, mean, probabilities
 from hybrid.metrics.ranking_metrics import Ranking
 from hybrid.user_code.function_names import load_function
-from hybrid.user_code.tracebacks import words_of
+from hybrid.user_code.tracebacks import describe_error
 
 # Values by name; of several tasks, names begin with that of the task.
 Metrics: TypeAlias = Mapping[str, float]
@@ -118,7 +118,7 @@ def _own_metric(name: str, metric: str, predicted_N: Tensor, labels_N: Tensor) -
         value = function(predicted_N, labels_N)
         return float(value)
     except Exception as error:  # the user's own code, which may raise anything
-        reason = f"fails, or gives no number: {words_of(error)}"
+        reason = f"fails, or gives no number: {describe_error(error)}"
         raise ConfigError(key, " ".join(reason.split()), metric) from error
 
 

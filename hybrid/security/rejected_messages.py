@@ -9,7 +9,7 @@ import threading
 import time
 from typing import NoReturn
 
-from hybrid.errors import kind_of
+from hybrid.errors import error_kind
 
 _LOG = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 10.0
@@ -49,7 +49,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 def describe_exception(error: Exception) -> str:
     """Return the text that reports an exception of an accepted call to its caller."""
-    return f"{_RAISED}{kind_of(error)}: {error}"
+    return f"{_RAISED}{error_kind(error)}: {error}"
 
 
 def parse_exception(text: str) -> tuple[str, str] | None:

@@ -33,7 +33,7 @@ from hybrid.security.rejected_messages import (
     describe_exception,
     describe_rejection,
 )
-from hybrid.user_code.function_names import name_of
+from hybrid.user_code.function_names import qualified_name
 
 # Torch's own messages when RPC starts and stops, the same for all processes.
 _GATHER = (api._gather_to_leader, api._broadcast_to_followers)
@@ -135,7 +135,7 @@ class SignedPickler(internal._InternalRPCPickler):
         self._signatures = signatures
         self._rejections = rejections
         functions: tuple[Callable[..., Any], ...] = (*calls, _CREATE_MODULE, *_GATHER)
-        self._calls = {name_of(function): function for function in functions}
+        self._calls = {qualified_name(function): function for function in functions}
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         """Return the payload of a call or a response, and the tensors beside it.
@@ -154,7 +154,7 @@ class SignedPickler(internal._InternalRPCPickler):
         raise ClusterError(f"{type(obj).__name__} is no response to a call of hybrid.transport")
 
     def _call(self, udf: internal.PythonUDF) -> tuple[PayloadKind, bytes, Any]:
-        name = name_of(udf.func)
+        name = qualified_name(udf.func)
         if name not in self._calls:
             raise ClusterError(f"{name} cannot be called by RPC; hybrid.transport has what can")
         if udf.func in _GATHER:

@@ -9,7 +9,7 @@ from hybrid.checkpoint.checkpoint_files import Files
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.server.barrier import UpdateBarrier
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 class Hosted(nn.Module):
@@ -50,7 +50,7 @@ class Hosted(nn.Module):
         self._held = {}  # what is left of one that nobody has written
         self._held = self._files(is_copied)
 
-    def write(self, folder: Place) -> Files:
+    def write(self, folder: StoragePath) -> Files:
         """Write what it holds into a checkpoint folder, and let go of it."""
         held, self._held = self._held, {}
         files: Files = {}
@@ -58,7 +58,7 @@ class Hosted(nn.Module):
             files |= write_tensors(folder, name, tensors)
         return files
 
-    def load(self, folder: Place, step: int) -> None:
+    def load(self, folder: StoragePath, step: int) -> None:
         """Take from a checkpoint what it holds, and go on as after ``step`` steps."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
 from hybrid.errors import StorageError
 from hybrid.storage.object_stores import asking, content_of, listed
 from hybrid.storage.remote_files import RemoteFile, writing_remote
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 # What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
 _BLOCK_BYTES = 16 << 20
@@ -55,13 +55,13 @@ class Entry(NamedTuple):
         is_folder: whether it is one.
     """
 
-    place: Place
+    place: StoragePath
     size: int
     mtime_ns: int
     is_folder: bool
 
 
-def entry(place: Place) -> Entry | None:
+def find_entry(place: StoragePath) -> Entry | None:
     """What there is at a place; None for nothing, but StorageError where its bucket is not there."""
     if not isinstance(place, RemotePath):
         try:
@@ -84,43 +84,43 @@ def _unusable(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path}: cannot be used: {reason}; correct the path, or its permissions", reason)
 
 
-def exists(place: Place) -> bool:
+def exists(place: StoragePath) -> bool:
     """Whether there is something."""
-    return entry(place) is not None
+    return find_entry(place) is not None
 
 
-def is_file(place: Place) -> bool:
+def is_file(place: StoragePath) -> bool:
     """Whether there is a file."""
-    found = entry(place)
+    found = find_entry(place)
     return found is not None and not found.is_folder
 
 
-def existing(place: Place) -> Entry:
+def require_file(place: StoragePath) -> Entry:
     """A file; FileNotFoundError where there is none."""
-    found = entry(place)
+    found = find_entry(place)
     if found is None or found.is_folder:
         raise FileNotFoundError(2, "No such file", str(place))
     return found
 
 
-def size(place: Place) -> int:
+def file_size(place: StoragePath) -> int:
     """The size of a file in bytes; FileNotFoundError where there is none."""
-    return existing(place).size
+    return require_file(place).size
 
 
-def entries(folder: Place, *, is_deep: bool = False) -> list[Entry]:
+def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
     """What is in a folder, by name; nothing where there is none.
 
     Args:
         is_deep: all files below it, and no folders.
     """
     if not isinstance(folder, RemotePath):
-        is_there = (found := entry(folder)) is not None and found.is_folder
+        is_there = (found := find_entry(folder)) is not None and found.is_folder
         try:
             paths = list(folder.rglob("*") if is_deep else folder.iterdir()) if is_there else []
         except OSError as error:
             raise _unusable(folder, error) from error
-        every = [each for path in paths if (each := entry(path)) is not None]
+        every = [each for path in paths if (each := find_entry(path)) is not None]
     else:
         every = _remote_entries(folder, is_deep)
     return sorted((e for e in every if not (is_deep and e.is_folder)), key=lambda each: str(each.place))
@@ -144,31 +144,31 @@ def _entry(place: RemotePath, info: Any) -> Entry | None:
     return Entry(place, info.size or 0, info.mtime_ns or 0, info.type.name == "Directory")
 
 
-def tag(place: RemotePath) -> str:
+def content_tag(place: RemotePath) -> str:
     """What a store calls the content that a file has now, of S3 its ETag; empty where it calls it nothing."""
     with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
         return content_of(file.metadata() or {}, filesystem.type_name)
 
 
-def of_each(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """What ``work``, which mostly waits for files, makes of each item, in their order; of some at a time."""
     with ThreadPoolExecutor(_WAITING, "files") as threads:
         return list(threads.map(work, items))
 
 
-def read_bytes(place: Place) -> bytes:
+def read_bytes(place: StoragePath) -> bytes:
     """All of a file, which is small."""
-    with reading(place) as file:
+    with open_reader(place) as file:
         return file.read()
 
 
-def read_text(place: Place) -> str:
+def read_text(place: StoragePath) -> str:
     """All of a text, which is small."""
     return read_bytes(place).decode()
 
 
 @contextmanager
-def reading(place: Place, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
+def open_reader(place: StoragePath, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
     """Open a file for reading: from its beginning to its end, or wherever one seeks.
 
     Args:
@@ -182,12 +182,12 @@ def reading(place: Place, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
         yield io.BufferedReader(raw, ahead) if ahead else cast(IO[bytes], raw)
 
 
-def read_range(place: Place, start: int, length: int) -> bytes:
+def read_range(place: StoragePath, start: int, length: int) -> bytes:
     """Some bytes of a file, from ``start`` on; fewer where it ends before."""
     return next(read_ranges(place, [(start, length)]))
 
 
-def read_ranges(place: Place, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+def read_ranges(place: StoragePath, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     """Ranges of a file, starts and lengths, in their order; of a store, some at a time ahead of need."""
     if not isinstance(place, RemotePath):
         with place.open("rb", buffering=0) as local_file:
@@ -216,23 +216,23 @@ def read_ranges(place: Place, ranges: Iterable[tuple[int, int]]) -> Iterator[byt
                 each.cancel()
 
 
-def blocks(place: Place) -> Iterator[bytes]:
+def read_blocks(place: StoragePath) -> Iterator[bytes]:
     """All of a file, in its order, in blocks of some MiB."""
-    num_bytes = size(place)
+    num_bytes = file_size(place)
     starts = range(0, num_bytes, _BLOCK_BYTES)
     return read_ranges(place, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
 
 
-def checksum(place: Place) -> str:
+def compute_checksum(place: StoragePath) -> str:
     """The SHA-256 of a file."""
     digest = hashlib.sha256()
-    for block in blocks(place):
+    for block in read_blocks(place):
         digest.update(block)
     return digest.hexdigest()
 
 
 @contextmanager
-def local(place: Place, sha256: str | None = None) -> Iterator[Path]:
+def local_copy(place: StoragePath, sha256: str | None = None) -> Iterator[Path]:
     """A path of this machine where a file can be read, and mapped into memory.
 
     That of a file here is its own. Another is fetched into the folder of temporary files (``TMPDIR``), where
@@ -249,7 +249,7 @@ def local(place: Place, sha256: str | None = None) -> Iterator[Path]:
         return
     digest = hashlib.sha256()
     with tempfile.TemporaryFile(prefix="hybrid-") as file:
-        for block in blocks(place):
+        for block in read_blocks(place):
             digest.update(block)
             file.write(block)
         file.flush()
@@ -259,7 +259,7 @@ def local(place: Place, sha256: str | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(place: Place) -> Iterator[Writer]:
+def open_writer(place: StoragePath) -> Iterator[Writer]:
     """Write a file, and see it safely stored at the end; where that fails, nothing is left of it."""
     if isinstance(place, RemotePath):
         with writing_remote(place) as stream:
@@ -276,13 +276,13 @@ def writing(place: Place) -> Iterator[Writer]:
         raise
 
 
-def write_bytes(place: Place, content: bytes) -> None:
+def write_bytes(place: StoragePath, content: bytes) -> None:
     """Write a small file: of a store in one request, so that readers see the old one or the new one."""
-    with writing(place) as file:
+    with open_writer(place) as file:
         file.write(content)
 
 
-def remove(place: Place) -> None:
+def remove(place: StoragePath) -> None:
     """Remove a file, or a folder with all that is in it; nothing where there is none."""
     if not isinstance(place, RemotePath):
         if place.is_dir():
@@ -298,14 +298,14 @@ def remove(place: Place) -> None:
             filesystem.delete_file(path)
 
 
-def copy(source: Place, target: Place) -> None:
+def copy(source: StoragePath, target: StoragePath) -> None:
     """Copy a file."""
-    with writing(target) as file:
-        for block in blocks(source):
+    with open_writer(target) as file:
+        for block in read_blocks(source):
             file.write(block)
 
 
-def make_folder(folder: Place) -> None:
+def make_folder(folder: StoragePath) -> None:
     """Make a folder, in one that is there; a store has folders by their files alone."""
     if not isinstance(folder, RemotePath):
         folder.mkdir()

@@ -54,7 +54,7 @@ def refuse_link(path: str | Path) -> None:
         raise HybridError(f"{path}: is a link, and nothing is written through one; remove it")
 
 
-def own_folder(variable: str, default: str, name: str = "") -> Path | None:
+def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:
     """A folder of this project among the user's own, made where it is missing.
 
     Args:

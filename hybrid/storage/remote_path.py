@@ -78,8 +78,8 @@ class RemotePath:
         return self.parent / name
 
 
-Place: TypeAlias = Path | RemotePath
-PlaceT = TypeVar("PlaceT", bound=Place)  # what is made of a path is a path
+StoragePath: TypeAlias = Path | RemotePath
+StoragePathT = TypeVar("StoragePathT", bound=StoragePath)  # what is made of a path is a path
 
 
 def is_url(text: str) -> bool:
@@ -88,7 +88,7 @@ def is_url(text: str) -> bool:
     return match is not None and match[1].lower() != "file"
 
 
-def place(text: str | Place) -> Place:
+def parse_path(text: str | StoragePath) -> StoragePath:
     """The place that a text names: a path, or a URL of a store; a place is itself.
 
     Raises:
@@ -139,7 +139,7 @@ def _refuse_credentials(scheme: str, authority: str, query: str) -> None:
             raise StorageError(f"{bare}: there is no option {name}; there are {', '.join(known)}")
 
 
-def options(query: str) -> dict[str, str]:
+def parse_options(query: str) -> dict[str, str]:
     """The options of a URL's query, by name."""
     return dict(parse_qsl(query, keep_blank_values=True))
 

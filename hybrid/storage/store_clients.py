@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from typing import Any
 
-from hybrid.storage.remote_path import options
+from hybrid.storage.remote_path import parse_options
 
 # The client's own: it knows which of its requests may be made again. Its pauses double, to 20 s at most.
 ATTEMPTS = 7
@@ -44,7 +44,7 @@ def _client(root: str, query: str, endpoint: str | None, process: int) -> tuple[
     from pyarrow import fs
 
     scheme, _, authority = root.partition("://")
-    given = options(query)
+    given = parse_options(query)
     if scheme == "s3":
         return _s3(authority, given, endpoint), f"{authority}/"
     if scheme == "gs":

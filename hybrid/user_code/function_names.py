@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.errors import ConfigError
-from hybrid.user_code.tracebacks import PROJECT, is_library, place_of
+from hybrid.user_code.tracebacks import PROJECT, is_library, user_location
 
 
 def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
@@ -39,7 +39,7 @@ def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callab
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        place = f"{place}: " if (place := place_of(error)) else ""
+        place = f"{place}: " if (place := user_location(error)) else ""
         reason = f"cannot be imported: {place}{type(error).__name__}: {' '.join(str(error).split())}"
         missing = _where_it_is_missing() if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(key, reason + missing, name) from error
@@ -71,7 +71,7 @@ def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[s
 
 
 @dataclass(frozen=True, slots=True)
-class OwnFunction:
+class UserFunction:
     """A function of the user's own by its name, and the first of its arguments."""
 
     name: str
@@ -80,57 +80,59 @@ class OwnFunction:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnValue:
+class UserDataclass:
     """A dataclass of the user's own by its name, and its fields."""
 
     name: str
     fields: Mapping[str, Any]
 
 
-def name_of(function: Any) -> str:
+def qualified_name(function: Any) -> str:
     """The name, "module:function", of a function or class."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def described(value: Any) -> Any:
+def to_reference(value: Any) -> Any:
     """``value`` as it travels: functions, methods, ``functools.partial``, and the user's dataclasses by name.
 
     Raises:
         ConfigError: it is a function without a name that others could find.
     """
     if isinstance(value, functools.partial):
-        inner = described(value.func)
-        args = (*inner.args, *map(described, value.args))
-        keywords = {name: described(each) for name, each in value.keywords.items()}
-        return OwnFunction(inner.name, args, {**inner.keywords, **keywords})
+        inner = to_reference(value.func)
+        args = (*inner.args, *map(to_reference, value.args))
+        keywords = {name: to_reference(each) for name, each in value.keywords.items()}
+        return UserFunction(inner.name, args, {**inner.keywords, **keywords})
     if inspect.ismethod(value):
-        return OwnFunction(_findable(value), (described(value.__self__),))
+        return UserFunction(_findable(value), (to_reference(value.__self__),))
     if inspect.isfunction(value):
-        return OwnFunction(_findable(value))
+        return UserFunction(_findable(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_own(type(value).__module__):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return OwnValue(_findable(type(value)), {name: described(each) for name, each in fields.items()})
+        return UserDataclass(
+            _findable(type(value)), {name: to_reference(each) for name, each in fields.items()}
+        )
     return value
 
 
-def resolved(value: Any) -> Any:
+def from_reference(value: Any) -> Any:
     """What :func:`described` has described.
 
     Raises:
         ConfigError: it is not of the user's own code.
     """
-    if isinstance(value, OwnFunction):
-        keywords = {name: resolved(each) for name, each in value.keywords.items()}
-        return functools.partial(load_own(value.name), *map(resolved, value.args), **keywords)
-    if isinstance(value, OwnValue):
-        cls = load_own(value.name)
+    if isinstance(value, UserFunction):
+        keywords = {name: from_reference(each) for name, each in value.keywords.items()}
+        return functools.partial(load_user_object(value.name), *map(from_reference, value.args), **keywords)
+    if isinstance(value, UserDataclass):
+        cls = load_user_object(value.name)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ConfigError("FUNCTION", "is no dataclass, and no other value travels", value.name)
-        return cls(**{name: resolved(each) for name, each in value.fields.items()})
+        return cls(**{name: from_reference(each) for name, each in value.fields.items()})
     return value
 
 
-def load_own(name: str) -> Any:
+def load_user_object(name: str) -> Any:
     """The function or class that ``name``, "module:function" or "module:Class.method", is.
 
     Raises:
@@ -164,7 +166,7 @@ def _is_found(module: str, file: Path) -> bool:
 
 
 def _findable(function: Any) -> str:
-    name = name_of(function)
+    name = qualified_name(function)
     if "<" in name or not _is_own(function.__module__):
         raise ConfigError("FUNCTION", "must be defined in a module of your own, under a name", name)
     return name

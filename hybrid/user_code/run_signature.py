@@ -22,8 +22,8 @@ from hybrid.config.loading import load_config, to_toml
 from hybrid.config.sections import NETS
 from hybrid.errors import ConfigError
 from hybrid.storage.files import read_text
-from hybrid.storage.private_files import own_folder
-from hybrid.storage.remote_path import Place
+from hybrid.storage.private_files import private_user_folder
+from hybrid.storage.remote_path import StoragePath
 
 _PREFIX = "# signed by the user of this run: "
 _PREFIXES = (_PREFIX, "# own code signed by the user of this run: ")  # the second is of older runs
@@ -41,7 +41,7 @@ def signed_toml(config: RunConfig) -> str:
 
 
 def load_run_config(
-    path: Place, overrides: Sequence[str] = (), trust_code: bool = False, *, uses_paths: bool = False
+    path: StoragePath, overrides: Sequence[str] = (), trust_code: bool = False, *, uses_paths: bool = False
 ) -> RunConfig:
     """Read the configuration of a run, whose code will be imported.
 
@@ -97,7 +97,7 @@ def _path_entries(config: RunConfig) -> list[tuple[str, str]]:
     return [(dotted, value) for dotted, value in entries if value]
 
 
-def _signature_check(path: Place) -> Callable[[str, str], bool]:
+def _signature_check(path: StoragePath) -> Callable[[str, str], bool]:
     """Return a function that tells whether the file at ``path`` has the user's signature of a value."""
     lines = read_text(path).splitlines()
     signatures = [
@@ -120,7 +120,7 @@ def _signature(key: bytes, dotted: str, value: str) -> str:
 
 def _key() -> bytes | None:
     """The user's key, made where there is none; None where there is no place that is the user's alone."""
-    folder = own_folder("XDG_STATE_HOME", ".local/state")
+    folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None
     file = folder / "key"

@@ -25,7 +25,7 @@ def is_library(path: Path) -> bool:
 
 
 @functools.cache
-def is_own_file(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether code of this file is neither this project's, nor the standard library's, nor installed."""
     if filename.startswith("<"):  # made up as it ran
         return False
@@ -33,24 +33,24 @@ def is_own_file(filename: str) -> bool:
     return not is_library(path) and not any(path.is_relative_to(_PROJECT_FOLDER / name) for name in PROJECT)
 
 
-def place_of(error: BaseException | None) -> str:
+def user_location(error: BaseException | None) -> str:
     """Where in the user's own code an exception comes from, or what caused it: the innermost frame there.
 
     Returns:
         Such as ``my_net.py:17, in forward``; empty where it comes from no code of the user's.
     """
     for each in _causes(error):
-        if isinstance(each, SyntaxError) and each.filename and is_own_file(each.filename):
+        if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
             return f"{_short(each.filename)}:{each.lineno}"
         frames = traceback.extract_tb(each.__traceback__)
-        if own := [frame for frame in frames if is_own_file(frame.filename)]:
+        if own := [frame for frame in frames if is_user_file(frame.filename)]:
             return f"{_short(own[-1].filename)}:{own[-1].lineno}, in {own[-1].name}"
     return ""
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What an exception says, in one line: its place in the user's code, its kind, its text and its notes."""
-    place = place_of(error)
+    place = user_location(error)
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     return f"{place}: {kind_and_text(error)}{notes}" if place else f"{kind_and_text(error)}{notes}"
 
@@ -61,12 +61,12 @@ def kind_and_text(error: BaseException) -> str:
     return kind if text == kind else f"{kind}: {text}"
 
 
-def is_to_log(error: BaseException) -> bool:
+def needs_traceback(error: BaseException) -> bool:
     """Whether the one line that a user gets may not be enough: a stack is then in the role's log."""
-    return not isinstance(error, HybridError) or bool(place_of(error.__cause__))
+    return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
 
 
-def log_stack(error: BaseException, log: TextIO | None = None) -> None:
+def log_traceback(error: BaseException, log: TextIO | None = None) -> None:
     """Write the stack of an exception: first the part in the user's own code, then the whole of it.
 
     Args:
@@ -79,7 +79,7 @@ def log_stack(error: BaseException, log: TextIO | None = None) -> None:
 def _own_stack(error: BaseException) -> Iterator[str]:
     for each in _causes(error):
         frames = traceback.extract_tb(each.__traceback__)
-        first = next((i for i, frame in enumerate(frames) if is_own_file(frame.filename)), None)
+        first = next((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), None)
         if first is not None and first > 0:
             yield "Traceback of your code (most recent call last):\n"
             yield from traceback.StackSummary.from_list(frames[first:]).format()

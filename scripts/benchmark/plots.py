@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.results import Measurement, Summary
 from benchmark.tables import times
-from workers.run_folder.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import temporary_font_cache
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ _TEXT = "#333333"
 @contextmanager
 def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, which is written at the end of the block."""
-    with matplotlib_leaving_no_files():
+    with temporary_font_cache():
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine

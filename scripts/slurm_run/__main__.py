@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 from chaos_run.sameness import differences
 
-from hybrid.checkpoint.checkpoint_folders import step_of, stored
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 from hybrid.errors import HybridError
 from slurm_run.daemons import NODES, Slurm, why_not
 
@@ -127,7 +127,7 @@ class _Job:
 
     @property
     def _newest(self) -> int:
-        return next(map(step_of, stored(self._folder / "run")), 0)
+        return next(map(parse_step, list_checkpoints(self._folder / "run")), 0)
 
     @property
     def _starts_again(self) -> int:

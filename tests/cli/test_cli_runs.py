@@ -16,7 +16,7 @@ from support.tables import write_criteo, write_csv, write_parquet
 from support.traces import ROUNDING, slices
 
 from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
-from hybrid.checkpoint.checkpoint_folders import step_folder, step_of, stored
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.config.loading import load_config
 from hybrid.data.dataset import dataset_manifest
@@ -37,7 +37,7 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
         *("config.toml", "versions.json", "metrics.jsonl", "result.json", "curves.png", "events.out"),
         *("checkpoints", "vocabularies", "logs"),
     }
-    assert [step_of(folder) for folder in stored(trained.folder)] == [16, 15]
+    assert [parse_step(folder) for folder in list_checkpoints(trained.folder)] == [16, 15]
     assert {path.stem for path in (trained.folder / "logs").iterdir()} == {
         *("master", "trainer-0", "trainer-1", "worker-0", "worker-1")
     }
@@ -190,7 +190,7 @@ def check_changed_input(folder: Path, path: Path, capsys: pytest.CaptureFixture[
 
 def make_earlier(run_folder: Path, texts_of: Callable[[Path], dict[str, str]]) -> None:
     """Give every checkpoint of a run files as an earlier version wrote them."""
-    for folder in stored(run_folder):
+    for folder in list_checkpoints(run_folder):
         listed = Manifest.read(folder / MANIFEST_FILE)
         for name, text in texts_of(folder).items():
             listed.files.update(write_text(folder, name, text))

@@ -30,7 +30,7 @@ from support.commands import (
     started,
 )
 
-from hybrid.checkpoint.checkpoint_folders import step_of, stored
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 
 STOP_SECONDS = 10.0
 RUN = settings(run={"folder": "run"})
@@ -62,7 +62,7 @@ def build_never(config, input_spec, widths):
 
 def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
     """See that a run was stopped in peace, with that code, and says so; the step at which it is saved."""
-    step = step_of(stored(folder)[0])
+    step = parse_step(list_checkpoints(folder)[0])
     said = rf"hybrid {command}: stopped; step {step} is saved; to go on: \S+ {command} --resume run\n"
     assert ended.code == code
     assert re.fullmatch(said, ended.stderr), ended.stderr
@@ -248,4 +248,4 @@ def test_a_run_whose_terminal_is_closed_saves_and_stops(endless: list[str], tmp_
         _, status = os.waitpid(terminal.pid, 0)
         terminal.closed = terminal.terminated = True  # it would look itself
     assert os.waitstatus_to_exitcode(status) == 129
-    assert stored(tmp_path / "run")
+    assert list_checkpoints(tmp_path / "run")

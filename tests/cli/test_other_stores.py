@@ -8,7 +8,7 @@ from support.commands import output_of, settings
 from support.trained import write_clicks
 
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -22,7 +22,7 @@ def test_a_run_goes_on_elsewhere_and_is_evaluated(
     write_clicks(tmp_path / "clicks.csv", 300, seed=8)
     files.copy(tmp_path / "clicks.csv", bucket / "clicks.csv")
     shown: list[tuple[list[str], bytes]] = []
-    places: tuple[Place, Place] = (tmp_path, bucket)
+    places: tuple[StoragePath, StoragePath] = (tmp_path, bucket)
     for folder in places:
         columns = {"label": "clicked", "dense": '["price"]', "sparse": '["user"]', "format": "csv"}
         data = {"path": folder / "clicks.csv", "cache_folder": folder / "prepared", **columns}

@@ -16,7 +16,7 @@ import hybrid
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.cli import main
 
 THERE = RemotePath(f"s3://{BUCKET}", "commands")
@@ -32,7 +32,7 @@ class Twins:
 
     here: Path
 
-    def both(self) -> Iterator[Place]:
+    def both(self) -> Iterator[StoragePath]:
         yield self.here
         yield THERE
 
@@ -53,7 +53,7 @@ def twins(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Twins:
     return Twins(here)
 
 
-def said(capsys: pytest.CaptureFixture[str], folder: Place) -> str:
+def said(capsys: pytest.CaptureFixture[str], folder: StoragePath) -> str:
     """What was printed, whichever of the two folders it was of."""
     return capsys.readouterr().out.replace(str(folder), "FOLDER")
 
@@ -67,8 +67,10 @@ def refused(*arguments: object) -> str:
     return line
 
 
-def content_of(folder: Place) -> dict[str, bytes]:
-    return {each.place.name: files.read_bytes(each.place) for each in files.entries(folder, is_deep=True)}
+def content_of(folder: StoragePath) -> dict[str, bytes]:
+    return {
+        each.place.name: files.read_bytes(each.place) for each in files.list_entries(folder, is_deep=True)
+    }
 
 
 @pytest.mark.parametrize("name", [pytest.param("p.csv", marks=pytest.mark.long), "p.parquet"])

@@ -16,17 +16,17 @@ from support.stores import BUCKET, Proxy, Store
 from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.storage import files, store_clients
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.cli import main
 
 RUN = f"s3://{BUCKET}/runs/clicks"
 
 
-def rows_of(folder: Place) -> dict[str, str]:
+def rows_of(folder: StoragePath) -> dict[str, str]:
     """What tables hold, whatever their split, and the checksum of the dense net."""
     stored = Checkpoint.open(folder)
     tables = {
-        name: stored.whole_rows(name, (rows, dim)).numpy().tobytes().hex()
+        name: stored.read_rows(name, (rows, dim)).numpy().tobytes().hex()
         for name, (rows, dim, _) in stored.manifest.tables.items()
     }
     return tables | {"dense": stored.manifest.files["dense.safetensors"][1]}
@@ -155,16 +155,16 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
         )
         assert killed == ["master", "trainer 0", "worker 1"]
         parts = f"{base}/run/checkpoints/step-00000010"
-        assert [each.place.name[:6] for each in files.entries(place(parts))] == ["parts-"]
+        assert [each.place.name[:6] for each in files.list_entries(parse_path(parts))] == ["parts-"]
         strikes.left = [("PUT .*step-00000015/parts", "trainer 1")]
         with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
             said = strikes.command.wait(150.0)
     assert (said.code, strikes.left) == (0, []), said
     assert "going on from step 5" in said.stdout
-    assert rows_of(place(f"{base}/run/checkpoints/step-00000016")) == rows_of(
+    assert rows_of(parse_path(f"{base}/run/checkpoints/step-00000016")) == rows_of(
         trained.folder / "checkpoints/step-00000016"
     )
-    left = [each.place.name for each in files.entries(place(f"{base}/run/checkpoints"))]
+    left = [each.place.name for each in files.list_entries(parse_path(f"{base}/run/checkpoints"))]
     assert left == ["step-00000015", "step-00000016"]
 
 
@@ -173,7 +173,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
 def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     store: Store, trained: TrainedRun, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = place(RUN)
+    there = parse_path(RUN)
     keys = [*tiny, *settings(run={"folder": RUN}, checkpoint={"every_steps": 5, "keep_last": 2})]
     said = output_of(["launch", *keys, *settings(train={"max_steps": 12})], tmp_path, afresh=True)
     assert f"and sent to {RUN} with each checkpoint" in said
@@ -188,13 +188,13 @@ def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     assert f"hybrid evaluate {RUN}" in " ".join(said.split())
     whole = trained.folder / "checkpoints/step-00000016"
     assert rows_of(there / "checkpoints" / "step-00000016") == rows_of(whole)
-    steps = [checkpoint_folders.step_of(each) for each in checkpoint_folders.stored(there)]
+    steps = [checkpoint_folders.parse_step(each) for each in checkpoint_folders.list_checkpoints(there)]
     assert steps == [16, 15]
     lines = [json.loads(line) for line in files.read_text(there / "metrics.jsonl").splitlines()]
     expected = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [[each["loss"] for each in some if each["kind"] == "train"] for some in (lines, expected)]
     assert losses[0] == losses[1]
-    assert {"config.toml", "result.json", "logs"} <= {each.place.name for each in files.entries(there)}
+    assert {"config.toml", "result.json", "logs"} <= {each.place.name for each in files.list_entries(there)}
     shown = [output_of(["evaluate", each], tmp_path, afresh=True) for each in (RUN, trained.folder)]
     numbers = [re.findall(r"\d\.\d{4}", text) for text in shown]
     assert numbers[0] == numbers[1] != []

@@ -118,8 +118,8 @@ def test_how_many_steps_trainers_take_at_a_time_means_nothing(
     run = tmp_path / "run"
     assert clusters.get(2, 2).run(calls_of, config, cache, run, 1e-9) == [1] * TOTAL
     assert_same_run(run, whole)
-    for folder in checkpoint_folders.stored(run):
-        assert checksums(folder) == checksums(step_folder(whole, checkpoint_folders.step_of(folder)))
+    for folder in checkpoint_folders.list_checkpoints(run):
+        assert checksums(folder) == checksums(step_folder(whole, checkpoint_folders.parse_step(folder)))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     code, _ = cluster.run(stop, config, cache, run, moment)
     assert code is ExitCode.TERMINATED
-    assert checkpoint_folders.step_of(checkpoint_folders.stored(run)[0]) == step
+    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == step
     cluster.run(train, config, cache, run, resume=True)
     assert_same_run(run, whole)
 

@@ -23,11 +23,11 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.storage.files import exists, write_bytes
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 from workers.controller.remote_trainer import Trainer
 from workers.exit_codes import ExitCode
 from workers.rendezvous.bootstrap import Cluster
-from workers.run_folder.remote_run import held_folder
+from workers.run_folder.remote_run import hold_run
 
 TOTAL, CUT = 31, 12  # 24 steps make an epoch
 CONFIG = small_config(
@@ -53,7 +53,9 @@ def whole(clusters: Clusters, cache: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_a_run_writes_checkpoints_as_configured(whole: Path) -> None:
-    steps = sorted(checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(whole))
+    steps = sorted(
+        checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(whole)
+    )
     aucs = {line["step"]: line["auc"] for line in lines(whole) if line["kind"] == "test"}
     best = {step for step in aucs if aucs[step] > max([0.0, *(aucs[s] for s in aucs if s < step)])}
     assert steps == sorted({*range(4, TOTAL, 4), *best, TOTAL})
@@ -61,7 +63,7 @@ def test_a_run_writes_checkpoints_as_configured(whole: Path) -> None:
     saved = {record["step"]: record for record in records if record["kind"] == "checkpoint"}
     assert sorted(saved) == steps
     for step, record in saved.items():
-        files = Checkpoint.newest_good(step_folder(whole, step), pytest.fail).manifest.files
+        files = Checkpoint.newest_valid(step_folder(whole, step), pytest.fail).manifest.files
         assert record["bytes"] == sum(size for size, _ in files.values())
         assert record["seconds_stopped"] > 0
         assert record["seconds_writing"] > 0
@@ -75,7 +77,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     """Between two lines of progress, in the middle of an epoch, with dropout and running statistics."""
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     cluster.run(train, CONFIG, cache, run, last_step=15, saved_step=CUT)
-    assert checkpoint_folders.step_of(checkpoint_folders.stored(run)[0]) == CUT
+    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
     said = [f"going on from step {CUT}: {step_folder(run, CUT)}"]
@@ -83,8 +85,8 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     assert not list(run.glob("checkpoints/*.partial"))
-    for folder in checkpoint_folders.stored(run):
-        here, there = (step_folder(each, checkpoint_folders.step_of(folder)) for each in (run, whole))
+    for folder in checkpoint_folders.list_checkpoints(run):
+        here, there = (step_folder(each, checkpoint_folders.parse_step(folder)) for each in (run, whole))
         assert Checkpoint.open(here).manifest.metrics == Checkpoint.open(there).manifest.metrics
         assert checksums(here) == checksums(there)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
@@ -122,7 +124,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert code is ExitCode.TERMINATED
     assert statuses[-1] == f"saving step {step}; again to stop at once"
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
-    assert checkpoint_folders.step_of(checkpoint_folders.stored(run)[0]) == step
+    assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == step
     assert not (run / "result.json").exists()
     said = [f"going on from step {step}: {step_folder(run, step)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == said
@@ -130,8 +132,11 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
     assert results[0]["auc"] == results[1]["auc"]
-    kept = {checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(whole)}
-    assert {checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(run)} == {*kept, step}
+    kept = {checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(whole)}
+    assert {checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(run)} == {
+        *kept,
+        step,
+    }
     if step < TOTAL:
         bests = [Checkpoint.open(step_folder(each, 28)).manifest.progress["best"] for each in (run, whole)]
         assert bests[0] == bests[1]
@@ -264,7 +269,10 @@ def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
 
     run, cluster = tmp_path / "run", clusters.get(2, 2)
     assert cluster.run(train, config(2), cache, run) == [ended(6, 2)]
-    assert [checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(run)] == [6, 2]
+    assert [checkpoint_folders.parse_step(folder) for folder in checkpoint_folders.list_checkpoints(run)] == [
+        6,
+        2,
+    ]
     result = json.loads((run / "result.json").read_text())
     assert (result["steps"], result["best"]["step"]) == (6, 2)
     with pytest.raises(
@@ -286,8 +294,8 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
     config = CONFIG.replace(checkpoint=dataclasses.replace(CONFIG.checkpoint, every_steps=CUT))
     with Proxy(store) as proxy:
         query = f"scheme=http&endpoint_override={proxy.address}"
-        there, cluster = place(f"s3://{BUCKET}/resumed?{query}"), clusters.get(2, 2)
-        with held_folder(there, is_resumed=False) as (run, _):
+        there, cluster = parse_path(f"s3://{BUCKET}/resumed?{query}"), clusters.get(2, 2)
+        with hold_run(there, is_resumed=False) as (run, _):
             pass
         proxy.plan = lambda method, path: "503" if len(proxy.seen) % 100 == 30 else None
         cluster.run(train, config, cache, run, last_step=15, saved_step=CUT)
@@ -297,8 +305,8 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
         assert cluster.run(train, config, cache, run, resume=True) == said
         assert not (run / "checkpoints").exists()
         assert lines(run) == lines(whole)
-        for found in checkpoint_folders.stored(there):
-            folder = step_folder(whole, checkpoint_folders.step_of(found))
+        for found in checkpoint_folders.list_checkpoints(there):
+            folder = step_folder(whole, checkpoint_folders.parse_step(found))
             assert tensors_of(Checkpoint.open(found)) == checksums(folder)
         assert not exists(left)
         assert len(proxy.seen) > 30  # of which some were refused

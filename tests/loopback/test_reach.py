@@ -12,7 +12,7 @@ from hybrid import transport
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.errors import CheckpointError, DataError, OutageError, StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.controller import shared_folders
 from workers.controller.shared_folders import DataLook, FolderLook, Reach
@@ -62,9 +62,9 @@ def test_a_place_in_a_store_is_looked_at_too(loopback: None, monkeypatch: pytest
     try:
         for name, value in store.environment.items():
             monkeypatch.setenv(name, value)
-        folder = place(f"s3://{BUCKET}/run/checkpoints")
+        folder = parse_path(f"s3://{BUCKET}/run/checkpoints")
         ELSEWHERE.check_checkpoints(folder)
-        assert files.entries(folder, is_deep=True) == []
+        assert files.list_entries(folder, is_deep=True) == []
         with pytest.raises(CheckpointError, match=rf"^{folder} on host {HERE} is not .* \(No such file"):
             FolderLook(folder / "probe", "token", True, "b")
     finally:

@@ -43,7 +43,7 @@ from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.reference.reference_training import Reference
 from hybrid.server.hosted_module import Hosted
 from hybrid.topology import MASTER
-from hybrid.user_code.tracebacks import words_of
+from hybrid.user_code.tracebacks import describe_error
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -225,7 +225,9 @@ def test_an_exception_of_the_backward_pass_keeps_its_place(mode: UpdateMode, rem
         job.model.stages.head = job.net.head = nn.Sequential(job.net.head, Backwards())
         with pytest.raises(KeyError) as caught:
             job.train(make_batches(multi_hot=False)[:1])
-        assert re.search(r"test_training.py:\d+, in backward: KeyError: 'mine'$", words_of(caught.value))
+        assert re.search(
+            r"test_training.py:\d+, in backward: KeyError: 'mine'$", describe_error(caught.value)
+        )
 
 
 def test_an_exception_of_the_forward_pass_names_its_layer() -> None:
@@ -234,7 +236,7 @@ def test_an_exception_of_the_forward_pass_names_its_layer() -> None:
         job.model.stages.head = job.net.head = head
         with pytest.raises(RuntimeError, match="shapes") as caught:
             job.train(make_batches(multi_hot=False)[:1])
-        assert "; in head.1 of the net, Linear(in_features=5," in words_of(caught.value)
+        assert "; in head.1 of the net, Linear(in_features=5," in describe_error(caught.value)
 
 
 def test_prediction_needs_no_labels_and_changes_nothing() -> None:

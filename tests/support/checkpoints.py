@@ -10,13 +10,13 @@ from hybrid.checkpoint import checkpoint_folders
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE, Files, shard_file
 from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.checkpoint.tensor_file import write_tensors
-from hybrid.storage.remote_path import PlaceT
+from hybrid.storage.remote_path import StoragePathT
 
 SHAPES = {"C1": (5, 3, 2)}
 SHARDS = [shard_file("C1", index, 2) for index in range(2)]
 
 
-def write_checkpoint(folder: PlaceT, step: int = 1) -> PlaceT:
+def write_checkpoint(folder: StoragePathT, step: int = 1) -> StoragePathT:
     """A whole checkpoint of one table and a net; its folder."""
     partial = checkpoint_folders.begin(folder)
     files: Files = {}
@@ -26,7 +26,7 @@ def write_checkpoint(folder: PlaceT, step: int = 1) -> PlaceT:
     return checkpoint_folders.commit(partial, Manifest(step, 2, SHAPES, files, {"auc": 0.75}, {"samples": 7}))
 
 
-def write_run(run: PlaceT, *steps: int) -> PlaceT:
+def write_run(run: StoragePathT, *steps: int) -> StoragePathT:
     """A run folder with checkpoints after these steps."""
     for step in steps:
         write_checkpoint(checkpoint_folders.step_folder(run, step), step)

@@ -12,7 +12,7 @@ from hybrid.config import RunConfig
 from hybrid.data.dataset.remote_dataset import StoreFolder
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.errors import HybridError
-from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, parse_path
 
 _BUCKET = "open"
 
@@ -36,7 +36,7 @@ def in_store(config: RunConfig, store: Store, folder: Path, address: str = "") -
         config.data, cache_folder=f"{url}?{query}", local_cache_folder=str(folder / "local")
     )
     config = config.replace(data=data)
-    ensure_prepared(config, place(url))
+    ensure_prepared(config, parse_path(url))
     return config
 
 

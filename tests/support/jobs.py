@@ -15,7 +15,7 @@ from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Metrics
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import TerminalView
 from workers.controller.dataset_session import DatasetSession
 from workers.controller.remote_trainer import Trainer
@@ -42,7 +42,7 @@ class Trained:
 
 
 @contextmanager
-def opened(cluster: Cluster, config: RunConfig, cache: Place) -> Iterator[DatasetSession]:
+def opened(cluster: Cluster, config: RunConfig, cache: StoragePath) -> Iterator[DatasetSession]:
     """A job on a running cluster."""
     session = DatasetSession(cluster.topology, config, ensure_prepared(config, cache))
     try:
@@ -51,7 +51,7 @@ def opened(cluster: Cluster, config: RunConfig, cache: Place) -> Iterator[Datase
         session.close()
 
 
-def train(cluster: Cluster, config: RunConfig, cache: Place, scratch: Path, num_steps: int) -> Trained:
+def train(cluster: Cluster, config: RunConfig, cache: StoragePath, scratch: Path, num_steps: int) -> Trained:
     """Train the first steps of an epoch on a fresh job."""
     with opened(cluster, config, cache) as session:
         before = snapshot(session)
@@ -66,14 +66,16 @@ def train(cluster: Cluster, config: RunConfig, cache: Place, scratch: Path, num_
     return Trained(losses, before, after, nets)
 
 
-def evaluate(cluster: Cluster, config: RunConfig, cache: Place, num_steps: int) -> tuple[Snapshot, Metrics]:
+def evaluate(
+    cluster: Cluster, config: RunConfig, cache: StoragePath, num_steps: int
+) -> tuple[Snapshot, Metrics]:
     """All rows after the first steps of an epoch, and the metrics of the test samples."""
     with opened(cluster, config, cache) as session:
         session.train(0, 0, num_steps, 0)
         return snapshot(session), session.evaluate(num_steps)
 
 
-def compare(cluster: Cluster, config: RunConfig, cache: Place, num_steps: int) -> None:
+def compare(cluster: Cluster, config: RunConfig, cache: StoragePath, num_steps: int) -> None:
     """Train here and in one process; DifferenceError where the results differ."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         view = TerminalView(Console(file=nowhere))

@@ -1,8 +1,8 @@
 """What a master imports to report its run, for processes to be forked from: it takes its time."""
 
-from workers.run_folder.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import temporary_font_cache
 
-with matplotlib_leaving_no_files():
+with temporary_font_cache():
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import tensorboard.compat.proto.event_pb2  # type: ignore[import-untyped]

@@ -16,10 +16,10 @@ from hybrid.data.parse.sources import RawBlock, Source
 from hybrid.data.prepare.preparation import prepare
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.data.values.targets import Targets
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
-def csv_config(*paths: Place, **keys: Any) -> RunConfig:
+def csv_config(*paths: StoragePath, **keys: Any) -> RunConfig:
     """A run on CSV files, with some keys of [data]."""
     return RunConfig(data=DataSection(format="csv", path=tuple(map(str, paths)), **keys))
 

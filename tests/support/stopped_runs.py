@@ -15,13 +15,13 @@ from support.cluster import CASE_SECONDS
 from support.commands import eventually
 from support.shards import PATIENCE_SECONDS
 
-from hybrid.checkpoint.checkpoint_folders import step_folder, stored
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import RunConfig
 from hybrid.data.prepare.dataset_location import ensure_prepared
 from hybrid.metrics import Predictions
 from hybrid.protocol.update_rules import Staleness
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
 from workers.console.progress_lines import Progress
 from workers.console.terminal import TerminalView
@@ -32,7 +32,7 @@ from workers.controller.shared_folders import Reach
 from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import Cluster
-from workers.run_folder.remote_run import store_of
+from workers.run_folder.remote_run import checkpoint_root
 from workers.signals import ASK_SIGNAL
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")
@@ -66,9 +66,9 @@ class View(TerminalView):
 
     def progress(self, progress: Progress) -> None:
         if progress.step == self._last_step:
-            there = store_of(self._run)
+            there = checkpoint_root(self._run)
             saved = step_folder(there, self._saved_step)
-            assert eventually(lambda: saved in stored(there), PATIENCE_SECONDS)
+            assert eventually(lambda: saved in list_checkpoints(there), PATIENCE_SECONDS)
             raise InterruptedRunError
 
 
@@ -100,7 +100,7 @@ class Asking(DatasetSession):
         self._ask_if_it_is(("counting staleness", step))
         return super().take_staleness(step)
 
-    def begin_save(self, folder: Place, step: int, *args: Any) -> Saving:
+    def begin_save(self, folder: StoragePath, step: int, *args: Any) -> Saving:
         self._ask_if_it_is(("saving", step))
         return super().begin_save(folder, step, *args)
 
@@ -130,7 +130,7 @@ def sessions_closed(moment: tuple[str, int]) -> Iterator[list[Asking]]:
 def train(
     cluster: Cluster,
     config: RunConfig,
-    cache: Place,
+    cache: StoragePath,
     run: Path,
     resume: bool = False,
     last_step: int = 0,
@@ -145,7 +145,7 @@ def train(
 
 
 def stop(
-    cluster: Cluster, config: RunConfig, cache: Place, run: Path, moment: tuple[str, int]
+    cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path, moment: tuple[str, int]
 ) -> tuple[ExitCode, list[str]]:
     """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
     view = View(run)
@@ -158,7 +158,7 @@ def stop(
         ), view.statuses
 
 
-def calls_of(cluster: Cluster, config: RunConfig, cache: Place, run: Path, seconds: float) -> list[int]:
+def calls_of(cluster: Cluster, config: RunConfig, cache: StoragePath, run: Path, seconds: float) -> list[int]:
     """Train where a call of the trainers is to take so long; the steps of each call."""
     view = View(run)
     with (

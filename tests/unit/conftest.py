@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET
 
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def stack() -> Iterator[ExitStack]:
 
 
 @pytest.fixture(params=["path", "url"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """An empty folder, here or in a store."""
     if request.param == "path":
         return tmp_path
     request.getfixturevalue("store")
-    return place(f"s3://{BUCKET}/{tmp_path.name}")
+    return parse_path(f"s3://{BUCKET}/{tmp_path.name}")

@@ -12,7 +12,7 @@ from support.users import needs_root
 from hybrid.config import RunConfig
 from hybrid.data.prepare.preparation import prepare
 from hybrid.errors import DataError, HybridError
-from hybrid.storage.private_files import make_folder, open_file, own_folder
+from hybrid.storage.private_files import make_folder, open_file, private_user_folder
 from workers.exit_codes import Cause
 from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.restarts import Restarts
@@ -130,12 +130,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_own_folder_is_below_the_home_unless_a_variable_says_where(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert own_folder(VARIABLE, DEFAULT, "torch") == home / ".cache/hybrid/torch"
+    assert private_user_folder(VARIABLE, DEFAULT, "torch") == home / ".cache/hybrid/torch"
     assert {mode(home / path) for path in (".cache", ".cache/hybrid", ".cache/hybrid/torch")} == {0o700}
     monkeypatch.setenv(VARIABLE, "relative")
-    assert own_folder(VARIABLE, DEFAULT) == home / ".cache/hybrid"
+    assert private_user_folder(VARIABLE, DEFAULT) == home / ".cache/hybrid"
     monkeypatch.setenv(VARIABLE, str(home / "elsewhere"))
-    assert own_folder(VARIABLE, DEFAULT) == home / "elsewhere/hybrid"
+    assert private_user_folder(VARIABLE, DEFAULT) == home / "elsewhere/hybrid"
 
 
 def test_what_others_could_change_is_not_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,20 +150,20 @@ def test_what_others_could_change_is_not_own(home: Path, monkeypatch: pytest.Mon
     ):
         before = mode(each)
         each.chmod(permissions)
-        assert (own_folder(VARIABLE, DEFAULT) == folder) == is_own, (each, permissions)
+        assert (private_user_folder(VARIABLE, DEFAULT) == folder) == is_own, (each, permissions)
         each.chmod(before)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert own_folder(VARIABLE, DEFAULT) is None, "another user's"
+    assert private_user_folder(VARIABLE, DEFAULT) is None, "another user's"
 
 
 def test_where_there_is_no_place_there_is_no_own_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / ".cache").touch()
-    assert own_folder(VARIABLE, DEFAULT) is None
+    assert private_user_folder(VARIABLE, DEFAULT) is None
     monkeypatch.setattr(
         os.path, "expanduser", lambda path: path
     )  # as for a user whom the system does not know
-    assert own_folder(VARIABLE, DEFAULT) is None
+    assert private_user_folder(VARIABLE, DEFAULT) is None
 
 
 PR_SET_DUMPABLE = 4  # linux/prctl.h
@@ -183,9 +183,9 @@ def test_the_namespace_of_a_launch_has_the_private_folders_of_its_user() -> None
                 os.setgid(ordinary)
                 os.setuid(ordinary)
                 ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # as after exec
-                is_private = own_folder(VARIABLE, DEFAULT) is not None
+                is_private = private_user_folder(VARIABLE, DEFAULT) is not None
                 enter_network_namespace()
-                os._exit(0 if is_private and own_folder(VARIABLE, DEFAULT) is not None else 1)
+                os._exit(0 if is_private and private_user_folder(VARIABLE, DEFAULT) is not None else 1)
             except PermissionError:  # this system allows ordinary users no namespaces
                 os._exit(2)
             finally:

@@ -11,7 +11,7 @@ from hybrid.config.reference_page import describe
 from hybrid.errors import ConfigError
 from hybrid.security.secret import VARIABLE, Secret
 from workers.arguments import EXPORTS, STREAM
-from workers.commands.run_request import imports, read_config
+from workers.commands.run_request import importing_torch, read_config
 
 
 def plan(options: argparse.Namespace, started_at: float) -> None:
@@ -21,7 +21,7 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
-    with imports():
+    with importing_torch():
         from hybrid.data.prepare.preparation import cache_folder
         from workers.planning.costs import MEASURED, Costs
         from workers.planning.forecast import Hosts
@@ -38,7 +38,7 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
 
 def evaluate(options: argparse.Namespace, started_at: float) -> None:
     """Print how good a run's model is."""
-    with imports():
+    with importing_torch():
         from workers.model_commands.prediction_commands import evaluate
 
     evaluate(options.run_folder, options.input, options.trust_code)
@@ -49,7 +49,7 @@ def predict(options: argparse.Namespace, started_at: float) -> None:
     if STREAM in options.input and len(options.input) > 1:
         rule = "names standard input, which cannot be read among files; name it alone, or files"
         raise ConfigError("--input", rule, STREAM)
-    with imports():
+    with importing_torch():
         from workers.model_commands.prediction_commands import predict
 
     keep = [name for names in options.keep for name in names.split(",")]
@@ -58,7 +58,7 @@ def predict(options: argparse.Namespace, started_at: float) -> None:
 
 def export(options: argparse.Namespace, started_at: float) -> None:
     """Write a run's model as files for others."""
-    with imports():
+    with importing_torch():
         from hybrid.export.name_map import NameMap
         from workers.model_commands.run_export import export_run
 
@@ -71,7 +71,7 @@ def export(options: argparse.Namespace, started_at: float) -> None:
 
 def import_(options: argparse.Namespace, started_at: float) -> None:
     """Write a run with tables of others."""
-    with imports():
+    with importing_torch():
         from hybrid.export.name_map import NameMap
         from workers.model_commands.run_import import import_tables
 

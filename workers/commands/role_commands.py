@@ -10,12 +10,18 @@ from hybrid.config import ClusterSection, RunConfig
 from hybrid.config.loading import CONFIG_FILE, load_config, own_settings, with_own
 from hybrid.errors import ConfigError, HybridError
 from hybrid.security.secret import VARIABLE, Secret
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.arguments import AUTO
 from workers.cluster_task import TrainTask
 from workers.commands.run_commands import script_task
-from workers.commands.run_request import going_on_later, imports, overrides, read_config, wanted_run
+from workers.commands.run_request import (
+    importing_torch,
+    overrides,
+    read_config,
+    report_saved_state,
+    requested_run,
+)
 from workers.console.escaping import visible
 from workers.exit_codes import ExitCode, ToldError, exit_code
 from workers.launching.forked_roles import end_with_parent
@@ -23,19 +29,19 @@ from workers.launching.scheduler_rank import ends_with_starter, index_of, master
 from workers.rendezvous.address import Address
 from workers.rendezvous.file_limit import allow_open_files
 from workers.rendezvous.shutdown_notice import dismiss
-from workers.run_folder.remote_run import held_folder
+from workers.run_folder.remote_run import hold_run
 
 
 def master_role(options: argparse.Namespace, started_at: float) -> None:
     """Be the master of a cluster whose other roles are started elsewhere."""
     _end_with_starter()
-    config, folder, is_resumed, over = wanted_run(options)
+    config, folder, is_resumed, over = requested_run(options)
     secret = _shared_secret(config.cluster)
     if over:  # the others do not know yet
         dismiss(config, secret, over)
         return
     allow_open_files(config.cluster)
-    with imports():
+    with importing_torch():
         from workers.roles import master
 
     if options.script is not None:
@@ -43,7 +49,7 @@ def master_role(options: argparse.Namespace, started_at: float) -> None:
         with _coded(master.codes_of(script)):
             master.run(config, script, secret)
         return
-    with held_folder(folder, is_resumed) as (here, _), going_on_later(here, options.command):
+    with hold_run(folder, is_resumed) as (here, _), report_saved_state(here, options.command):
         task = TrainTask(here, is_resumed, started_at)
         with _coded(master.codes_of(task)):
             master.run(config, task, secret)
@@ -70,7 +76,7 @@ def _wanted_config(options: argparse.Namespace) -> RunConfig:
     """The configuration of the run that is to be, as far as it is known without a look at its folder."""
     if options.resume in (None, AUTO):
         return read_config(options)
-    return load_config(place(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
+    return load_config(parse_path(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
 
 
 def _master_of(options: argparse.Namespace) -> str:
@@ -106,7 +112,7 @@ def other_role(options: argparse.Namespace, started_at: float) -> None:
     if options.index < 0:
         raise ConfigError("--index", "must be at least 0", options.index)
     secret = _shared_secret(with_own(RunConfig(), options.set).cluster)
-    with imports():
+    with importing_torch():
         from workers.roles.role_main import serve
 
     print(visible(f"waiting for the master at {address}"), flush=True)

@@ -12,8 +12,8 @@ from hybrid.config.loading import validate
 from hybrid.errors import ConfigError
 from workers.arguments import COMPARED_DTYPE
 from workers.cluster_task import CompareTask, OwnTask, ScriptTask, TrainTask
-from workers.commands.run_request import going_on_later, imports, read_config, wanted_run
-from workers.run_folder.remote_run import held_folder
+from workers.commands.run_request import importing_torch, read_config, report_saved_state, requested_run
+from workers.run_folder.remote_run import hold_run
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_paths import scratch_logs
 
@@ -22,10 +22,10 @@ def launch_run(options: argparse.Namespace, started_at: float) -> None:
     """Train on a cluster, started again where it fails."""
     from workers.launching.launcher import launch
 
-    config, folder, is_resumed, over = wanted_run(options)
+    config, folder, is_resumed, over = requested_run(options)
     if over:
         return
-    with held_folder(folder, is_resumed) as (here, lock), going_on_later(here, options.command):
+    with hold_run(folder, is_resumed) as (here, lock), report_saved_state(here, options.command):
         launch(config, here, TrainTask(here, is_resumed, started_at), lock)
 
 
@@ -61,7 +61,7 @@ def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int
     print("on a cluster", flush=True)
     launch(config, folder, task, lock)
     print("in one process", flush=True)
-    with imports():
+    with importing_torch():
         from workers.jobs.script_comparison import compare_script
 
     compare_script(config, task.path, task.arguments, folder / "cluster")

@@ -9,19 +9,19 @@ from typing import NamedTuple
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config
 from hybrid.errors import ConfigError
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.arguments import AUTO
 from workers.console.escaping import visible
 from workers.console.terminal import passing_status
 from workers.exit_codes import Interrupt, exit_code
 from workers.launching.preloading import lasting_imports
-from workers.run_folder.resume import check_same_model, is_over, newest_run, resumed_config
+from workers.run_folder.resume import check_same_model, is_finished, load_resumed_config, newest_run
 from workers.run_folder.run_paths import refuse_existing, run_path
-from workers.run_folder.run_state import left_behind
+from workers.run_folder.run_state import describe_saved_state
 
 
 @contextmanager
-def imports() -> Iterator[None]:
+def importing_torch() -> Iterator[None]:
     """Import torch in here, which takes seconds, and is said."""
     with passing_status() as say, lasting_imports():
         say("importing PyTorch")
@@ -39,7 +39,7 @@ def overrides(options: argparse.Namespace) -> list[str]:
     return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
 
-class WantedRun(NamedTuple):
+class RunRequest(NamedTuple):
     """The run that is to be.
 
     Attributes:
@@ -48,41 +48,41 @@ class WantedRun(NamedTuple):
     """
 
     config: RunConfig
-    folder: Place
+    folder: StoragePath
     is_resumed: bool
     over: str = ""
 
 
-def wanted_run(options: argparse.Namespace) -> WantedRun:
+def requested_run(options: argparse.Namespace) -> RunRequest:
     """The run that options name, or begin; ConfigError, or what reading it raises, where it cannot be."""
     if options.resume not in (None, AUTO):
         if options.config is not None:
             raise ConfigError(
                 "--resume", "goes on with the configuration of its run; use --set to change keys"
             )
-        run = place(options.resume)
-        return WantedRun(resumed_config(run, overrides(options), options.trust_code), run, True)
+        run = parse_path(options.resume)
+        return RunRequest(load_resumed_config(run, overrides(options), options.trust_code), run, True)
     config = read_config(options)
     newest = newest_run(config) if options.resume else None
     if newest is not None:
         check_same_model(newest, config)
         over = f"{newest} has come to its end; raise train.epochs to go on, or start a run of another name"
-        is_done = is_over(newest, config)
+        is_done = is_finished(newest, config)
         print(visible(over if is_done else f"going on with {newest}"), flush=True)
-        return WantedRun(config, newest, True, over if is_done else "")
+        return RunRequest(config, newest, True, over if is_done else "")
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
         print(visible(f"no run of {config.run.name} yet; starting {folder}"), flush=True)
-    return WantedRun(config, folder, False)
+    return RunRequest(config, folder, False)
 
 
 @contextmanager
-def going_on_later(folder: Path, command: str) -> Iterator[None]:
+def report_saved_state(folder: Path, command: str) -> Iterator[None]:
     """Have the interrupt of a run in here say what is saved of it, and how it goes on."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         why = f": {interrupt}" if str(interrupt) else ""
-        said = f"stopped{why}; {left_behind(folder, command)}"
+        said = f"stopped{why}; {describe_saved_state(folder, command)}"
         raise Interrupt(exit_code(interrupt), said) from interrupt

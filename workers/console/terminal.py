@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.config.task_sections import metric_title
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.console.data_notes import unknown_shares
 from workers.console.escaping import visible
 from workers.console.progress_lines import (
@@ -73,7 +73,7 @@ class Summary:
     best: Best | None
     best_auc: float | None
     samples_per_second: float
-    run_folder: Place
+    run_folder: StoragePath
     curves: Path
     resume: str
     evaluate: str

@@ -17,7 +17,7 @@ from hybrid.engine.model_builder import Blueprint, host_remote_net
 from hybrid.primitives.step_timings import Span
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.hosted_module import Hosted
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind, Topology
 from workers.controller.job_messages import Job
 from workers.controller.remote_trainer import Trainer
@@ -40,7 +40,7 @@ class Called(Protocol):
 
     def take_spans(self) -> list[Span]: ...
 
-    def write(self, folder: Place) -> Files: ...
+    def write(self, folder: StoragePath) -> Files: ...
 
     def close(self) -> None: ...
 

@@ -18,7 +18,7 @@ from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE
 from hybrid.errors import CheckpointError
 from hybrid.server.hosted_module import Hosted
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, Deployment
 from workers.controller.remote_trainer import Trainer
 
@@ -55,11 +55,11 @@ class Saving:
             one that is not a run's has them itself.
     """
 
-    folder: Place
+    folder: StoragePath
     manifest: Manifest
     texts: Mapping[str, str]
     reports: Mapping[str, Tensor]
-    start: Callable[[Place], Sequence[transport.Pending[Files]]]
+    start: Callable[[StoragePath], Sequence[transport.Pending[Files]]]
     is_copied: bool
     shared: Mapping[str, Path] = dataclasses.field(default_factory=dict)
 
@@ -79,7 +79,7 @@ class Saving:
             raise
         return manifest
 
-    def _write_files(self, partial: Place) -> Files:
+    def _write_files(self, partial: StoragePath) -> Files:
         """Write all files, and return once every role has written its own or failed to."""
         writers = self.start(partial.absolute())  # other roles may run in other folders
         try:
@@ -87,8 +87,8 @@ class Saving:
             for name, text in self.texts.items():
                 files |= write_text(partial, name, text)
             for name, source in self.shared.items():
-                if checkpoint_folders.is_of_run(self.folder):
-                    checkpoint_folders.share(source, self.folder, name)
+                if checkpoint_folders.belongs_to_run(self.folder):
+                    checkpoint_folders.save_vocabulary(source, self.folder, name)
                 else:
                     files |= write_copy(partial, VOCABULARIES_FILE, source)
             if self.reports:

@@ -38,7 +38,7 @@ from hybrid.metrics import Predictions
 from hybrid.primitives.step_timings import Span, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteHosted
 from hybrid.transport.shared_memory.host_aggregation import Combining, may_combine, pays
 from hybrid.transport.shared_memory.shared_block import SharedMemory
@@ -195,12 +195,12 @@ class Trainer:
         if name is not None:
             self._held = name, pack_dense(*whole)
 
-    def write(self, folder: Place) -> Files:
+    def write(self, folder: StoragePath) -> Files:
         """Write what it holds into a checkpoint folder, and let go of it."""
         (name, held), self._held = self._held, (DENSE_FILE, {})
         return write_tensors(folder, name, held)
 
-    def load(self, folder: Place, name: str) -> None:
+    def load(self, folder: StoragePath, name: str) -> None:
         """Take the dense net and its optimizer from a file of a checkpoint.
 
         Raises:

@@ -26,7 +26,7 @@ from hybrid.primitives.step_timings import Span
 from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.protocol.update_rules import Staleness, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
 from hybrid.user_code.run_signature import signed_toml
 from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, measure_matmul, table_holders
@@ -160,7 +160,7 @@ class Session:
         if self.recorded:
             transport.gather([each.call(Called.record, self.recorded) for each in self._deployed.everything])
 
-    def save(self, folder: Place, step: int, epoch: int, metrics: Metrics | None = None) -> Place:
+    def save(self, folder: StoragePath, step: int, epoch: int, metrics: Metrics | None = None) -> StoragePath:
         """Write a checkpoint of all steps taken: every worker its rows, trainer 0 the dense net, all at once.
 
         ``hybrid evaluate`` and ``hybrid predict`` read it. A model of batches of the caller's own takes the
@@ -176,7 +176,7 @@ class Session:
 
     def begin_save(
         self,
-        folder: Place,
+        folder: StoragePath,
         step: int,
         epoch: int,
         metrics: Metrics | None = None,

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from hybrid import transport
-from hybrid.checkpoint.checkpoint_files import writing
+from hybrid.checkpoint.checkpoint_files import write_errors
 from hybrid.data.dataset.dataset_manifest import FILE_NAME
 from hybrid.data.prepare.dataset_location import source_of
 from hybrid.errors import CheckpointError, DataError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import Place, RemotePath, is_url
+from hybrid.storage.remote_path import RemotePath, StoragePath, is_url
 from hybrid.topology import Role, RoleKind
 
 _PREFIX = ".seen-by-all-"
@@ -76,7 +76,7 @@ class FolderLook:
         StorageError: a store does not do what it is asked from here.
     """
 
-    def __init__(self, probe: Place, token: str, writes: bool, master: str) -> None:
+    def __init__(self, probe: StoragePath, token: str, writes: bool, master: str) -> None:
         folder = probe.parent
         try:
             is_same = files.read_text(probe) == token
@@ -115,7 +115,7 @@ class Reach:
                 [transport.create(role, DataLook, *what, timeout_seconds=_LOOK_SECONDS) for role in trainers]
             )
 
-    def check_checkpoints(self, folder: Place) -> None:
+    def check_checkpoints(self, folder: StoragePath) -> None:
         """See that all roles reach the folder of the run's checkpoints, and those that write can; as above.
 
         Raises:
@@ -150,13 +150,13 @@ def _writes(role: Role) -> bool:
 
 
 @contextmanager
-def _made(folder: Place) -> Iterator[None]:
+def _made(folder: StoragePath) -> Iterator[None]:
     """A folder that is there meanwhile; what was not there before is not there afterwards."""
     if isinstance(folder, RemotePath):  # stores have none
         yield
         return
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    with writing(folder):
+    with write_errors(folder):
         make_folder(folder)
     try:
         yield
@@ -167,7 +167,7 @@ def _made(folder: Place) -> Iterator[None]:
 
 
 @contextmanager
-def _probe(place: Place, token: str) -> Iterator[Place]:
+def _probe(place: StoragePath, token: str) -> Iterator[StoragePath]:
     """A file that holds ``token`` meanwhile."""
     try:
         files.write_bytes(place, token.encode())
@@ -186,7 +186,7 @@ def _checksum(folder: Path) -> str:
     return hashlib.sha256((folder / FILE_NAME).read_bytes()).hexdigest()
 
 
-def _not_shared(key: str, folder: Place, master: str, why: str | None) -> str:
+def _not_shared(key: str, folder: StoragePath, master: str, why: str | None) -> str:
     here = socket.gethostname()
     return (
         f"{folder} on host {here} is not that of the master's host {master} ({why}); {key} must be storage "

@@ -37,7 +37,7 @@ from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ClusterError, ConfigError, HybridError
 from hybrid.protocol.update_rules import UpdateRules
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteTables
 
 # To fill, write and read whole tables.
@@ -68,7 +68,7 @@ class TablesPlaced:
 class SaveWanted:
     """A checkpoint of the step that a script has come to."""
 
-    folder: Place
+    folder: StoragePath
     step: int
 
 
@@ -76,7 +76,7 @@ class SaveWanted:
 class LoadWanted:
     """The rows of a checkpoint."""
 
-    folder: Place
+    folder: StoragePath
     step: int
 
 
@@ -163,7 +163,7 @@ class Script:
         """Let it have what it has asked for."""
         self._answers.put(answer)
 
-    def write(self, folder: Place) -> Files:
+    def write(self, folder: StoragePath) -> Files:
         """Write the module of the step that it wants saved into a checkpoint folder."""
         return write_tensors(folder, DENSE_FILE, self._host.dense)
 
@@ -228,7 +228,7 @@ class _ClusterHost:
         assert isinstance(prepared, DataPrepared)
         return prepared.source
 
-    def save(self, folder: Place, step: int, dense: Mapping[str, Tensor]) -> None:
+    def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
         """Have the master see it written."""
         self.dense = dense
         self._ask(SaveWanted(folder.absolute(), step))

@@ -171,7 +171,7 @@ class Checkpoints:
     def _left(self) -> str:
         """What is saved of the run."""
         try:
-            before = checkpoint_folders.stored(self._run.store)
+            before = checkpoint_folders.list_checkpoints(self._run.store)
         except StorageError:  # the error that is told says why
             return "nobody can look now what of it is saved"
         return f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
@@ -197,9 +197,9 @@ class Checkpoints:
         self.best = best
 
     def _is_there(self, now: Moment) -> bool:
-        return checkpoint_folders.step_folder(self._run.store, now.step) in checkpoint_folders.stored(
-            self._run.store
-        )
+        return checkpoint_folders.step_folder(
+            self._run.store, now.step
+        ) in checkpoint_folders.list_checkpoints(self._run.store)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""

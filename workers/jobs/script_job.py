@@ -15,7 +15,7 @@ from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import HybridError
 from hybrid.server.hosted_module import Hosted
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Topology
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.terminal import TerminalView
@@ -99,7 +99,7 @@ class ScriptJob:
         tables, bulk = list(self._tables.values()), BULK_TIMEOUT_SECONDS
         transport.gather([each.call(Hosted.begin_save, False, timeout_seconds=bulk) for each in tables])
 
-        def start(partial: Place) -> list[transport.Pending[Files]]:
+        def start(partial: StoragePath) -> list[transport.Pending[Files]]:
             own = first.call(Script.write, partial, timeout_seconds=bulk)
             return [own, *(each.call(Hosted.write, partial, timeout_seconds=bulk) for each in tables)]
 

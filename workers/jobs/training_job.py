@@ -27,10 +27,10 @@ from workers.exit_codes import ExitCode
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment
 from workers.jobs.early_stopping import Patience
 from workers.jobs.run_counters import Interval, Tally
-from workers.run_folder.remote_run import store_of
-from workers.run_folder.resume import as_decided
+from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.resume import with_measured_matmul
 from workers.run_folder.run_files import RunFolder
-from workers.run_folder.run_paths import RESULT_FILE, own_command
+from workers.run_folder.run_paths import RESULT_FILE, command_name
 from workers.signals import Stop
 
 _SPANS_SHOWN = 6  # of a profile, at the end of a run
@@ -54,7 +54,7 @@ class Training:
         self._config = config
         self._tasks = config.all_tasks
         self._task = task
-        self._run = store_of(task.folder)
+        self._run = checkpoint_root(task.folder)
         self._folder: RunFolder
         self._checkpoints: Checkpoints
         self._seconds_to_first_step = math.nan
@@ -70,9 +70,9 @@ class Training:
         """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""
         data_folder = data()
         reach.check_data(data_folder)
-        reach.check_checkpoints(checkpoint_folders.folder_of(self._run))
+        reach.check_checkpoints(checkpoint_folders.checkpoints_folder(self._run))
         view.status("placing tables and building nets")
-        config = as_decided(self._task.folder, self._config) if self._task.resume else self._config
+        config = with_measured_matmul(self._task.folder, self._config) if self._task.resume else self._config
         session = DatasetSession(topology, config, data_folder)
         self._config = session.config
         for line in session.decisions:
@@ -105,12 +105,12 @@ class Training:
         """
         if not self._task.resume:
             return {}
-        if not checkpoint_folders.stored(self._run):
+        if not checkpoint_folders.list_checkpoints(self._run):
             view.note(f"{self._run} has no checkpoint: starting from the beginning")
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_good(self._run, view.note)
+        checkpoint = Checkpoint.newest_valid(self._run, view.note)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
@@ -316,9 +316,9 @@ class Training:
                 samples_per_second=rate,
                 run_folder=run_folder,
                 curves=self._folder.curves,
-                resume=f"{own_command()} launch --resume {named} --set {limit}={more}",
-                evaluate=f"{own_command()} evaluate {named}{rows}",
-                predict=f"{own_command()} predict {named}{rows} --output FILE",
+                resume=f"{command_name()} launch --resume {named} --set {limit}={more}",
+                evaluate=f"{command_name()} evaluate {named}{rows}",
+                predict=f"{command_name()} predict {named}{rows} --output FILE",
                 profile=self._profile,
                 unknown=session.reports[1].unknown,
             )

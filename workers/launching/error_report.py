@@ -3,7 +3,7 @@
 from hybrid import transport
 from hybrid.errors import HybridError
 from hybrid.topology import Role
-from hybrid.user_code.tracebacks import is_to_log, words_of
+from hybrid.user_code.tracebacks import describe_error, needs_traceback
 from workers.exit_codes import cause_of
 from workers.launching.role_outcome import Outcome
 from workers.roles.diagnosis import UnexpectedError
@@ -11,7 +11,7 @@ from workers.roles.diagnosis import UnexpectedError
 
 def describe(role: Role, error: Exception) -> Outcome:
     """What ``role`` tells the launcher of the error that ends it."""
-    message = str(error) if isinstance(error, HybridError) else f"{role}: {words_of(error)}"
+    message = str(error) if isinstance(error, HybridError) else f"{role}: {describe_error(error)}"
     return Outcome(" ".join(message.split()), cause_of(error), _logged_by(role, error))
 
 
@@ -21,4 +21,4 @@ def _logged_by(role: Role, error: Exception) -> Role | None:
         error = error.error
     if isinstance(error, transport.RemoteError):
         return error.role if error.failure.is_logged else None
-    return role if is_to_log(error) else None
+    return role if needs_traceback(error) else None

@@ -31,8 +31,8 @@ from workers.launching.restarts import Restarts
 from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import RoleProcesses
 from workers.rendezvous.file_limit import allow_open_files
-from workers.run_folder.remote_run import store_of
-from workers.run_folder.run_state import left_behind
+from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.run_state import describe_saved_state
 from workers.signals import Stop
 
 # Constructing DDP imports torch._dynamo, which takes as long as torch itself.
@@ -79,7 +79,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
             if roles.is_asked:
-                left = left_behind(folder, "launch")
+                left = describe_saved_state(folder, "launch")
                 said = f"{failure.message}; the run was asked to stop; {left}"
                 raise ToldError(said, restarts.code_of(failure))
             screen.say(restarts.after(failure))
@@ -92,7 +92,7 @@ def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
 def _server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
     """The server that forks the roles, in a network of their own where that can be."""
     with ForkServer(_PRELOAD) as server:
-        if network_namespace.is_wanted(config, store_of(folder)):
+        if network_namespace.is_wanted(config, checkpoint_root(folder)):
             try:
                 server.isolate()
             except OSError as error:

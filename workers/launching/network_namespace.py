@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hybrid.config import RunConfig
-from hybrid.storage.remote_path import Place, is_url
+from hybrid.storage.remote_path import StoragePath, is_url
 from workers.rendezvous.address import is_loopback
 from workers.rendezvous.network_interface import AUTO, LOOPBACK
 
@@ -31,7 +31,7 @@ _SIGNS_OF_NO_NETWORK = (
 )
 
 
-def is_wanted(config: RunConfig, folder: Place) -> bool:
+def is_wanted(config: RunConfig, folder: StoragePath) -> bool:
     """Whether a launch may have a network of its own: it needs none but loopback.
 
     Args:

@@ -8,8 +8,8 @@ from pathlib import Path
 from hybrid.errors import HybridError
 from workers.exit_codes import Cause, ExitCode, ToldError, code_of, may_help
 from workers.launching.role_outcome import Outcome
-from workers.run_folder.append_only_file import AppendedFile
-from workers.run_folder.run_paths import writing
+from workers.run_folder.append_only_file import AppendOnlyFile
+from workers.run_folder.run_paths import run_write_errors
 from workers.run_folder.run_state import RunState
 
 FILE_NAME = "restarts.jsonl"
@@ -77,7 +77,7 @@ class Restarts:
         }
         path = self._folder / FILE_NAME
         try:
-            with writing(path), closing(AppendedFile(path, lambda: False)) as file:
+            with run_write_errors(path), closing(AppendOnlyFile(path, lambda: False)) as file:
                 file.write(f"{json.dumps(record)}\n".encode())
         except HybridError as error:  # the run may go on without
             return f"; {error}"

@@ -14,7 +14,7 @@ from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
-from hybrid.user_code.tracebacks import log_stack
+from hybrid.user_code.tracebacks import log_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
 from workers.console.output_stream import lasting_output
 from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
@@ -23,7 +23,7 @@ from workers.launching.forked_roles import Ended, Started
 from workers.launching.role_outcome import Child, Outcome, outcome_pipe
 from workers.rendezvous.address import Address
 from workers.rendezvous.interrupt import end_now
-from workers.run_folder.run_paths import log_path, writing
+from workers.run_folder.run_paths import log_path, run_write_errors
 from workers.signals import ASK_SIGNAL
 
 # Who was told of a failure may still say what it was, and one that was killed be seen to have been.
@@ -63,7 +63,7 @@ class RoleProcesses:
             HybridError: there is no room for logs.
         """
         logs = log_path(self._folder, MASTER).parent
-        with writing(logs):
+        with run_write_errors(logs):
             make_folder(logs)
         address = Address(self._config.cluster.master_address, listener.getsockname()[1])
         for role in self._config.cluster.topology.roles:
@@ -191,7 +191,7 @@ def _role_main(
             end_now(exit_code(interrupt))
         except Exception as error:
             told.send(_outcome(role, error))
-            log_stack(error)
+            log_traceback(error)
             end_now(exit_code(error))  # threads of torch may wait for a role that is gone
 
 
@@ -220,7 +220,7 @@ def _outcome(role: Role, error: Exception) -> Outcome:
 
 def _log_to(path: Path, keep_stdout: bool) -> None:
     """Send what this process prints, torch's own messages too, to its log; the master keeps its screen."""
-    with writing(path):
+    with run_write_errors(path):
         descriptor = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 2)
     if not keep_stdout:

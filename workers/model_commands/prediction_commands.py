@@ -17,7 +17,7 @@ from hybrid.inference.trained_module import TrainedModule
 from hybrid.inference.trained_run import Trained
 from hybrid.metrics import Predictions
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.console.data_notes import data_notes, unknown_shares
 from workers.console.escaping import visible
 from workers.console.terminal import passing_status
@@ -28,7 +28,7 @@ _STREAM = "-"  # in place of input files
 _LABEL_WIDTH = 20
 
 
-def evaluate(folder: Place, inputs: Sequence[str], trust_code: bool = False) -> None:
+def evaluate(folder: StoragePath, inputs: Sequence[str], trust_code: bool = False) -> None:
     """Print the metrics of a trained model on labeled files, or on the test rows of its run."""
     model = _read_model(folder, trust_code, uses_paths=not inputs)
     with passing_status() as tell:
@@ -54,7 +54,11 @@ def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
 
 
 def predict(
-    folder: Place, inputs: Sequence[str], output: Place, keep: Sequence[str] = (), trust_code: bool = False
+    folder: StoragePath,
+    inputs: Sequence[str],
+    output: StoragePath,
+    keep: Sequence[str] = (),
+    trust_code: bool = False,
 ) -> None:
     """Write the predictions for each valid row, after the number of the row in the input.
 
@@ -95,7 +99,7 @@ def predict(
 def _input_rows(
     trained: Trained,
     inputs: Sequence[str],
-    output: Place,
+    output: StoragePath,
     passthrough: Sequence[tuple[str, str]],
     tell: Callable[[str], None],
 ) -> Rows:
@@ -115,7 +119,7 @@ def _input_rows(
 
 
 @contextmanager
-def _status(output: Place, inputs: Sequence[str]) -> Iterator[Callable[[str], None]]:
+def _status(output: StoragePath, inputs: Sequence[str]) -> Iterator[Callable[[str], None]]:
     """Show progress, unless rows go to standard output or come from standard input."""
     if output == STDOUT or _STREAM in inputs:
         yield lambda text: None
@@ -124,7 +128,7 @@ def _status(output: Place, inputs: Sequence[str]) -> Iterator[Callable[[str], No
             yield tell
 
 
-def check_new(output: Place) -> None:
+def check_new(output: StoragePath) -> None:
     """Raise HybridError if the output exists, or its store refuses."""
     if output != STDOUT and storage.exists(output):
         raise HybridError(f"{output}: exists already; choose another --output, or remove it")
@@ -135,7 +139,7 @@ def warn(line: str) -> None:
     print(visible(line), file=sys.stderr)
 
 
-def _read_model(folder: Place, trust_code: bool, *, uses_paths: bool) -> TrainedModule:
+def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> TrainedModule:
     """Read the best checkpoint of a run, or a given one; the tables stay in their files."""
     with passing_status() as tell:
         tell("reading the model")

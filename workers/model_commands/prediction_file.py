@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 
 from hybrid.data.values.column_values import is_list
 from hybrid.errors import HybridError
-from hybrid.storage.files import Writer, writing
+from hybrid.storage.files import Writer, open_writer
 from hybrid.storage.private_files import open_file
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.exit_codes import ExitCode
 
 ROW = "row"  # the column that counts the rows of the input
@@ -36,7 +36,7 @@ class PredictionWriter(Protocol):
         ...
 
 
-def prediction_file(output: Place) -> AbstractContextManager[PredictionWriter]:
+def prediction_file(output: StoragePath) -> AbstractContextManager[PredictionWriter]:
     """A file to write; it is there once all is written, and else nothing is left of it.
 
     To :data:`STDOUT` rows go as they are written. Where nobody reads them any more, the process ends.
@@ -60,7 +60,7 @@ def _standard_output() -> Iterator[PredictionWriter]:
 
 
 @contextmanager
-def _file(output: Place) -> Iterator[PredictionWriter]:
+def _file(output: StoragePath) -> Iterator[PredictionWriter]:
     try:
         with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as file:
             if output.suffix == _PARQUET:
@@ -89,7 +89,7 @@ def _renamed(output: Path) -> Iterator[IO[bytes]]:
 @contextmanager
 def _sent(output: RemotePath) -> Iterator[IO[bytes]]:
     """A file of a store, which is there once it is whole: one upload, as it is written."""
-    with writing(output) as stream, _Upload(stream) as file:
+    with open_writer(output) as stream, _Upload(stream) as file:
         yield cast(IO[bytes], file)
 
 

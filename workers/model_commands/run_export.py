@@ -17,15 +17,15 @@ from hybrid.inference.trained_module import TrainedModule
 from hybrid.inference.trained_run import Trained
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.console.escaping import visible
 from workers.console.terminal import passing_status
 from workers.model_commands.prediction_commands import check_new, measure, warn
 
 
 def export_run(
-    folder: Place,
-    output: Place,
+    folder: StoragePath,
+    output: StoragePath,
     formats: Sequence[str],
     dtype: str | None,
     names: NameMap,
@@ -97,7 +97,7 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
 
 
 @contextmanager
-def _new_folder(output: Place) -> Iterator[Path]:
+def _new_folder(output: StoragePath) -> Iterator[Path]:
     """A folder to write into, which is ``output`` once everything is in it, and else nothing of it."""
     try:
         with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as folder:

@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, writing
+from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_errors
 from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config.loading import CONFIG_FILE
@@ -10,12 +10,12 @@ from hybrid.export.name_map import NameMap
 from hybrid.export.state_dicts import stored_tensors
 from hybrid.export.table_import import check_fit, write_imported
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.console.escaping import visible
 from workers.model_commands.prediction_commands import check_new, warn
 
 
-def import_tables(source: Place, base: Place, output: Place, names: NameMap) -> None:
+def import_tables(source: StoragePath, base: StoragePath, output: StoragePath, names: NameMap) -> None:
     """Write a run, or a checkpoint, like another one, with the rows of some tables from a file.
 
     Args:
@@ -30,7 +30,7 @@ def import_tables(source: Place, base: Place, output: Place, names: NameMap) -> 
         CheckpointError: ``base`` holds no checkpoint, or the output cannot be written.
     """
     check_new(output)
-    stored = Checkpoint.newest_good(base, warn)
+    stored = Checkpoint.newest_valid(base, warn)
     is_run = not storage.exists(base / MANIFEST_FILE)
     with stored_tensors(source) as tensors:
         sources = names.sources(tensors, stored.manifest.tables, str(source))
@@ -50,15 +50,15 @@ def import_tables(source: Place, base: Place, output: Place, names: NameMap) -> 
     print(visible(f"{'wrote':<20}{folder}, all else as in {stored.folder}"))
 
 
-def _remove_empty(folder: Place) -> None:
+def _remove_empty(folder: StoragePath) -> None:
     """Remove a folder without files; a store makes one where its last file is removed."""
-    if not storage.entries(folder, is_deep=True):
+    if not storage.list_entries(folder, is_deep=True):
         storage.remove(folder)
 
 
-def _write_config(stored: Checkpoint, base: Place, output: Place) -> None:
+def _write_config(stored: Checkpoint, base: StoragePath, output: StoragePath) -> None:
     """Write the configuration of a copy of a run, without which nobody goes on with it."""
     config = base / CONFIG_FILE
-    with writing(output):
+    with write_errors(output):
         text = storage.read_bytes(config if storage.exists(config) else stored.parts / CONFIG_FILE)
         storage.write_bytes(output / CONFIG_FILE, text)

@@ -9,7 +9,7 @@ from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.console.terminal import passing_status
 
 
@@ -20,7 +20,7 @@ class Expected(NamedTuple):
     ids_per_sample: Mapping[str, float]
 
 
-def expected_data(config: RunConfig, cache: Place, ids_per_sample: float | None = None) -> Expected:
+def expected_data(config: RunConfig, cache: StoragePath, ids_per_sample: float | None = None) -> Expected:
     """What the training samples of ``config`` hold; they are prepared where only they tell.
 
     The built-in click log is known. Hashing makes tables of a size that is known, but how many ids a column

@@ -13,7 +13,7 @@ from hybrid.embedding.pooling_side import pooling_bytes
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.traffic import Traffic
 from hybrid.engine.table_setup import samples_of_lookup, wire_bytes_per_value
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.planning.costs import Costs
 from workers.planning.demand import Demand, demand, why_not_modelled
 from workers.planning.expected_data import expected_data
@@ -23,7 +23,7 @@ _MOST_REASONS = 3
 
 
 def print_plan(
-    config: RunConfig, cache: Place, hosts: Hosts, costs: Costs, ids_per_sample: float | None
+    config: RunConfig, cache: StoragePath, hosts: Hosts, costs: Costs, ids_per_sample: float | None
 ) -> None:
     """Print the shards of every table, what each worker holds and moves, and what limits the whole.
 

@@ -11,7 +11,7 @@ from hybrid.storage.private_files import open_file
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
-class AppendedFile:
+class AppendOnlyFile:
     """Adds to a file, which is made where there is none.
 
     Args:

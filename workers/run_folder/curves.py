@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybrid.config.task_sections import metric_title
 from hybrid.storage.private_files import open_file
-from workers.run_folder.run_paths import writing_temporarily
+from workers.run_folder.run_paths import scratch_write_errors
 from workers.run_folder.run_state import Record
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _PLACES = {"left": 0.06, "right": 0.98, "bottom": 0.11, "top": 0.95, "wspace": 0
 
 
 @contextmanager
-def matplotlib_leaving_no_files() -> Iterator[None]:
+def temporary_font_cache() -> Iterator[None]:
     """Use matplotlib in here: its font cache then goes to a folder that is deleted again.
 
     Where the user has set MPLCONFIGDIR, that folder is used.
@@ -39,7 +39,7 @@ def matplotlib_leaving_no_files() -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        with writing_temporarily():
+        with scratch_write_errors():
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="matplotlib-"))
         os.environ["MPLCONFIGDIR"] = folder
         try:
@@ -48,7 +48,7 @@ def matplotlib_leaving_no_files() -> Iterator[None]:
             del os.environ["MPLCONFIGDIR"]
 
 
-@matplotlib_leaving_no_files()
+@temporary_font_cache()
 def draw_curves(records: list[Record], path: Path, score: str = "auc") -> None:
     """Draw what has been logged into a PNG file.
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from hybrid.errors import HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.private_files import own_folder, refuse_link
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.private_files import private_user_folder, refuse_link
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 from workers.run_folder.run_lock import run_lock
-from workers.run_folder.run_paths import writing
+from workers.run_folder.run_paths import run_write_errors
 
 _STORE_FILE = ".store"  # holds the URL
 _DIGITS = 12
@@ -25,7 +25,7 @@ _DIGITS = 12
 _CLOCKS_NS = 60_000_000_000
 
 
-def store_of(folder: Path) -> Place:
+def checkpoint_root(folder: Path) -> StoragePath:
     """Where a run with this folder keeps its checkpoints: the store that it names, or itself.
 
     Raises:
@@ -35,7 +35,7 @@ def store_of(folder: Path) -> Place:
     if not os.path.lexists(path):
         return folder
     try:
-        run, status = place(path.read_text(encoding="utf-8")), folder.stat()
+        run, status = parse_path(path.read_text(encoding="utf-8")), folder.stat()
     except (OSError, ValueError) as error:
         raise HybridError(f"{path}: cannot be read: {error}; remove it") from error
     is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
@@ -46,7 +46,7 @@ def store_of(folder: Path) -> Place:
 
 
 @contextmanager
-def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
+def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
     """Hold the folder here of a run: itself or, of one in a store, what is sent there now and then.
 
     A run that goes on has its files as the store has them: whoever was at it last has sent them. What may
@@ -67,7 +67,7 @@ def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
         return
     here = _folder_here(run)
     with run_lock(here) as lock:
-        with writing(here):
+        with run_write_errors(here):
             (here / _STORE_FILE).write_text(str(run), encoding="utf-8")
         print(f"logs and metrics are kept in {here}, and sent to {run} with each checkpoint", flush=True)
         if is_resumed:
@@ -77,12 +77,12 @@ def held_folder(run: Place, is_resumed: bool) -> Iterator[tuple[Path, int]]:
         except BaseException as error:
             _send_after(here, error)
             raise
-        send(here)
+        upload(here)
 
 
 def _folder_here(run: RemotePath) -> Path:
     digest = hashlib.sha256(str(run).encode()).hexdigest()[:_DIGITS]
-    base = own_folder("XDG_STATE_HOME", ".local/state", "runs")
+    base = private_user_folder("XDG_STATE_HOME", ".local/state", "runs")
     if base is None:
         rule = "a run in a store needs a private folder on this machine"
         raise HybridError(f"{run}: {rule}; set XDG_STATE_HOME to one that only you can write to")
@@ -90,32 +90,32 @@ def _folder_here(run: RemotePath) -> Path:
 
 
 def _fetch(here: Path, store: RemotePath) -> None:
-    for found in files.entries(store):
+    for found in files.list_entries(store):
         if not found.is_folder:
             content = files.read_bytes(found.place)
-            with writing(here):
+            with run_write_errors(here):
                 (here / found.place.name).write_bytes(content)
 
 
 def _send_after(here: Path, error: BaseException) -> None:
     """Send what a run has left that ends with ``error``, which remains what is said."""
     try:
-        send(here)
+        upload(here)
     except StorageError as trouble:
         print(f"{trouble}; {here} has all of it", file=sys.stderr, flush=True)
 
 
-def send(here: Path) -> None:
+def upload(here: Path) -> None:
     """Send what may have changed since the last time.
 
     Raises:
         StorageError: the store does not take it.
     """
-    store = store_of(here)
+    store = checkpoint_root(here)
     if not isinstance(store, RemotePath):
         return
-    there = {each.place: each for each in files.entries(store)}
-    there |= {each.place: each for each in files.entries(store / "logs")}
+    there = {each.place: each for each in files.list_entries(store)}
+    there |= {each.place: each for each in files.list_entries(store / "logs")}
     for path in sorted(here.rglob("*")):
         within = path.relative_to(here)
         if any(part.startswith(".") for part in within.parts) or not path.is_file():
@@ -126,9 +126,9 @@ def send(here: Path) -> None:
             files.copy(path, store / str(within))
 
 
-def drop(here: Path, name: str) -> None:
+def remove_file(here: Path, name: str) -> None:
     """Remove a file of a run, here and in its store."""
     (here / name).unlink(missing_ok=True)
-    store = store_of(here)
+    store = checkpoint_root(here)
     if isinstance(store, RemotePath):
         files.remove(store / name)

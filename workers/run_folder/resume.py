@@ -10,14 +10,14 @@ from hybrid.config.sections import NAMED_KEYS
 from hybrid.config.validation import why_not_onednn
 from hybrid.errors import ConfigError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.user_code.run_signature import load_run_config
 from workers.run_folder.run_paths import RESULT_FILE, runs_named
 
 _LIMITS = ("epochs", "max_steps", "patience")  # keys of [train] that say when a run ends
 
 
-def resumed_config(run: Place, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
+def load_resumed_config(run: StoragePath, overrides: Sequence[str], trust_code: bool = False) -> RunConfig:
     """The configuration of a run that goes on: its own, with overrides.
 
     Args:
@@ -34,7 +34,7 @@ def resumed_config(run: Place, overrides: Sequence[str], trust_code: bool = Fals
     return config
 
 
-def check_same_model(run: Place, config: RunConfig) -> None:
+def check_same_model(run: StoragePath, config: RunConfig) -> None:
     """ConfigError where ``run`` cannot go on with ``config``, since it has another model or other data."""
     before, now = fixed_values(load_config(run / CONFIG_FILE, is_stored=True)), fixed_values(config)
     for dotted in before | now:
@@ -53,7 +53,7 @@ def _left_out(dotted: str) -> object:
     return list(default) if isinstance(default, tuple) else default
 
 
-def as_decided(run: Path, config: RunConfig) -> RunConfig:
+def with_measured_matmul(run: Path, config: RunConfig) -> RunConfig:
     """``config`` with whose products ``run`` has measured and taken, where it leaves that to be measured.
 
     A launcher starts a failed run again with the configuration that it was given itself.
@@ -64,13 +64,15 @@ def as_decided(run: Path, config: RunConfig) -> RunConfig:
     return config.replace(dense=dataclasses.replace(config.dense, matmul=decided))
 
 
-def newest_run(config: RunConfig) -> Place | None:
+def newest_run(config: RunConfig) -> StoragePath | None:
     """The newest run of this name, or that in run.folder; None where there is none."""
-    runs: list[Place] = [place(config.run.folder)] if config.run.folder else [*runs_named(config.run.name)]
+    runs: list[StoragePath] = (
+        [parse_path(config.run.folder)] if config.run.folder else [*runs_named(config.run.name)]
+    )
     return next((run for run in runs if files.is_file(run / CONFIG_FILE)), None)
 
 
-def is_over(run: Place, config: RunConfig) -> bool:
+def is_finished(run: StoragePath, config: RunConfig) -> bool:
     """Whether a run has come to its end, and ``config`` asks for no other one."""
     if not files.exists(run / RESULT_FILE):
         return False

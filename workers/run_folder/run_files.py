@@ -22,10 +22,10 @@ from hybrid.metrics import Metrics
 from hybrid.storage.private_files import make_folder, open_file
 from hybrid.user_code.run_signature import signed_toml
 from workers.console.progress_lines import Progress
-from workers.run_folder.append_only_file import AppendedFile
+from workers.run_folder.append_only_file import AppendOnlyFile
 from workers.run_folder.curves import draw_curves
-from workers.run_folder.remote_run import drop, send, store_of
-from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, writing
+from workers.run_folder.remote_run import checkpoint_root, remove_file, upload
+from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, refuse_existing, run_write_errors
 from workers.run_folder.run_state import read_records
 from workers.step_profile import Profile
 
@@ -43,10 +43,10 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.store = store_of(path)
+        self.store = checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
-        with writing(self._metrics_path):
-            self._metrics = AppendedFile(self._metrics_path, lambda: self.make_room())
+        with run_write_errors(self._metrics_path):
+            self._metrics = AppendOnlyFile(self._metrics_path, lambda: self.make_room())
         self._events = _EventFile(path, lambda: self.make_room())
         self.make_room: Callable[[], bool] = lambda: False
 
@@ -54,7 +54,7 @@ class RunFolder:
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
         """Start the folder of a new run; ConfigError where ``path`` holds one already."""
         refuse_existing(path)
-        with writing(path):
+        with run_write_errors(path):
             make_folder(path)
         _write_text(path / CONFIG_FILE, signed_toml(config))
         _write_text(path / "versions.json", _json(_versions()))
@@ -69,9 +69,9 @@ class RunFolder:
         Args:
             is_evaluated: whether the evaluation that is due after ``step``, if one is, has been.
         """
-        with writing(path):
+        with run_write_errors(path):
             make_folder(path)
-            drop(path, RESULT_FILE)
+            remove_file(path, RESULT_FILE)
         if (path / METRICS_FILE).exists():
             last = {"test": step if is_evaluated else step - 1}
             records = read_records(path / METRICS_FILE)
@@ -131,34 +131,34 @@ class RunFolder:
 
     def sync(self) -> None:
         """See what has been logged safely on the disk and, of a run in a store, there."""
-        with writing(self._metrics_path):
+        with run_write_errors(self._metrics_path):
             self._metrics.sync()
-        send(self.path)
+        upload(self.path)
 
     def write_profile(self, profile: Profile) -> Path:
         """Write the profile; the folder that holds it."""
         folder = self.path / "profile"
-        with writing(folder):
+        with run_write_errors(folder):
             profile.write(folder)
         return folder
 
     def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
         """Draw the curves, with that of the metric ``score``, and write the outcome."""
-        with writing(self.curves):
+        with run_write_errors(self.curves):
             draw_curves(read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:
         """Close the files; what has been logged is on disk before that."""
         try:
-            with writing(self._metrics_path):
+            with run_write_errors(self._metrics_path):
                 self._metrics.close()
         finally:
             self._events.close()
 
     def _append(self, kind: str, step: int, numbers: Mapping[str, float], **more: Any) -> None:
         record = {"kind": kind, "step": step, "time": round(time.time(), 3), **numbers, **more}
-        with writing(self._metrics_path):
+        with run_write_errors(self._metrics_path):
             self._metrics.write(f"{json.dumps(_finite(record), allow_nan=False)}\n".encode())
 
 
@@ -173,8 +173,8 @@ class _EventFile:
 
         self._event, self._session_log, self._summary = Event, SessionLog, Summary
         self._path = folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        with writing(self._path):
-            self._file = AppendedFile(self._path, make_room)
+        with run_write_errors(self._path):
+            self._file = AppendOnlyFile(self._path, make_room)
         self._records = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
 
@@ -189,18 +189,18 @@ class _EventFile:
         self._add(step=step, session_log=self._session_log(status=self._session_log.START))
 
     def close(self) -> None:
-        with writing(self._path):
+        with run_write_errors(self._path):
             self._file.close()
 
     def _add(self, **fields: Any) -> None:
-        with writing(self._path):
+        with run_write_errors(self._path):
             self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _write_text(path: Path, text: str) -> None:
     """Write a whole file or, where that fails, leave the old one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with writing(path):
+    with run_write_errors(path):
         try:
             with open(unfinished, "w", encoding="utf-8", opener=open_file) as file:
                 file.write(text)

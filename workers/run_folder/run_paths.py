@@ -14,7 +14,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.errors import ConfigError, HybridError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import Role
 
 RUNS = Path("runs")
@@ -23,10 +23,10 @@ RESULT_FILE = "result.json"  # there only if the run came to its end
 _RUN_FILES = (CONFIG_FILE, METRICS_FILE, RESULT_FILE)
 
 
-def run_path(config: RunConfig) -> Place:
+def run_path(config: RunConfig) -> StoragePath:
     """The folder of a new run: run.folder, or one named after the run and the time."""
     if config.run.folder:
-        return place(config.run.folder)
+        return parse_path(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 2
     while path.exists():  # another run of the same second
@@ -45,7 +45,7 @@ def runs_named(name: str) -> list[Path]:
     return sorted(started, key=lambda path: started[path], reverse=True)
 
 
-def refuse_existing(path: Place) -> None:
+def refuse_existing(path: StoragePath) -> None:
     """ConfigError where ``path`` holds a run, or is no folder."""
     if files.is_file(path):
         raise ConfigError("run.folder", "is a file; choose another", str(path))
@@ -59,7 +59,7 @@ def log_path(run: Path, role: Role) -> Path:
 
 
 @contextmanager
-def writing(path: Path, elsewhere: str = "set run.folder to another place") -> Iterator[None]:
+def run_write_errors(path: Path, elsewhere: str = "set run.folder to another place") -> Iterator[None]:
     """Turn an OSError in here into one line for the user, that ``path`` cannot be written.
 
     Args:
@@ -72,15 +72,15 @@ def writing(path: Path, elsewhere: str = "set run.folder to another place") -> I
         raise HybridError(f"{path}: cannot be written: {why}; make room there, or {elsewhere}") from error
 
 
-def writing_temporarily() -> AbstractContextManager[None]:
+def scratch_write_errors() -> AbstractContextManager[None]:
     """The same, for the system's temporary folder."""
-    return writing(Path(tempfile.gettempdir()), "set TMPDIR to another place")
+    return run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another place")
 
 
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
     """A folder for the logs of a cluster that leaves no run; it stays only where an error points to it."""
-    with writing_temporarily():
+    with scratch_write_errors():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     is_wanted = False
     try:
@@ -93,7 +93,7 @@ def scratch_logs(prefix: str) -> Iterator[Path]:
             shutil.rmtree(folder)
 
 
-def own_command() -> str:
+def command_name() -> str:
     """How the user can call this program from the current folder."""
     script = Path(sys.executable).with_name("hybrid")
     if shutil.which("hybrid"):

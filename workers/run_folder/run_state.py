@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from hybrid.checkpoint import checkpoint_folders
-from hybrid.storage.remote_path import Place
-from workers.run_folder.remote_run import store_of
-from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, own_command
+from hybrid.storage.remote_path import StoragePath
+from workers.run_folder.remote_run import checkpoint_root
+from workers.run_folder.run_paths import METRICS_FILE, RESULT_FILE, command_name
 
 # A line of metrics.jsonl.
 Record: TypeAlias = dict[str, Any]
@@ -39,7 +39,10 @@ class RunState:
         """The state of a run folder, which may be empty or missing."""
         log = folder / METRICS_FILE
         return cls(
-            _logged_step(log), newest_step(store_of(folder)), _version(log), _version(folder / RESULT_FILE)
+            _logged_step(log),
+            newest_step(checkpoint_root(folder)),
+            _version(log),
+            _version(folder / RESULT_FILE),
         )
 
     @property
@@ -52,7 +55,7 @@ class RunState:
         return self.log != before.log and self.logged_step > before.resumed_step
 
 
-def left_behind(folder: Path, command: str) -> str:
+def describe_saved_state(folder: Path, command: str) -> str:
     """What a run that was stopped has saved and lost, and how it goes on.
 
     Args:
@@ -63,13 +66,13 @@ def left_behind(folder: Path, command: str) -> str:
     said = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
     if state.checkpoint_step is None:
         return "; ".join(["nothing is saved", *said])
-    again = f"{own_command()} {command} --resume {shlex.quote(str(store_of(folder)))}"
+    again = f"{command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
     return "; ".join([f"step {state.checkpoint_step} is saved", *said, f"to go on: {again}"])
 
 
-def newest_step(folder: Place) -> int | None:
+def newest_step(folder: StoragePath) -> int | None:
     """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
-    return next(map(checkpoint_folders.step_of, checkpoint_folders.stored(folder)), None)
+    return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
 
 
 def read_records(path: Path) -> list[Record]:

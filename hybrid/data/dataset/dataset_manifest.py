@@ -15,7 +15,7 @@ from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import read_bytes
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
 FILE_NAME = "manifest.json"
@@ -120,7 +120,7 @@ class DataManifest:
         (folder / FILE_NAME).write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, path: Place, rule: str = "") -> DataManifest:
+    def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
         """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version.
 
         Args:

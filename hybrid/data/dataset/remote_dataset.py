@@ -40,7 +40,7 @@ from hybrid.data.dataset.prepared_dataset import map_arrays
 from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import DataError
 from hybrid.primitives.progress import Progress, ignore_progress
-from hybrid.storage.files import read_bytes, writing
+from hybrid.storage.files import open_writer, read_bytes
 from hybrid.storage.object_stores import asking
 from hybrid.storage.remote_path import RemotePath
 
@@ -83,7 +83,7 @@ class StoreFolder:
 
     def write(self, name: str, blocks: Iterator[bytes]) -> None:
         """Write a file, which appears once it is complete."""
-        with writing(self._folder / name) as file:
+        with open_writer(self._folder / name) as file:
             for block in blocks:
                 file.write(block)
 

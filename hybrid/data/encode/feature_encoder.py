@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.checkpoint.checkpoint_folders import shared_file
+from hybrid.checkpoint.checkpoint_folders import vocabulary_path
 from hybrid.config import ColumnSection, DataSection, TableSection
 from hybrid.data.encode.fitting import (
     FittedStatistics,
@@ -40,7 +40,7 @@ from hybrid.data.values.scaling import BlockMoments, DenseEncoding, scaled
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import exists, read_text
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
 FORMAT_VERSION = 4
@@ -192,7 +192,7 @@ class FeatureEncoder:
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Place) -> FeatureEncoder:
+    def load(cls, folder: StoragePath) -> FeatureEncoder:
         """What ``save`` wrote, or ``text`` gave; DataError where it is not there or of another version."""
         path = folder / FILE_NAME
         try:
@@ -224,7 +224,7 @@ def vocabularies_of(folder: Path) -> dict[str, Path]:
     return {_kept_name(content["vocabularies"]): folder / VOCABULARIES_FILE}
 
 
-def vocabularies_place(folder: Place) -> Place | None:
+def vocabularies_place(folder: StoragePath) -> StoragePath | None:
     """Where the vocabularies are of prepared data or of a checkpoint; None where they are in features.json.
 
     Raises:
@@ -238,14 +238,14 @@ def vocabularies_place(folder: Place) -> Place | None:
     return None if sha256 is None else _found(folder, sha256)
 
 
-def _vocabularies(folder: Place, sha256: Any) -> list[Vocabulary]:
+def _vocabularies(folder: StoragePath, sha256: Any) -> list[Vocabulary]:
     return read_vocabularies(_found(folder, sha256), sha256)
 
 
-def _found(folder: Place, sha256: Any) -> Place:
+def _found(folder: StoragePath, sha256: Any) -> StoragePath:
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise TypeError("vocabularies must be a checksum")
-    beside, kept = folder / VOCABULARIES_FILE, shared_file(folder.absolute(), _kept_name(sha256))
+    beside, kept = folder / VOCABULARIES_FILE, vocabulary_path(folder.absolute(), _kept_name(sha256))
     for place in (beside, kept):
         if exists(place):
             return place

@@ -14,8 +14,8 @@ from hybrid.data.encode.vocabulary import Vocabulary
 from hybrid.data.parse import checksums
 from hybrid.data.parse.parquet_blocks import check_claims
 from hybrid.errors import DataError
-from hybrid.storage.files import local
-from hybrid.storage.remote_path import Place
+from hybrid.storage.files import local_copy
+from hybrid.storage.remote_path import StoragePath
 
 VOCABULARIES_FILE = "vocabularies.parquet"
 _COLUMN, _SIZES = "value", b"sizes"
@@ -39,14 +39,14 @@ def write_vocabularies(path: Path, vocabularies: Sequence[Vocabulary]) -> None:
             writer.write_table(pa.table([each.texts], schema), _GROUP_ROWS)
 
 
-def read_vocabularies(place: Place, sha256: str) -> list[Vocabulary]:
+def read_vocabularies(place: StoragePath, sha256: str) -> list[Vocabulary]:
     """What ``write_vocabularies`` wrote.
 
     Raises:
         DataError: it is not there, or altered: it has not this checksum.
     """
     try:
-        with local(place, sha256) as path:
+        with local_copy(place, sha256) as path:
             return _read(path, str(place), sha256)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, pa.ArrowException) as error:
         raise DataError(f"{place}: cannot be read ({error})") from error

@@ -5,19 +5,19 @@ import io
 from pathlib import Path
 
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 NUM_BLOCKS = 32
 BLOCK_BYTES = 32 << 10
 
 
-def sampled(path: Place) -> str:
+def sampled(path: StoragePath) -> str:
     """A checksum of the size and of 32 blocks of 32 KiB, evenly spread, the first and the last included.
 
     A file of no more than 1 MiB is read whole. What is altered elsewhere in a larger one goes unseen.
     """
     digest = hashlib.sha256()
-    with files.reading(path, ahead=0) as file:
+    with files.open_reader(path, ahead=0) as file:
         size = file.seek(0, io.SEEK_END)
         digest.update(size.to_bytes(8, "little"))
         last = max(0, size - BLOCK_BYTES)

@@ -17,7 +17,7 @@ from hybrid.data.values.canonical import canonical_text
 from hybrid.data.values.invalid_rows import shown
 from hybrid.data.values.targets import TargetSpec
 from hybrid.errors import ConfigError, DataError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 CRITEO_SPARSE = tuple(f"C{i}" for i in range(1, 27))
@@ -103,7 +103,7 @@ class Layout:
         targets = {name for _, name in self.targets.columns() if name not in features}
         return tuple(name for name in self.data.columns if name not in targets)
 
-    def require(self, names: Sequence[str], path: Place) -> None:
+    def require(self, names: Sequence[str], path: StoragePath) -> None:
         """Check that ``path``, whose columns are ``names``, has every wanted one, once.
 
         Raises:

@@ -33,7 +33,7 @@ from hybrid.data.parse.text_lines import (
 )
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.errors import DataError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 MAX_BLOCK_BYTES = 1 << 30
 PEEK_BYTES = 1 << 20
@@ -67,7 +67,7 @@ class TableBlock(NamedTuple):
     bad: list[InvalidRow]
 
 
-def read_text(path: Place, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
+def read_text(path: StoragePath, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
     """The wanted columns of a text file, plain or gzip, as blocks of strings.
 
     Raises:
@@ -80,7 +80,7 @@ def read_text(path: Place, layout: Layout, block_bytes: int = BLOCK_BYTES) -> It
 
 
 def read_span(
-    path: Place, chunks: Iterator[bytes], layout: Layout, *, is_first: bool, is_last: bool
+    path: StoragePath, chunks: Iterator[bytes], layout: Layout, *, is_first: bool, is_last: bool
 ) -> Iterator[TableBlock]:
     """The wanted columns of a part of a text file; its lines are numbered from 1.
 
@@ -98,7 +98,7 @@ def read_span(
     yield from _tables(path, head, ended, layout, is_first=is_first)
 
 
-def record_start(path: Place, at: int, layout: Layout) -> int:
+def record_start(path: StoragePath, at: int, layout: Layout) -> int:
     """Where the first row begins that is not whole in the bytes before ``at`` of a plain text file.
 
     Raises:
@@ -124,7 +124,7 @@ def record_start(path: Place, at: int, layout: Layout) -> int:
     return start + (int(ends[-num_open - 1]) + 1 if num_open < len(ends) else 0)
 
 
-def read_stream(path: Place, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
+def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
     """The wanted columns of plain text that comes bit by bit, each row as soon as it is there.
 
     Args:
@@ -149,7 +149,7 @@ def read_stream(path: Place, chunks: Iterator[bytes], layout: Layout) -> Iterato
 
 
 def _tables(
-    path: Place,
+    path: StoragePath,
     head: bytes,
     blocks: Iterator[_Ended],
     layout: Layout,
@@ -281,7 +281,7 @@ class _Parser:
         return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
 
 
-def _column_names(path: Place, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
+def _column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """The names of the file's columns by position, and how many lines the header takes with it."""
     refuse_binary(path, head)
     text = head.decode("utf-8-sig", errors="replace")

@@ -9,7 +9,7 @@ from hybrid.config import DataSection
 from hybrid.data.parse import checksums
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class InputFile:
         real_path: without links.
         size, modified_ns: as the system, or the store, has them.
         sampled: see :func:`hybrid.data.parse.checksums.sampled`; in a store, what this calls the content
-            (:func:`hybrid.storage.files.tag`), where it does.
+            (:func:`hybrid.storage.files.content_tag`), where it does.
         whole: a checksum of all of it (``data.checksum = whole``), or empty.
     """
 
@@ -33,13 +33,13 @@ class InputFile:
     whole: str
 
     @classmethod
-    def of(cls, path: Place, is_whole: bool) -> InputFile:
+    def of(cls, path: StoragePath, is_whole: bool) -> InputFile:
         """What is at ``path`` now; DataError or StorageError where it cannot be read."""
         try:
-            found = storage.existing(path)
-            whole = storage.checksum(path) if is_whole else ""
+            found = storage.require_file(path)
+            whole = storage.compute_checksum(path) if is_whole else ""
             if isinstance(path, RemotePath):
-                real_path, sampled = str(path), storage.tag(path) or checksums.sampled(path)
+                real_path, sampled = str(path), storage.content_tag(path) or checksums.sampled(path)
             else:
                 real_path, sampled = str(path.resolve()), checksums.sampled(path)
         except StorageError:
@@ -54,7 +54,7 @@ class InputFile:
         return self.sampled == other.sampled and (self.whole == other.whole or not both_whole)
 
 
-def list_files(paths: Sequence[str], key: str) -> tuple[Place, ...]:
+def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
     """The files that ``paths`` name, a folder standing for its files by name; hidden ones are left out.
 
     Args:
@@ -67,16 +67,16 @@ def list_files(paths: Sequence[str], key: str) -> tuple[Place, ...]:
     """
     if not paths:
         raise ConfigError(key, "must name at least one file or folder")
-    files: list[Place] = []
-    for path in map(place, paths):
-        found = storage.entry(path)
+    files: list[StoragePath] = []
+    for path in map(parse_path, paths):
+        found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
         files += _files_in(path, key) if found.is_folder else [path]
     return tuple(files)
 
 
-def _files_in(folder: Place, key: str) -> list[Place]:
+def _files_in(folder: StoragePath, key: str) -> list[StoragePath]:
     found = {path: is_folder for path, is_folder in _inside(folder) if path.name[0] not in "._"}
     # What they are for is not to be guessed: more of the same, days, or the test files.
     for path, is_folder in found.items():
@@ -89,10 +89,10 @@ def _files_in(folder: Place, key: str) -> list[Place]:
     return sorted(found, key=lambda path: path.name)
 
 
-def _inside(folder: Place) -> Iterator[tuple[Place, bool]]:
+def _inside(folder: StoragePath) -> Iterator[tuple[StoragePath, bool]]:
     """What is in a folder, links to nothing too, and whether it is a folder."""
     if isinstance(folder, RemotePath):
-        yield from ((each.place, each.is_folder) for each in storage.entries(folder))
+        yield from ((each.place, each.is_folder) for each in storage.list_entries(folder))
     else:
         yield from ((path, path.is_dir()) for path in folder.iterdir())
 
@@ -109,7 +109,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
     is_whole = data.checksum == "whole"
     paths = list_files(data.path, "data.path")
     test_paths = list_files(data.test_path, "data.test_path") if data.test_path else ()
-    found = storage.of_each(lambda path: InputFile.of(path, is_whole), (*paths, *test_paths))
+    found = storage.map_concurrently(lambda path: InputFile.of(path, is_whole), (*paths, *test_paths))
     train, test = tuple(found[: len(paths)]), tuple(found[len(paths) :])
     for file in test:
         same = (t for t in train if t.real_path == file.real_path or (t.size and t.has_content_of(file)))
@@ -121,7 +121,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
     """DataError where a file is not any more what it was when ``files`` were listed."""
-    now = storage.of_each(lambda file: InputFile.of(place(file.path), bool(file.whole)), files)
+    now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path), bool(file.whole)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:
             raise DataError(f"{file.path}: has changed while it was read; start again once it is complete")

@@ -20,7 +20,7 @@ from hybrid.data.parse.delimited_text import TableBlock
 from hybrid.data.values.column_values import is_list, without_maps
 from hybrid.errors import DataError, StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, RemotePath
+from hybrid.storage.remote_path import RemotePath, StoragePath
 
 BLOCK_ROWS = 65_536
 MAX_UNFOLDED_BYTES = 64 << 20  # of the texts of one column of a block
@@ -30,7 +30,7 @@ MAX_VALUES, MAX_VALUES_A_BYTE = 16 << 20, 64
 MAX_UNPACKED_BYTES, MAX_UNPACKED_A_BYTE = 256 << 20, 200
 
 
-def read_parquet(path: Place, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
+def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
     """The wanted columns of a Parquet file; its rows are numbered from 1.
 
     Args:
@@ -56,16 +56,16 @@ def read_parquet(path: Place, layout: Layout, groups: range | None = None) -> It
 
 
 @contextmanager
-def open_parquet(path: Place) -> Iterator[Path | IO[bytes]]:
+def open_parquet(path: StoragePath) -> Iterator[Path | IO[bytes]]:
     """What pyarrow reads a file by: of this machine its path, of a store the parts that are asked for."""
     if isinstance(path, RemotePath):
-        with files.reading(path, ahead=0) as file:
+        with files.open_reader(path, ahead=0) as file:
             yield file
     else:
         yield path
 
 
-def _blocks(path: Place, file: Any, names: list[str], groups: range) -> Iterator[TableBlock]:
+def _blocks(path: StoragePath, file: Any, names: list[str], groups: range) -> Iterator[TableBlock]:
     first = 0
     # A batch of one row group: pyarrow does not join dictionaries within lists.
     for group in groups:
@@ -82,7 +82,7 @@ def _blocks(path: Place, file: Any, names: list[str], groups: range) -> Iterator
                 first += size
 
 
-def _fitting_rows(path: Place, columns: Mapping[str, Any], num_rows: int) -> int:
+def _fitting_rows(path: StoragePath, columns: Mapping[str, Any], num_rows: int) -> int:
     """How many rows of ``columns``, from the first, have texts of no more than ``MAX_UNFOLDED_BYTES``."""
     fitting = num_rows
     for name, column in columns.items():
@@ -127,7 +127,7 @@ def _is_coded_text(metadata: Any, i: int, leaf: Any) -> bool:
     return any(metadata.row_group(g).column(i).has_dictionary_page for g in range(metadata.num_row_groups))
 
 
-def check_claims(path: Place, file: Any, leaves: dict[int, Any]) -> None:
+def check_claims(path: StoragePath, file: Any, leaves: dict[int, Any]) -> None:
     """DataError where a file claims to hold more in some columns, by their place, than it can."""
     rule = "write it anew, in row groups of fewer rows, if that is no mistake"
     for i, leaf in leaves.items():

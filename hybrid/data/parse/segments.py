@@ -21,7 +21,7 @@ from hybrid.data.parse.parquet_blocks import open_parquet, read_parquet
 from hybrid.data.parse.text_lines import BLOCK_BYTES, GZIP_MAGIC, open_text
 from hybrid.errors import HybridError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _Cuts: TypeAlias = list[tuple[int, int]]
 
@@ -43,7 +43,7 @@ class Segment:
         is_first, is_last: whether the file begins with it, and ends with it.
     """
 
-    path: Place
+    path: StoragePath
     file: int
     format: str
     start: int
@@ -54,17 +54,19 @@ class Segment:
     is_last: bool
 
 
-def split_files(files: Sequence[Place], layout: Layout, block_bytes: int = BLOCK_BYTES) -> list[Segment]:
+def split_files(
+    files: Sequence[StoragePath], layout: Layout, block_bytes: int = BLOCK_BYTES
+) -> list[Segment]:
     """Return the segments of some files, in the order of their rows; reading them raises what is wrong."""
-    segments = storage.of_each(
+    segments = storage.map_concurrently(
         lambda each: [*_split_file(each[1], each[0], layout, block_bytes)], enumerate(files)
     )
     return [*chain.from_iterable(segments)]
 
 
-def _split_file(path: Place, number: int, layout: Layout, block_bytes: int) -> Iterator[Segment]:
+def _split_file(path: StoragePath, number: int, layout: Layout, block_bytes: int) -> Iterator[Segment]:
     try:
-        size = storage.size(path)
+        size = storage.file_size(path)
         if layout.data.format == "parquet":
             kind, cuts = "parquet", _cut_row_groups(path)
         else:
@@ -80,21 +82,21 @@ def _split_file(path: Place, number: int, layout: Layout, block_bytes: int) -> I
         yield Segment(path, number, kind, start, stop, nominal, segment_size, i == 0, i == last)
 
 
-def _cut_text(path: Place, size: int, layout: Layout, block_bytes: int) -> tuple[str, _Cuts]:
+def _cut_text(path: StoragePath, size: int, layout: Layout, block_bytes: int) -> tuple[str, _Cuts]:
     """Return whether a file is "text" or read "whole", and the start and nominal start of each segment."""
-    with storage.reading(path, ahead=0) as file:
+    with storage.open_reader(path, ahead=0) as file:
         if file.read(2) == GZIP_MAGIC:
             return "whole", [(0, 0), (size, size)]
     cuts = [(0, 0)]
     nominals = range(SEGMENT_BLOCKS * block_bytes, size, SEGMENT_BLOCKS * block_bytes)
-    starts = storage.of_each(lambda nominal: record_start(path, nominal, layout), nominals)
+    starts = storage.map_concurrently(lambda nominal: record_start(path, nominal, layout), nominals)
     for start, nominal in zip(starts, nominals, strict=True):
         if start > cuts[-1][0]:
             cuts.append((start, nominal))
     return "text", [*cuts, (size, size)]
 
 
-def _cut_row_groups(path: Place) -> _Cuts:
+def _cut_row_groups(path: StoragePath) -> _Cuts:
     """Return the first row group and the rows of each segment of a Parquet file, and the end."""
     with open_parquet(path) as source:
         metadata = pq.read_metadata(source)

@@ -23,7 +23,7 @@ from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, R
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.progress import Progress, ignore_progress
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 class RawBlock(NamedTuple):
@@ -80,7 +80,7 @@ class Source:
         beside: columns of the files to give as they are, each after what names it.
     """
 
-    files: tuple[Place, ...]
+    files: tuple[StoragePath, ...]
     data: DataSection
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
@@ -113,7 +113,7 @@ class Source:
                     yield block
             log.finish_file(path)
 
-    def _tables(self, path: Place, layout: Layout) -> Iterator[TableBlock]:
+    def _tables(self, path: StoragePath, layout: Layout) -> Iterator[TableBlock]:
         if self.text is not None:
             return read_stream(path, self.text, layout)
         if self.data.format == "parquet":
@@ -137,7 +137,7 @@ class Source:
 
 
 def parse_of(
-    path: Place, table: TableBlock, layout: Layout, first_row: int
+    path: StoragePath, table: TableBlock, layout: Layout, first_row: int
 ) -> tuple[RawBlock, list[InvalidRow]]:
     """As :func:`parse`, of rows of the file ``path``; DataError where a column is of a wrong type."""
     try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hybrid.data.values.invalid_rows import InvalidRow, Reason
 from hybrid.errors import DataError, StorageError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 16 << 20
@@ -149,7 +149,7 @@ def is_utf8(block: bytes) -> bool:
     return True
 
 
-def line_blocks(path: Place, block_bytes: int) -> Iterator[bytes]:
+def line_blocks(path: StoragePath, block_bytes: int) -> Iterator[bytes]:
     """Whole lines in blocks of about ``block_bytes`` at most, every line ended by a line feed alone.
 
     Raises:
@@ -159,7 +159,7 @@ def line_blocks(path: Place, block_bytes: int) -> Iterator[bytes]:
         yield from whole_lines(path, iter(partial(file.read, block_bytes), b""))
 
 
-def whole_lines(path: Place, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
+def whole_lines(path: StoragePath, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
     """The text of ``chunks`` in blocks of whole lines, every line ended by a line feed alone.
 
     Args:
@@ -207,7 +207,7 @@ def _pieces(block: bytes) -> Iterator[bytes]:
             yield block[first:last]
 
 
-def refuse_binary(path: Place, head: bytes) -> None:
+def refuse_binary(path: StoragePath, head: bytes) -> None:
     """DataError where ``head``, with which ``path`` begins, is not that of a text file."""
     kind = next((kind for magic, kind in _NOT_TEXT.items() if head.startswith(magic)), None)
     if kind is None and head[257:262] == b"ustar":
@@ -219,13 +219,13 @@ def refuse_binary(path: Place, head: bytes) -> None:
 
 
 @contextmanager
-def open_text(path: Place) -> Iterator[IO[bytes] | gzip.GzipFile]:
+def open_text(path: StoragePath) -> Iterator[IO[bytes] | gzip.GzipFile]:
     """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError.
 
     A store is asked for what is read, and no more; what a store refuses is a StorageError.
     """
     try:
-        with storage.reading(path, ahead=0) as file:
+        with storage.open_reader(path, ahead=0) as file:
             packed = file.read(_LOOK_BYTES).startswith(GZIP_MAGIC)
             file.seek(0)
             if packed:

@@ -28,7 +28,7 @@ from hybrid.errors import DataError
 from hybrid.primitives.progress import ignore_progress
 from hybrid.storage.files import exists, read_bytes, remove, write_bytes
 from hybrid.storage.private_files import make_folder
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 _SOURCE = "source.txt"  # in a stand-in: the URL of the data
 _ATTEMPT = "attempt.txt"  # in a store: the name of the complete folder beside it
@@ -38,7 +38,7 @@ _POLL_SECONDS = 0.2
 
 def ensure_prepared(
     config: RunConfig,
-    cache: Place,
+    cache: StoragePath,
     report: Callable[[str], None] = ignore_progress,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
@@ -92,7 +92,7 @@ def open_split(source: str | Path, split: str, data: DataSection) -> PreparedDat
         DataError: the data are incomplete, or altered.
         HybridError: the data cannot be read.
     """
-    path = place(source_of(Path(source)) if isinstance(source, Path) else source)
+    path = parse_path(source_of(Path(source)) if isinstance(source, Path) else source)
     if not isinstance(path, RemotePath):
         return PreparedDataset.open(path, split)
     folder = Path(data.local_cache_folder or tempfile.gettempdir())
@@ -101,7 +101,7 @@ def open_split(source: str | Path, split: str, data: DataSection) -> PreparedDat
 
 def read_encoder(source: str) -> FeatureEncoder:
     """Return the encoder of prepared data; see :func:`open_split`."""
-    path = place(source)
+    path = parse_path(source)
     if not isinstance(path, RemotePath):
         return FeatureEncoder.load(path)
     with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:

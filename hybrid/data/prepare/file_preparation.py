@@ -42,7 +42,7 @@ from hybrid.data.prepare.vocabulary_order import RankJob, rank_values
 from hybrid.data.values.invalid_rows import InvalidRowLog, InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.primitives.progress import Progress
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 _BYTES_PER_THREAD = 32 << 20  # a smaller input gets fewer threads
 
@@ -82,7 +82,7 @@ class FilesPreparation:
         self._memory_bytes = memory_bytes
 
     def write(
-        self, train: Sequence[Place], test: Sequence[Place]
+        self, train: Sequence[StoragePath], test: Sequence[StoragePath]
     ) -> tuple[FeatureEncoder, dict[str, DatasetReport]]:
         """Write the arrays; return the encoder and the reports of the splits.
 

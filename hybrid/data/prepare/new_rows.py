@@ -19,7 +19,7 @@ from hybrid.data.prepare.stages import TEST
 from hybrid.errors import ConfigError, DataError
 from hybrid.input_spec import InputSpec
 from hybrid.primitives.progress import ignore_progress
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 def encode_files(
@@ -68,7 +68,7 @@ def encode_files(
     return PreparedDataset.open(folder, TEST)
 
 
-def section_for(config: RunConfig, files: Sequence[Place], spec: InputSpec) -> DataSection:
+def section_for(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
     """Return how new files are read for a model: as its training files, with its columns.
 
     Raises:

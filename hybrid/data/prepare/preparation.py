@@ -29,14 +29,14 @@ from hybrid.data.prepare.stages import TEST, TRAIN, Reading
 from hybrid.errors import DataError, StorageError
 from hybrid.metrics import binary_metrics
 from hybrid.primitives.progress import Progress, ignore_progress
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 
 LOCAL_CACHE = "runs/.prepared"
 
 
-def cache_folder(config: RunConfig) -> Place:
+def cache_folder(config: RunConfig) -> StoragePath:
     """Return the folder of prepared data sets: beside the runs, unless the configuration names another."""
-    return place(config.data.cache_folder or LOCAL_CACHE)
+    return parse_path(config.data.cache_folder or LOCAL_CACHE)
 
 
 def fingerprint(config: RunConfig) -> str:
@@ -184,7 +184,7 @@ def _write_files(
     memory_bytes = int(config.data.prepare_memory_gb * 2**30)
     with keep_segments(target, spare) as segments:
         preparation = FilesPreparation(config, reading, folder, segments, report, check, memory_bytes)
-        train, test = ([place(file.path) for file in files] for files in (train_files, test_files))
+        train, test = ([parse_path(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)
     _check_labels(reports[TRAIN], config, train_files)

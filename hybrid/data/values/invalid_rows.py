@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybrid.errors import DataError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 MAX_EXAMPLES = 10
 MAX_SHOWN = 60
@@ -122,7 +122,7 @@ class InvalidRowLog:
         self._file_bad: Counter[Reason] = Counter()
         self._file_first: dict[Reason, InvalidRow] = {}
 
-    def add(self, path: Place, num_good: int, bad: Sequence[InvalidRow]) -> None:
+    def add(self, path: StoragePath, num_good: int, bad: Sequence[InvalidRow]) -> None:
         """Record a block of ``path``, which comes after the blocks recorded before."""
         self._good += num_good
         self._file_good += num_good
@@ -140,7 +140,7 @@ class InvalidRowLog:
         if self._file_good == 0 and self._file_bad.total() >= HOPELESS_ROWS:
             self.finish_file(path)
 
-    def finish_file(self, path: Place) -> None:
+    def finish_file(self, path: StoragePath) -> None:
         """Raise DataError where ``path`` held bad rows only: then the configuration is at fault."""
         if self._file_good or not self._file_bad:
             return

@@ -20,7 +20,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, ids_dtype, pool_recorded
 from hybrid.embedding.placement import Shard, ShardGroup
 from hybrid.errors import CheckpointError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 # What the names of tensors in a file begin with; the rest is the name of a table.
 _ROWS, _WEIGHT = "rows.", "weight."
@@ -95,7 +95,7 @@ class EarlierRows:
         Raises:
             CheckpointError: they are of other tables.
         """
-        files = stored.earlier_rows()
+        files = stored.pre_update_rows()
         if not files:
             return None
         earlier = cls(stored.manifest.step - 1)
@@ -107,7 +107,9 @@ class EarlierRows:
         return earlier
 
 
-def _of_shard(shard: Shard, start: int, file: Mapping[str, Tensor], path: Place) -> tuple[Tensor, Tensor]:
+def _of_shard(
+    shard: Shard, start: int, file: Mapping[str, Tensor], path: StoragePath
+) -> tuple[Tensor, Tensor]:
     """What a file has of a shard that begins at row ``start`` of its group: rows of that, and values."""
     table = shard.table
     rows_U = file.get(_ROWS + table.name, torch.empty(0, dtype=torch.int64))

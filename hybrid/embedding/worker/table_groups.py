@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid.checkpoint.checkpoint_files import shard_file
-from hybrid.checkpoint.reused_buffers import ReusedMemory
+from hybrid.checkpoint.reused_buffers import ReusedBuffers
 from hybrid.embedding import kernels
 from hybrid.embedding.bags import Bags, concatenate, ids_dtype
 from hybrid.embedding.placement import Shard, ShardGroup
@@ -32,7 +32,7 @@ class TableGroup:
         self.group = group
         self.weight_RD = zeros_in_large_pages((group.num_rows, group.dim), dtype)
         self.optimizer = OPTIMIZERS[group.optimizer.name](group.optimizer, self.weight_RD)
-        self._for_copies = ReusedMemory()
+        self._for_copies = ReusedBuffers()
 
     def initialise(self, seed: int) -> None:
         """Fill the rows with their initial values."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from hybrid.checkpoint.checkpoint_files import earlier_file
+from hybrid.checkpoint.checkpoint_files import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.embedding.bags import Bags, Item, pool, pool_recorded
 from hybrid.embedding.placement import Placement, Shard
@@ -18,7 +18,7 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode, UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.server.hosted_module import Hosted
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 
 
 class Gradients(NamedTuple):
@@ -166,7 +166,7 @@ class TableShards(Hosted):
         group = next(g for g in self.groups if shard in g.group.shards)
         return group.shard_tensors(shard)
 
-    def load(self, folder: Place, step: int) -> None:
+    def load(self, folder: StoragePath, step: int) -> None:
         """Read every shard from a checkpoint and go on as after ``step`` steps."""
         checkpoint = Checkpoint.open(folder)
         for shard in (shard for group in self.groups for shard in group.group.shards):
@@ -180,7 +180,7 @@ class TableShards(Hosted):
     def _files(self, is_copied: bool) -> dict[str, dict[str, Tensor]]:
         files = {name: of_file for g in self.groups for name, of_file in g.files(is_copied).items()}
         if self._earlier is not None:
-            files[earlier_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
+            files[pre_update_file(self._worker)] = self._earlier.tensors([g.group for g in self.groups])
         return files
 
     def _merge(self, step: int, contributions: list[Gradients]) -> TableUpdate:

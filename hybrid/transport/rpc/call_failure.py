@@ -5,10 +5,10 @@ import socket
 from dataclasses import dataclass
 from typing import NoReturn
 
-from hybrid.errors import ClusterError, HybridError, error_class, first_line, kind_of
+from hybrid.errors import ClusterError, HybridError, error_class, error_kind, first_line
 from hybrid.security.rejected_messages import describe_rejection, parse_exception, parse_rejection
 from hybrid.topology import Role
-from hybrid.user_code.tracebacks import is_to_log, log_stack, words_of
+from hybrid.user_code.tracebacks import describe_error, log_traceback, needs_traceback
 
 # What TensorPipe and gloo say of a peer that is gone: where in a step that was noticed tells nothing.
 _GONE = re.compile(
@@ -84,12 +84,12 @@ def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
 
 def failure_of(error: Exception) -> Failure:
     """What a caller is told of an exception; its stack, where it tells more, stays here, in the log."""
-    if is_logged := is_to_log(error) and not _GONE.search(str(error)):
-        log_stack(error)
-    kind, is_ours = kind_of(error), isinstance(error, HybridError)
+    if is_logged := needs_traceback(error) and not _GONE.search(str(error)):
+        log_traceback(error)
+    kind, is_ours = error_kind(error), isinstance(error, HybridError)
     # Who misses another one may be out of reach itself: it says who it is.
     is_users = is_ours and not isinstance(error, LostError)
-    message = str(error) if is_ours else words_of(error)
+    message = str(error) if is_ours else describe_error(error)
     if told := parse_exception(message):  # what went wrong while a worker prepared an answer
         kind, message = told
         if issubclass(error_class(kind), HybridError):

@@ -24,7 +24,7 @@ from hybrid.primitives.deferred_response import Answer, serving
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.hosted_module import Hosted
 from hybrid.transport.rpc.call_failure import Failure, failure_of
-from hybrid.user_code.function_names import load_own, resolved
+from hybrid.user_code.function_names import from_reference, load_user_object
 from hybrid.user_code.tracebacks import PROJECT
 
 # What others have created here, by number, as long as they keep it.
@@ -145,7 +145,7 @@ def _find_constructor(name: str) -> Callable[..., Any]:
         return local_constructors[name]
     module, _, qualified = name.partition(":")
     if module.partition(".")[0] not in PROJECT:
-        return load_own(name)  # type: ignore[no-any-return]
+        return load_user_object(name)  # type: ignore[no-any-return]
     found: Callable[..., Any] = getattr(importlib.import_module(module), qualified)
     return found
 
@@ -153,7 +153,7 @@ def _find_constructor(name: str) -> Callable[..., Any]:
 def create(name: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
     """Construct an object of the class ``name`` here, and return a reference to it."""
     try:
-        return rpc.RRef(_find_constructor(name)(*map(resolved, args)))
+        return rpc.RRef(_find_constructor(name)(*map(from_reference, args)))
     except Exception as error:  # comes back as a value
         return failure_of(error)
 
@@ -169,7 +169,7 @@ class _Unbuilt(nn.Module):
 def create_module(name: str, args: tuple[Any, ...]) -> nn.Module:
     """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
     try:
-        module: nn.Module = _find_constructor(name)(*map(resolved, args))
+        module: nn.Module = _find_constructor(name)(*map(from_reference, args))
         return module
     except Exception as error:  # comes back as a value
         return _Unbuilt(failure_of(error))
@@ -204,7 +204,7 @@ def invoke_barrier(number: int, method: str, args: tuple[Any, ...]) -> Any:
 def _invoke(owned: Any, method: str, args: tuple[Any, ...]) -> Any:
     if method.startswith("_"):
         raise ClusterError(f"{method} cannot be called by RPC: it is not public")
-    return getattr(owned, method)(*map(resolved, args))
+    return getattr(owned, method)(*map(from_reference, args))
 
 
 # Calls outside of distributed autograd, by the socket transport; a lookup within it is a call by RPC.

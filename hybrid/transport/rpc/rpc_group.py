@@ -23,7 +23,7 @@ from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
 from hybrid.transport.socket.handshake import Place
 from hybrid.transport.socket.socket_client import LINKS, Link
 from hybrid.transport.socket.socket_server import Server
-from hybrid.user_code.function_names import name_of
+from hybrid.user_code.function_names import qualified_name
 
 _scheme_numbers = itertools.count()
 # They run calls and take answers in. Few calls wait in one: a trainer's for its steps, a worker's for updates
@@ -67,7 +67,7 @@ def start(
     )
     name = role.rpc_name
     install(SignedPickler(Signatures(secret, run_id, name), CALLS, RejectionLog()))
-    local_constructors.update({name_of(each.func): each for each in constructors})
+    local_constructors.update({qualified_name(each.func): each for each in constructors})
     with warnings.catch_warnings(), plain_collectives(), close_listeners_after(names, rank, world_size):
         # torch warns of a use of its own within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)

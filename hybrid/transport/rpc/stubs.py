@@ -23,7 +23,7 @@ from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.pending_calls import Pending, PendingTensors
 from hybrid.transport.socket.socket_client import LINKS
 from hybrid.transport.socket.socket_server import Carried
-from hybrid.user_code.function_names import described, name_of
+from hybrid.user_code.function_names import qualified_name, to_reference
 
 Owned = TypeVar("Owned", covariant=True)
 Kind = TypeVar("Kind", bound=Hosted, covariant=True)
@@ -72,7 +72,7 @@ class Remote(Generic[Owned]):
         Args:
             method: of the object's class, which names it.
         """
-        sent = (self._rref, method.__name__, tuple(map(described, args)))
+        sent = (self._rref, method.__name__, tuple(map(to_reference, args)))
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
 
     def local_value(self) -> Owned:
@@ -183,7 +183,7 @@ def create(
     Args:
         cls: one that ``role`` may be asked for (see :func:`start`), or of the user's own.
     """
-    sent = (name_of(cls), tuple(map(described, args)))
+    sent = (qualified_name(cls), tuple(map(to_reference, args)))
     return Pending(
         role, _send(role, endpoints.create, *sent, timeout_seconds=timeout_seconds), partial(Remote, role)
     )
@@ -200,7 +200,7 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
         LostError: the role did not answer.
     """
     # It calls what it is given, and returns at once: what is raised there would show at the first use.
-    sent = (name_of(cls), tuple(map(described, args)))
+    sent = (qualified_name(cls), tuple(map(to_reference, args)))
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
     rref = remote.get_module_rref()

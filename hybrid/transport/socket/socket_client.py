@@ -16,7 +16,7 @@ from hybrid.topology import Role
 from hybrid.transport.rpc.reply import Reply
 from hybrid.transport.socket.frames import Kind, Message
 from hybrid.transport.socket.handshake import Connection
-from hybrid.user_code.function_names import name_of
+from hybrid.user_code.function_names import qualified_name
 
 
 class LinkReply(Reply):
@@ -72,7 +72,7 @@ class Link:
         with self._sending:
             self._number += 1
             self._open[self._number] = reply
-            call = Message(Kind.CALL, self._number, (name_of(function), plain), tensors)
+            call = Message(Kind.CALL, self._number, (qualified_name(function), plain), tensors)
             frame = self._frames.seal(call)
             try:
                 self._send(frame, reply.deadline)

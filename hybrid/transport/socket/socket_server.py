@@ -21,7 +21,7 @@ from torch.futures import Future
 from hybrid.security.rejected_messages import RejectedMessage, describe_exception
 from hybrid.transport.socket.frames import Kind, Message
 from hybrid.transport.socket.handshake import Connection
-from hybrid.user_code.function_names import name_of
+from hybrid.user_code.function_names import qualified_name
 
 Carried: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
 
@@ -39,7 +39,7 @@ class Server:
     """
 
     def __init__(self, trainers: Sequence[Connection], functions: Sequence[Carried]) -> None:
-        named = {name_of(each): each for each in functions}
+        named = {qualified_name(each): each for each in functions}
         number = min(len(trainers), _MOST_THREADS)
         self._readers = [_Reader(trainers[each::number], named) for each in range(number)]
 

@@ -27,7 +27,7 @@ def test_a_table_name_of_any_length_can_be_saved(table: str, tmp_path: Path) -> 
     written = [write_tensors(tmp_path, name, {"weight": torch.ones(1, 2)}) for name in names]
     tables = {table: (1, 2, 1), f"{table}b": (1, 2, 1)}
     Manifest(1, 1, tables, written[0] | written[1]).write(tmp_path)
-    assert Checkpoint.open(tmp_path).whole_rows(table, (1, 2)).sum() == 2
+    assert Checkpoint.open(tmp_path).read_rows(table, (1, 2)).sum() == 2
 
 
 def test_table_names_that_were_files_before_still_are() -> None:

@@ -53,7 +53,7 @@ def test_a_checkpoint_that_was_not_finished_is_none(
             write_run(tmp_path, 2)
     checkpoints = tmp_path / "checkpoints"
     assert names(checkpoints) == ["step-00000001", "step-00000002.partial"]
-    assert checkpoint_folders.stored(tmp_path) == [step_folder(tmp_path, 1)]
+    assert checkpoint_folders.list_checkpoints(tmp_path) == [step_folder(tmp_path, 1)]
 
     (checkpoints / "step-00000002.partial" / "stray").write_text("left by the dead")
     write_run(tmp_path, 2)
@@ -66,9 +66,15 @@ def test_checkpoints_are_found_by_their_number_newest_first(tmp_path: Path) -> N
     for other in ("step-abc", "best", "step-00000004.partial"):
         (tmp_path / "checkpoints" / other).mkdir()
         (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
-    found = checkpoint_folders.stored(tmp_path)
-    assert [checkpoint_folders.step_of(folder) for folder in found] == [1_000_000_000, 99_999_999, 110, 30, 2]
-    assert checkpoint_folders.stored(tmp_path / "absent") == []
+    found = checkpoint_folders.list_checkpoints(tmp_path)
+    assert [checkpoint_folders.parse_step(folder) for folder in found] == [
+        1_000_000_000,
+        99_999_999,
+        110,
+        30,
+        2,
+    ]
+    assert checkpoint_folders.list_checkpoints(tmp_path / "absent") == []
 
 
 @pytest.mark.parametrize("is_shorter", [True, False], ids=["shorter", "missing"])
@@ -107,11 +113,11 @@ def test_checkpoints_of_another_run_are_not_reached_through_a_link(tmp_path: Pat
     for use in (
         lambda: checkpoint_folders.prune(tmp_path / "run", 1, None),
         lambda: checkpoint_folders.drop_later(tmp_path / "run", 0),
-        lambda: Checkpoint.newest_good(tmp_path / "run", print),
+        lambda: Checkpoint.newest_valid(tmp_path / "run", print),
     ):
         with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a link"):
             use()
-    assert len(checkpoint_folders.stored(tmp_path / "mine")) == 2
+    assert len(checkpoint_folders.list_checkpoints(tmp_path / "mine")) == 2
 
 
 def test_a_checkpoint_is_not_overwritten(folder: Path) -> None:
@@ -164,7 +170,7 @@ def test_one_that_is_being_removed_is_no_checkpoint_any_more(
         with pytest.raises(Killed):
             checkpoint_folders.prune(tmp_path, 1, None)
     assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
-    assert checkpoint_folders.stored(tmp_path) == [step_folder(tmp_path, 2)]
+    assert checkpoint_folders.list_checkpoints(tmp_path) == [step_folder(tmp_path, 2)]
     checkpoint_folders.drop_later(tmp_path, 2)
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
 

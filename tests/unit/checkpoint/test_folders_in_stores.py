@@ -16,7 +16,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.errors import CheckpointError
 from hybrid.storage import files
-from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, parse_path
 
 _numbers = count()
 
@@ -24,7 +24,7 @@ _numbers = count()
 @pytest.fixture
 def run(store: Store) -> RemotePath:
     """A run folder that nobody has used."""
-    found = place(f"s3://{BUCKET}/runs/{next(_numbers)}")
+    found = parse_path(f"s3://{BUCKET}/runs/{next(_numbers)}")
     assert isinstance(found, RemotePath)
     return found
 
@@ -36,17 +36,17 @@ def proxy(store: Store) -> Iterator[Proxy]:
 
 
 def all_files(run: RemotePath) -> list[RemotePath]:
-    found = [each.place for each in files.entries(run, is_deep=True)]
+    found = [each.place for each in files.list_entries(run, is_deep=True)]
     return [each for each in found if isinstance(each, RemotePath)]
 
 
 def test_what_is_written_is_read(run: RemotePath) -> None:
     written = write_checkpoint(checkpoint_folders.step_folder(run, 1))
-    assert (written.name, checkpoint_folders.stored(run)) == ("step-00000001", [written])
-    stored = Checkpoint.newest_good(run, pytest.fail)
+    assert (written.name, checkpoint_folders.list_checkpoints(run)) == ("step-00000001", [written])
+    stored = Checkpoint.newest_valid(run, pytest.fail)
     assert (stored.folder, stored.manifest.step) == (written, 1)
     assert stored.tensors(DENSE_FILE)["net.w"].equal(torch.arange(4.0))
-    assert stored.whole_rows("C1", SHAPES["C1"][:2]).equal(torch.ones(5, 3))
+    assert stored.read_rows("C1", SHAPES["C1"][:2]).equal(torch.ones(5, 3))
     parts = {each.parent.name for each in all_files(run)} - {"tables", written.name}
     assert parts == {stored.manifest.parts}
 
@@ -63,9 +63,9 @@ def test_any_number_of_workers_loads_it(run: RemotePath, num_workers: int) -> No
 def test_there_is_none_before_the_manifest(run: RemotePath) -> None:
     partial = checkpoint_folders.begin(checkpoint_folders.step_folder(run, 3))
     write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
-    assert checkpoint_folders.stored(run) == []
+    assert checkpoint_folders.list_checkpoints(run) == []
     with pytest.raises(CheckpointError, match="there is no checkpoint here"):
-        Checkpoint.newest_good(run, pytest.fail)
+        Checkpoint.newest_valid(run, pytest.fail)
     checkpoint_folders.drop_later(run, 0)
     assert all_files(run) == []
 
@@ -89,7 +89,11 @@ def test_two_that_write_the_same_step_do_not_mix(run: RemotePath) -> None:
 def test_old_ones_are_removed(run: RemotePath) -> None:
     write_run(run, 1, 2, 3, 4)
     checkpoint_folders.prune(run, keep_last=2, best_step=1)
-    assert [checkpoint_folders.step_of(each) for each in checkpoint_folders.stored(run)] == [4, 3, 1]
+    assert [checkpoint_folders.parse_step(each) for each in checkpoint_folders.list_checkpoints(run)] == [
+        4,
+        3,
+        1,
+    ]
     checkpoint_folders.drop_later(run, 1)
     assert {each.parent for each in all_files(run) if each.name == MANIFEST_FILE} == {
         checkpoint_folders.step_folder(run, 1)
@@ -115,7 +119,7 @@ def test_a_file_that_is_lost_is_seen_before_it_is_read(run: RemotePath) -> None:
     newest = Checkpoint.open(checkpoint_folders.step_folder(run, 2))
     files.remove(newest.parts / SHARDS[0])
     said: list[str] = []
-    assert Checkpoint.newest_good(run, said.append).manifest.step == 1
+    assert Checkpoint.newest_valid(run, said.append).manifest.step == 1
     assert said == [
         f"{newest.parts / SHARDS[0]}: missing or altered since the checkpoint was written; "
         "step-00000001 is taken instead"
@@ -125,7 +129,7 @@ def test_a_file_that_is_lost_is_seen_before_it_is_read(run: RemotePath) -> None:
 def test_a_manifest_that_is_lost_makes_it_none(run: RemotePath) -> None:
     write_run(run, 1, 2)
     files.remove(checkpoint_folders.step_folder(run, 2) / MANIFEST_FILE)
-    assert Checkpoint.newest_good(run, pytest.fail).manifest.step == 1
+    assert Checkpoint.newest_valid(run, pytest.fail).manifest.step == 1
     checkpoint_folders.drop_later(run, 1)
     assert {each.parent.name for each in all_files(run) if "step-00000002" in str(each)} == set()
 
@@ -139,10 +143,10 @@ def test_a_file_of_the_same_size_is_compared_as_it_is_read(run: RemotePath) -> N
 
 
 def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(run: RemotePath, proxy: Proxy) -> None:
-    through = place(f"{run}?scheme=http&endpoint_override={proxy.address}")
+    through = parse_path(f"{run}?scheme=http&endpoint_override={proxy.address}")
     assert isinstance(through, RemotePath)
     is_manifest = "/" + MANIFEST_FILE
     proxy.plan = lambda method, path: "403" if method != "HEAD" and is_manifest in path else None
     with pytest.raises(CheckpointError, match=r"cannot write s3://.*manifest.json.*: .*credentials"):
         write_checkpoint(checkpoint_folders.step_folder(through, 1))
-    assert checkpoint_folders.stored(run) == []
+    assert checkpoint_folders.list_checkpoints(run) == []

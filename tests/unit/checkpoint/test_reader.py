@@ -62,7 +62,7 @@ def test_a_file_of_no_rows_is_refused(tmp_path: Path, tensors: dict[str, Tensor]
     write_tensors(tmp_path, shard_file("t", 0, 1), tensors)
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (3, 2, 1)}, {}, {}, {}))
     into = {name: torch.zeros(3) for name in tensors}
-    for read in (lambda: stored.mapped_rows("t", 3, 2), lambda: stored.load_rows("t", 0, 1, into)):
+    for read in (lambda: stored.map_rows("t", 3, 2), lambda: stored.load_rows("t", 0, 1, into)):
         with pytest.raises(CheckpointError, match=f"^{tmp_path}/tables/t.0-of-1.safetensors: holds no rows$"):
             read()
 
@@ -72,7 +72,7 @@ def test_rows_that_are_split_otherwise_are_refused(tmp_path: Path) -> None:
         write_tensors(tmp_path, shard_file("t", shard, 2), {"weight": torch.zeros(num_rows, 2)})
     stored = Checkpoint(tmp_path, Manifest(1, 1, {"t": (5, 2, 2)}, {}, {}, {}))
     with pytest.raises(CheckpointError, match="table t has another shape than the model's"):
-        stored.mapped_rows("t", 5, 2)
+        stored.map_rows("t", 5, 2)
 
 
 class TestNewestGood:
@@ -94,7 +94,7 @@ class TestNewestGood:
         paths = [step_folder(tmp_path, of_step) / name for of_step, name in altered]
         for path in paths:
             flip_a_bit(path)
-        assert Checkpoint.newest_good(tmp_path, said.append).manifest.step == step
+        assert Checkpoint.newest_valid(tmp_path, said.append).manifest.step == step
         assert len(said) == bool(paths)
         for line in said:
             damage = "; ".join(f"{path}: [^;]+" for path in paths)
@@ -105,21 +105,21 @@ class TestNewestGood:
         for step in (2, 30):
             flip_a_bit(step_folder(tmp_path, step) / DENSE_FILE)
         with pytest.raises(CheckpointError, match=r"step-00000030/dense.* altered.*; .*step-00000002/dense"):
-            Checkpoint.newest_good(tmp_path, pytest.fail)
+            Checkpoint.newest_valid(tmp_path, pytest.fail)
 
     def test_one_that_is_named_must_be_good_itself(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
-        assert Checkpoint.newest_good(step_folder(tmp_path, 2), pytest.fail).manifest.step == 2
+        assert Checkpoint.newest_valid(step_folder(tmp_path, 2), pytest.fail).manifest.step == 2
         flip_a_bit(step_folder(tmp_path, 30) / DENSE_FILE)
         with pytest.raises(CheckpointError, match="missing or altered"):
-            Checkpoint.newest_good(step_folder(tmp_path, 30), pytest.fail)
+            Checkpoint.newest_valid(step_folder(tmp_path, 30), pytest.fail)
 
     def test_without_a_manifest_there_is_none(self, tmp_path: Path) -> None:
         folder = step_folder(write_run(tmp_path, 1), 1)
         (folder / MANIFEST_FILE).unlink()
         for place in (folder, tmp_path, tmp_path / "absent"):
             with pytest.raises(CheckpointError, match=f"^{place}: there is no checkpoint here$"):
-                Checkpoint.newest_good(place, pytest.fail)
+                Checkpoint.newest_valid(place, pytest.fail)
         with pytest.raises(CheckpointError, match=f"^{folder}: there is no checkpoint here$"):
             Checkpoint.open(folder)
 
@@ -152,7 +152,7 @@ class TestBestGood:
         self, run: Path, best: int | None, step: int, standing: str
     ) -> None:
         self.rank(run, best)
-        found = Checkpoint.best_good(run, pytest.fail)
+        found = Checkpoint.best_valid(run, pytest.fail)
         assert (found.manifest.step, found.folder) == (step, step_folder(run, step))
         assert found.standing == standing
 
@@ -164,7 +164,7 @@ class TestBestGood:
             flip_a_bit(best / DENSE_FILE)
         else:
             shutil.rmtree(best)
-        found = Checkpoint.best_good(run, said.append)
+        found = Checkpoint.best_valid(run, said.append)
         assert (found.manifest.step, found.standing) == (110, "the last")
         damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
         gone = f"{best}: there is no checkpoint here"
@@ -174,7 +174,7 @@ class TestBestGood:
         said: list[str] = []
         self.rank(run, 2, newest=30)
         flip_a_bit(step_folder(run, 110) / MANIFEST_FILE)
-        found = Checkpoint.best_good(run, said.append)
+        found = Checkpoint.best_valid(run, said.append)
         assert found.manifest.step == 2
         assert found.standing == "the best (auc 0.7500); the last is step-00000110"
         (line,) = said
@@ -182,16 +182,16 @@ class TestBestGood:
 
     def test_a_good_one_is_taken_though_the_newest_is_not(self, run: Path) -> None:
         (step_folder(run, 110) / DENSE_FILE).write_bytes(b"")
-        assert Checkpoint.best_good(run, pytest.fail).manifest.step == 30
+        assert Checkpoint.best_valid(run, pytest.fail).manifest.step == 30
 
     def test_one_that_is_named_is_taken(self, run: Path) -> None:
-        found = Checkpoint.best_good(step_folder(run, 110), pytest.fail)
+        found = Checkpoint.best_valid(step_folder(run, 110), pytest.fail)
         assert (found.manifest.step, found.standing) == (110, "")
 
     def test_there_may_be_none(self, run: Path) -> None:
         for step in (2, 30, 110):
             flip_a_bit(step_folder(run, step) / MANIFEST_FILE)
         with pytest.raises(CheckpointError, match=r"step-00000110/manifest.*; .*step-00000002/manifest"):
-            Checkpoint.best_good(run, pytest.fail)
+            Checkpoint.best_valid(run, pytest.fail)
         with pytest.raises(CheckpointError, match=r"there is no checkpoint here$"):
-            Checkpoint.best_good(run / "absent", pytest.fail)
+            Checkpoint.best_valid(run / "absent", pytest.fail)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support.shards import cluster, specs
 
-from hybrid.checkpoint.reused_buffers import ReusedMemory
+from hybrid.checkpoint.reused_buffers import ReusedBuffers
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import CheckpointError
 
@@ -22,7 +22,7 @@ LARGE = (1 << 20, 4)  # 16 MiB
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3,), (300, 1025), (0, 4)])
 def test_a_copy_has_the_bits_and_shares_nothing(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     for value in (1.5, 2.5):
         tensor = torch.full(shape, value, dtype=dtype)
         copy = memory.copy(tensor)
@@ -33,7 +33,7 @@ def test_a_copy_has_the_bits_and_shares_nothing(shape: tuple[int, ...], dtype: t
 
 
 def test_the_memory_of_a_copy_that_nobody_has_is_used_for_the_next_of_its_size() -> None:
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     copy = memory.copy(torch.ones(LARGE))
     place = copy.data_ptr()
     del copy
@@ -43,7 +43,7 @@ def test_the_memory_of_a_copy_that_nobody_has_is_used_for_the_next_of_its_size()
 
 
 def test_it_is_not_as_long_as_any_part_of_the_copy_is_used() -> None:
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     part = memory.copy(torch.ones(LARGE))[7:9]
     content = part.numpy().data
     del part
@@ -52,7 +52,7 @@ def test_it_is_not_as_long_as_any_part_of_the_copy_is_used() -> None:
 
 
 def test_two_copies_at_a_time_lie_in_two_places() -> None:
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     first = memory.copy(torch.ones(LARGE))
     second = memory.copy(torch.zeros(LARGE))
     assert first.all()
@@ -69,7 +69,7 @@ def test_meanwhile_the_system_may_take_it_away() -> None:
         rollup = Path("/proc/self/smaps_rollup").read_text()
         return int(re.findall(r"^LazyFree: +(\d+) kB", rollup, re.MULTILINE)[0]) << 10
 
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     before = free_bytes()
     copy = memory.copy(torch.ones(LARGE))
     assert free_bytes() <= before
@@ -88,7 +88,7 @@ def test_a_system_that_cannot_take_it_leaves_it(knows: bool, monkeypatch: pytest
     monkeypatch.setattr("hybrid.checkpoint.reused_buffers.mmap.mmap", Refusing)
     if not knows:
         monkeypatch.delattr("hybrid.checkpoint.reused_buffers.mmap.MADV_FREE", raising=False)
-    memory = ReusedMemory()
+    memory = ReusedBuffers()
     place = memory.copy(torch.ones(LARGE)).data_ptr()
     assert memory.copy(torch.ones(LARGE)).data_ptr() == place
 

@@ -22,7 +22,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import DenseSection
 from hybrid.config.loading import CONFIG_FILE
 from hybrid.errors import CheckpointError
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import Failure, LostError, RemoteError
 from workers.controller.distributed_checkpoint import Saving, load
@@ -42,7 +42,7 @@ def failed(error: Exception) -> Call:
     return Call(future)
 
 
-def saving(folder: Path, start: Callable[[Place], Sequence[Call]]) -> Saving:
+def saving(folder: Path, start: Callable[[StoragePath], Sequence[Call]]) -> Saving:
     manifest = Manifest(3, 0, {}, {}, {"auc": 0.5}, {"samples": 1})
     return Saving(folder, manifest, {"note": "text"}, {"losses.0": torch.ones(2)}, start, True)
 
@@ -50,7 +50,7 @@ def saving(folder: Path, start: Callable[[Place], Sequence[Call]]) -> Saving:
 def test_the_files_of_all_roles_make_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-3"
     sealed = saving(folder, lambda partial: [answered(write_text(partial, n, n)) for n in "ab"]).write()
-    stored = Checkpoint.newest_good(folder, pytest.fail)
+    stored = Checkpoint.newest_valid(folder, pytest.fail)
     assert stored.manifest.files == sealed.files
     assert set(sealed.files) == {"a", "b", "note", PROGRESS_FILE}
     assert stored.tensors(PROGRESS_FILE)["losses.0"].tolist() == [1, 1]
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_no_run_has_the_vocabularies_itself(tmp_path: Path) -> N
     folder = tmp_path / "here" / "mine"
     sealed = saved_with_vocabularies(folder, tmp_path / "source").write()
     assert sealed.files["vocabularies.parquet"][0] == len("values")
-    Checkpoint.newest_good(folder, pytest.fail)
+    Checkpoint.newest_valid(folder, pytest.fail)
     assert {path.name for path in tmp_path.iterdir()} == {"here", "source"}
 
 
@@ -108,7 +108,7 @@ def remote(is_users: bool) -> RemoteError:
 def test_nothing_is_left_where_a_role_fails(
     tmp_path: Path, error: Exception, raised: type[Exception]
 ) -> None:
-    def start(partial: Place) -> list[Call]:
+    def start(partial: StoragePath) -> list[Call]:
         return [answered(write_text(partial, "a", "a")), failed(error)]
 
     with pytest.raises(raised, match=r"No space left|does not answer"):
@@ -122,7 +122,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
 ) -> None:
     may_end = threading.Event()
 
-    def write_late(partial: Place) -> Files:
+    def write_late(partial: StoragePath) -> Files:
         assert may_end.wait(PATIENCE_SECONDS)
         return write_text(partial, "late", "text")
 
@@ -131,7 +131,7 @@ def test_what_a_failed_one_has_left_is_removed_once_nobody_writes_any_more(
 
     with ThreadPoolExecutor(2) as pool:
 
-        def start(partial: Place) -> list[Call]:
+        def start(partial: StoragePath) -> list[Call]:
             late = Call(pool.submit(write_late, partial))
             return [failed(remote(is_users=True)), late] if fails == "role" else [late]
 

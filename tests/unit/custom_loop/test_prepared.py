@@ -11,7 +11,7 @@ import hybrid
 from hybrid.custom_loop.global_batches import size_of
 from hybrid.errors import ConfigError, DataError
 from hybrid.storage.files import copy
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 
 ROWS = [f"{i % 2},{i},u{i % 5},{'|'.join('ab'[: i % 3])}\n" for i in range(60)]
 TABLE = "label,price,user,tags\n" + "".join(ROWS)
@@ -60,7 +60,7 @@ def test_each_pass_has_an_order_of_its_own(tmp_path: Path) -> None:
 def test_what_lies_in_a_store_gives_the_same_batches(tmp_path: Path, store: Store) -> None:
     """The input and the prepared data."""
     file, there = config_of(tmp_path), f"s3://{BUCKET}/{tmp_path.name}"
-    copy(tmp_path / "clicks.csv", place(f"{there}/clicks.csv"))
+    copy(tmp_path / "clicks.csv", parse_path(f"{there}/clicks.csv"))
     away = tmp_path / "away.toml"
     away.write_text(file.read_text().replace(f'"{tmp_path}/c', f'"{there}/c'))
     assert away.read_text().count("s3://") == 2

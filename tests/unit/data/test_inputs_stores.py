@@ -23,7 +23,7 @@ from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.data.prepare.stages import Reading
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 BLOCK_BYTES = 9000
 
@@ -31,7 +31,7 @@ BLOCK_BYTES = 9000
 @pytest.fixture
 def there(store: Store, tmp_path: Path) -> RemotePath:
     """An empty folder of a store."""
-    found = place(f"s3://{BUCKET}/inputs/{tmp_path.name}")
+    found = parse_path(f"s3://{BUCKET}/inputs/{tmp_path.name}")
     assert isinstance(found, RemotePath)
     return found
 
@@ -66,7 +66,7 @@ def write_parquet(folder: Path) -> None:
         pq.write_table(pa.table(columns(900, i)), folder / f"{name}.parquet", row_group_size=200)
 
 
-def config_of(*paths: Place, **keys: Any) -> RunConfig:
+def config_of(*paths: StoragePath, **keys: Any) -> RunConfig:
     config = csv_config(*paths, dense=("x",), sparse=("user",))
     return config.replace(data=replace(config.data, **keys))
 
@@ -147,8 +147,8 @@ def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -
     assert fingerprint(config) == before
     ((found,), _), ((checked,), _) = input_files(config.data), input_files(whole.data)
     assert (found.path, found.real_path, found.whole) == (str(file), str(file), "")
-    assert checked.whole == files.checksum(file)
-    assert checked.sampled == found.sampled == files.tag(file)
+    assert checked.whole == files.compute_checksum(file)
+    assert checked.sampled == found.sampled == files.content_tag(file)
     assert fingerprint(whole) != before
     files.write_bytes(file, text(200, 1).replace("\n1,", "\n0,", 1).encode())
     assert fingerprint(config) != before
@@ -164,7 +164,7 @@ def test_a_file_written_anew_is_another_one(tmp_path: Path, there: RemotePath) -
 def test_a_store_that_has_no_name_for_contents_is_read_for_samples(
     there: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "tag", lambda place: "")
+    monkeypatch.setattr(files, "content_tag", lambda place: "")
     for name, seed in (("a.csv", 1), ("b.csv", 1), ("c.csv", 2)):
         files.write_bytes(there / name, text(200, seed).encode())
     (a, b, c), _ = input_files(config_of(*(there / f"{name}.csv" for name in "abc")).data)

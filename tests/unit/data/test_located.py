@@ -24,8 +24,8 @@ from hybrid.data.prepare.dataset_location import (
 )
 from hybrid.data.prepare.preparation import cache_folder, prepare
 from hybrid.errors import ConfigError, DataError, StorageError
-from hybrid.storage.files import entries, remove, write_bytes
-from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.files import list_entries, remove, write_bytes
+from hybrid.storage.remote_path import RemotePath, parse_path
 
 
 def config_of(folder: Path, cache: str = "", name: str = "train.csv") -> RunConfig:
@@ -38,7 +38,7 @@ def config_of(folder: Path, cache: str = "", name: str = "train.csv") -> RunConf
 
 @pytest.fixture
 def cache(store: Store, tmp_path: Path) -> RemotePath:
-    found = place(f"s3://{BUCKET}/{tmp_path.name}")
+    found = parse_path(f"s3://{BUCKET}/{tmp_path.name}")
     assert isinstance(found, RemotePath)
     return found
 
@@ -68,10 +68,10 @@ def test_they_are_sent_once_and_read_as_from_the_disk(tmp_path: Path, cache: Rem
     assert (folder / "manifest.json").read_bytes() == (here / "manifest.json").read_bytes()
     assert list(tmp_path.glob("local/sent/prepared/*")) == [], "no rows are kept here"
     said.clear()
-    before = entries(cache, is_deep=True)
+    before = list_entries(cache, is_deep=True)
     assert ensure_prepared(config, cache, said.append) == folder
     assert said == [f"prepared data found in {source_of(folder)}"]
-    assert entries(cache, is_deep=True) == before
+    assert list_entries(cache, is_deep=True) == before
 
 
 def test_what_another_host_has_sent_is_found(tmp_path: Path, cache: RemotePath) -> None:
@@ -92,7 +92,7 @@ def test_an_attempt_that_fails_leaves_nothing_that_counts(
 
     def fail(folder: StoreFolder, name: str, parts: Iterator[bytes]) -> None:
         if name == "test/samples.index":
-            assert entries(cache, is_deep=True), "there is something to remove"
+            assert list_entries(cache, is_deep=True), "there is something to remove"
             raise StorageError("s3://bucket: cannot be written")
         write_file(folder, name, parts)
 
@@ -100,7 +100,7 @@ def test_an_attempt_that_fails_leaves_nothing_that_counts(
         patch.setattr(StoreFolder, "write", fail)
         with pytest.raises(StorageError, match="cannot be written"):
             ensure_prepared(config, cache)
-    assert entries(cache, is_deep=True) == []
+    assert list_entries(cache, is_deep=True) == []
     assert rows_of(open_split(ensure_prepared(config, cache), "train", config.data))
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_has_ended_sends_no_further_chunk(tmp_path: Path, cache: Remo
 
     with pytest.raises(DataError, match="the run has ended"):
         ensure_prepared(config, cache, said.append, check)
-    assert entries(cache, is_deep=True) == []
+    assert list_entries(cache, is_deep=True) == []
     assert said[-1].startswith("sending")
 
 
@@ -128,8 +128,8 @@ def test_a_split_without_rows_is_sent_too(tmp_path: Path, cache: RemotePath) -> 
 def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: RemotePath) -> None:
     config = config_of(tmp_path, str(cache))
     folder = ensure_prepared(config, cache)
-    target = place(source_of(folder))
-    (attempt,) = [each.place for each in entries(target) if each.is_folder]
+    target = parse_path(source_of(folder))
+    (attempt,) = [each.place for each in list_entries(target) if each.is_folder]
     remove(attempt / "train" / "samples.index")
     with pytest.raises(
         DataError, match=r"^s3://.*: lacks train/samples\.index; delete it, and it is prepared anew$"

@@ -108,10 +108,10 @@ def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"neither here nor in {kept.parent}; copy {name} there") as told:
         FeatureEncoder.load(checkpoint)
     assert "\n" not in str(told.value)
-    checkpoint_folders.share(source, checkpoint, name)
+    checkpoint_folders.save_vocabulary(source, checkpoint, name)
     assert FeatureEncoder.load(checkpoint) == encoder
     stamp = kept.stat().st_mtime_ns
-    checkpoint_folders.share(source, checkpoint.with_name("step-00000002"), name)
+    checkpoint_folders.save_vocabulary(source, checkpoint.with_name("step-00000002"), name)
     assert (kept.stat().st_mtime_ns, [*kept.parent.iterdir()]) == (stamp, [kept])
     kept.write_bytes(kept.read_bytes()[:-1])
     with pytest.raises(DataError, match=f"^{kept}: altered since it was written$"):

@@ -44,10 +44,10 @@ def test_rows_are_replaced_and_their_state_begins_anew(
     write_imported(stored, {"u": of(rows_RD)}, {"user": "u"}, tmp_path / "new")
     new = Checkpoint.open(tmp_path / "new")
     new.manifest.verify(new.folder)
-    assert torch.equal(new.whole_rows("user", (num_rows, dim)), rows_RD.float())
+    assert torch.equal(new.read_rows("user", (num_rows, dim)), rows_RD.float())
     assert torch.equal(
-        new.whole_rows("item", new.manifest.tables["item"][:2]),
-        stored.whole_rows("item", stored.manifest.tables["item"][:2]),
+        new.read_rows("item", new.manifest.tables["item"][:2]),
+        stored.read_rows("item", stored.manifest.tables["item"][:2]),
     )
     assert not read_tensors(Path(str(new.folder)) / shard_file("user", 1, 2))["sum"].any()
 

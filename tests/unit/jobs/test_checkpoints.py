@@ -26,7 +26,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.config import CheckpointSection, RunConfig
 from hybrid.errors import CheckpointError, ClusterError, HybridError, OutageError, StorageError
 from hybrid.metrics import BinaryMetrics, Metrics
-from hybrid.storage.remote_path import Place
+from hybrid.storage.remote_path import StoragePath
 from workers.controller.distributed_checkpoint import Counted, Saving
 from workers.controller.session import Session
 from workers.jobs.checkpoint_schedule import Checkpoints, Moment
@@ -67,7 +67,7 @@ class Role:
         listed = Manifest(step, epoch, {}, {}, values, dict(progress.values))
         return Saving(folder, listed, {}, progress.reports, self._start, self.is_copied and in_background)
 
-    def _start(self, partial: Place) -> Sequence[Call]:
+    def _start(self, partial: StoragePath) -> Sequence[Call]:
         written: Future[Any] = Future()
         assert self.may_write.wait(PATIENCE_SECONDS)
         if self.has_room:
@@ -98,7 +98,8 @@ class Run:
     @property
     def stored(self) -> list[int]:
         return sorted(
-            checkpoint_folders.step_of(folder) for folder in checkpoint_folders.stored(self.folder.path)
+            checkpoint_folders.parse_step(folder)
+            for folder in checkpoint_folders.list_checkpoints(self.folder.path)
         )
 
     @property
@@ -196,7 +197,7 @@ def test_a_resumed_run_knows_the_best(start: Start, tmp_path: Path) -> None:
     run = start(keep_last=1)
     run.at(2, 0.8)
     run.at(10)
-    progress = Checkpoint.newest_good(tmp_path / "run", pytest.fail).manifest.progress
+    progress = Checkpoint.newest_valid(tmp_path / "run", pytest.fail).manifest.progress
     assert progress["samples"] == 100
     run = start(progress, keep_last=1)
     run.at(12, 0.7)
@@ -278,7 +279,7 @@ def test_where_a_store_does_not_even_tell_what_is_there_training_goes_on(
         raise error
 
     with monkeypatch.context() as down:
-        down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.stored", refuse)
+        down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.list_checkpoints", refuse)
         run.at(20)
         assert run.said == ["no checkpoint of step 20: s3: cannot be listed; training goes on"]
         down.setattr("workers.jobs.checkpoint_schedule.checkpoint_folders.begin", refuse)
@@ -419,7 +420,7 @@ def test_one_that_was_stopped_at_may_become_the_best(start: Start, is_last: bool
     assert (again.said, again.stored) == ([], [20])
     added = {"best": ["auc", 0.9, 20], "owes_evaluation": False}
     assert progress_of(again, 20) == progress_of(run, 20) | added
-    assert Checkpoint.best_good(again.folder.path, print).manifest.metrics["auc"] == 0.9
+    assert Checkpoint.best_valid(again.folder.path, print).manifest.metrics["auc"] == 0.9
     again.at(30)
     assert (again.said, again.stored) == ([], [20, 30])
 

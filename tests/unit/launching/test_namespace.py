@@ -15,7 +15,7 @@ from support.namespaces import needs_namespaces
 from hybrid.config import ClusterSection, DataSection, RunConfig, TableSection
 from hybrid.config.sections import RunSection
 from hybrid.errors import ConfigError
-from hybrid.storage.remote_path import place
+from hybrid.storage.remote_path import parse_path
 from workers.launching import network_namespace
 from workers.launching.fork_server import ForkServer
 
@@ -59,7 +59,7 @@ def test_a_store_is_reached_over_the_network_of_the_machine(section: dict[str, A
 def test_it_is_where_a_run_is_that_counts_and_not_where_it_was_made() -> None:
     made_in_a_store = RunConfig(run=RunSection(folder="s3://bucket/runs/a"))
     assert network_namespace.is_wanted(made_in_a_store, HERE)
-    assert not network_namespace.is_wanted(RunConfig(), place("s3://bucket/runs/copy"))
+    assert not network_namespace.is_wanted(RunConfig(), parse_path("s3://bucket/runs/copy"))
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hybrid.errors import ClusterError
 from workers.exit_codes import Cause
 from workers.launching.restarts import FILE_NAME, Restarts
 from workers.launching.role_outcome import Outcome
-from workers.run_folder.run_paths import own_command
-from workers.run_folder.run_state import RunState, left_behind
+from workers.run_folder.run_paths import command_name
+from workers.run_folder.run_state import RunState, describe_saved_state
 
 KILLED = Outcome("worker 0 was killed", Cause.KILLED)
 
@@ -134,15 +134,15 @@ def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
 
 def test_what_a_stopped_run_leaves_and_how_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    again = f"to go on: {own_command()} launch --resume '{run}'"
-    assert left_behind(run, "launch") == "nothing is saved"
+    again = f"to go on: {command_name()} launch --resume '{run}'"
+    assert describe_saved_state(run, "launch") == "nothing is saved"
     run.mkdir()
     log_steps(run, 5)
-    assert left_behind(run, "launch") == "nothing is saved; steps 0 to 4 are lost"
+    assert describe_saved_state(run, "launch") == "nothing is saved; steps 0 to 4 are lost"
     write_checkpoint(run, 4)
-    assert left_behind(run, "launch") == f"step 4 is saved; steps 4 to 4 are lost; {again}"
+    assert describe_saved_state(run, "launch") == f"step 4 is saved; steps 4 to 4 are lost; {again}"
     write_checkpoint(run, 6)
-    assert left_behind(run, "launch") == f"step 6 is saved; {again}"
+    assert describe_saved_state(run, "launch") == f"step 6 is saved; {again}"
 
 
 def test_restarts_are_on_record(restarts: Restarts, tmp_path: Path) -> None:

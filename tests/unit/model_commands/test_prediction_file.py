@@ -10,14 +10,14 @@ from support.stores import BUCKET, Store
 
 from hybrid.errors import DataError, HybridError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, place
+from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.model_commands.prediction_file import prediction_file
 
 NAMES = ["p.csv", "p.parquet"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_left_of_one_that_is_not_finished(folder: Place, name: str) -> None:
+def test_nothing_is_left_of_one_that_is_not_finished(folder: StoragePath, name: str) -> None:
     def write_half() -> None:
         with prediction_file(folder / name) as file:
             file.write({"row": pa.array([1])})
@@ -25,29 +25,29 @@ def test_nothing_is_left_of_one_that_is_not_finished(folder: Place, name: str) -
 
     with pytest.raises(DataError, match="gone"):
         write_half()
-    assert not files.entries(folder)
+    assert not files.list_entries(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_not_there_before_its_end(folder: Place, name: str) -> None:
+def test_it_is_not_there_before_its_end(folder: StoragePath, name: str) -> None:
     with prediction_file(folder / name) as file:
         file.write({"row": pa.array([1]), "tags": pa.array([["a", "b"]])})
         assert not files.exists(folder / name)
         file.write({"row": pa.array([2]), "tags": pa.array([None], pa.list_(pa.string()))})
-    assert [each.place.name for each in files.entries(folder)] == [name]
+    assert [each.place.name for each in files.list_entries(folder)] == [name]
 
 
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.long), NAMES[1]])
 def test_a_large_one_is_sent_as_it_is_written(store: Store, tmp_path: Path, name: str) -> None:
     """In an upload of several parts, of the bytes that it has on a disk."""
-    there = place(f"s3://{BUCKET}/{tmp_path.name}")
+    there = parse_path(f"s3://{BUCKET}/{tmp_path.name}")
     draw = np.random.default_rng(3)
     columns = {f"x{i}": pa.array(draw.random(100_000)) for i in range(10)}
     for folder in (tmp_path, there):
         with prediction_file(folder / name) as file:
             file.write(columns)
             file.write(columns)
-    assert files.size(there / name) > 10 << 20
+    assert files.file_size(there / name) > 10 << 20
     assert files.read_bytes(there / name) == (tmp_path / name).read_bytes()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.run_folder.append_only_file import AppendedFile
+from workers.run_folder.append_only_file import AppendOnlyFile
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def room(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
-def opened(path: Path, make_room: Callable[[], bool]) -> AppendedFile:
-    file = AppendedFile(path, make_room)
+def opened(path: Path, make_room: Callable[[], bool]) -> AppendOnlyFile:
+    file = AppendOnlyFile(path, make_room)
     file.write(b"first\n")
     return file
 

@@ -13,11 +13,11 @@ from hybrid.config import RunConfig, RunSection
 from hybrid.errors import ConfigError, HybridError
 from hybrid.topology import Role, RoleKind
 from workers.run_folder import run_paths
-from workers.run_folder.curves import matplotlib_leaving_no_files
+from workers.run_folder.curves import temporary_font_cache
 from workers.run_folder.run_paths import scratch_logs
 
 
-@pytest.mark.parametrize("using", [lambda: scratch_logs("hybrid-run-"), matplotlib_leaving_no_files])
+@pytest.mark.parametrize("using", [lambda: scratch_logs("hybrid-run-"), temporary_font_cache])
 def test_a_temporary_folder_that_takes_no_files(
     using: Callable[[], AbstractContextManager[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -66,11 +66,11 @@ class TestPaths:
         monkeypatch.setattr("sys.executable", str(script.with_name("python")))
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PATH", "/usr/bin")
-        assert run_paths.own_command() == "python -P -m workers"
+        assert run_paths.command_name() == "python -P -m workers"
         script.touch(mode=0o755)
-        assert run_paths.own_command() == "bin/hybrid"
+        assert run_paths.command_name() == "bin/hybrid"
         monkeypatch.setenv("PATH", str(script.parent))
-        assert run_paths.own_command() == "hybrid"
+        assert run_paths.command_name() == "hybrid"
 
     def test_the_other_places(self) -> None:
         assert run_paths.log_path(Path("r"), Role(RoleKind.WORKER, 1)) == Path("r/logs/worker-1.log")

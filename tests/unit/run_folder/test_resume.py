@@ -9,7 +9,13 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
-from workers.run_folder.resume import as_decided, check_same_model, is_over, newest_run, resumed_config
+from workers.run_folder.resume import (
+    check_same_model,
+    is_finished,
+    load_resumed_config,
+    newest_run,
+    with_measured_matmul,
+)
 from workers.run_folder.run_paths import run_path
 
 
@@ -80,16 +86,16 @@ def test_a_run_is_over_once_it_has_its_result_unless_more_is_asked_for(setting: 
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text(to_toml(load_config(None, ["train.epochs=3"])))
     same, more = (load_config(None, ["train.epochs=3", *extra]) for extra in ([], [setting]))
-    assert not is_over(run, same)
+    assert not is_finished(run, same)
     (run / "result.json").touch()
-    assert is_over(run, same)
-    assert not is_over(run, more)
+    assert is_finished(run, same)
+    assert not is_finished(run, more)
 
 
 def test_a_run_goes_on_with_the_same_model_only() -> None:
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text("[embedding]\ndim = 12\n[train]\nepochs = 2\n")
-    same = resumed_config(run, ["train.epochs=3"])
+    same = load_resumed_config(run, ["train.epochs=3"])
     assert (same.embedding.dim, same.train.epochs) == (12, 3)
     check_same_model(run, same)
     with pytest.raises(ConfigError, match=r"embedding.dim = 16: the run to resume has 12; keep that"):
@@ -131,7 +137,7 @@ def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) ->
 @pytest.mark.parametrize("setting", OF_THE_RUN.split())
 def test_the_rest_may_change(setting: str) -> None:
     run = make_run("run-20260101-000000")
-    resumed_config(run, [setting])
+    load_resumed_config(run, [setting])
 
 
 @pytest.mark.parametrize(
@@ -147,17 +153,17 @@ def test_a_run_keeps_the_products_that_it_has_measured(recorded: str, asked: str
     run = make_run("run-20260101-000000")
     (run / "config.toml").write_text(to_toml(load_config(None, [f"dense.matmul={recorded}"])))
     asked_for = load_config(None, [f"dense.matmul={asked}", "train.epochs=3"])
-    now = as_decided(run, asked_for)
+    now = with_measured_matmul(run, asked_for)
     assert (now.dense.matmul, now.train.epochs) == (taken, 3)
 
 
 def test_a_run_measures_where_it_has_not_or_what_it_has_cannot_be(tmp_path: Path) -> None:
     run = make_run("run-20260101-000000")
     asked_for = load_config(None, [])
-    assert as_decided(tmp_path, asked_for) == asked_for
+    assert with_measured_matmul(tmp_path, asked_for) == asked_for
     (run / "config.toml").write_text(to_toml(load_config(None, ["dense.matmul=onednn"])))
     split = load_config(None, ['dense.parallel="tensor"'])
-    assert as_decided(run, split) == split
+    assert with_measured_matmul(run, split) == split
 
 
 def test_a_column_stays_as_it_was_made() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.stores import BUCKET
 
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 
 @pytest.fixture(params=["google", "azure"])
@@ -19,12 +19,12 @@ def other_store(request: pytest.FixtureRequest) -> RemotePath:
 
 
 @pytest.fixture(params=["path", "store", "google", "azure"])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
     """An empty folder, here or in a store."""
     if request.param == "path":
         return tmp_path
     root = request.getfixturevalue(request.param)
-    bucket = root if isinstance(root, RemotePath) else place(f"s3://{BUCKET}")
+    bucket = root if isinstance(root, RemotePath) else parse_path(f"s3://{BUCKET}")
     return bucket / tmp_path.name
 
 

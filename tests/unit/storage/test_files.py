@@ -15,7 +15,7 @@ from support.users import needs_root
 
 from hybrid.errors import StorageError
 from hybrid.storage import files
-from hybrid.storage.remote_path import Place, RemotePath, place
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
 
 MIB = 1 << 20
 _numbers = count()
@@ -26,7 +26,7 @@ def some_bytes(num_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5], ids=["empty", "small"])
-def test_what_is_written_is_read(folder: Place, num_bytes: int) -> None:
+def test_what_is_written_is_read(folder: StoragePath, num_bytes: int) -> None:
     check_read(folder / "a.bin", num_bytes)
 
 
@@ -34,20 +34,20 @@ SLOW = [pytest.param(each, marks=pytest.mark.long) for each in ("google", "azure
 
 
 @pytest.mark.parametrize("folder", ["path", "store", *SLOW], indirect=True)
-def test_what_has_several_blocks_and_parts_is_read(folder: Place) -> None:
+def test_what_has_several_blocks_and_parts_is_read(folder: StoragePath) -> None:
     check_read(folder / "a.bin", 23 * MIB + 3)
 
 
-def check_read(file: Place, num_bytes: int) -> None:
+def check_read(file: StoragePath, num_bytes: int) -> None:
     """See that as many bytes are read as are written, in every way."""
     content = some_bytes(num_bytes)
-    with files.writing(file) as writer:
+    with files.open_writer(file) as writer:
         for start in range(0, num_bytes, 4 * MIB):
             writer.write(memoryview(content)[start : start + 4 * MIB])
-    assert files.size(file) == num_bytes
+    assert files.file_size(file) == num_bytes
     assert files.read_bytes(file) == content
-    assert b"".join(files.blocks(file)) == content
-    with files.local(file, files.checksum(file)) as here:
+    assert b"".join(files.read_blocks(file)) == content
+    with files.local_copy(file, files.compute_checksum(file)) as here:
         mapped = np.memmap(here, np.uint8) if num_bytes else np.empty(0)
     assert mapped.tobytes() == content  # the file itself may be gone
 
@@ -57,7 +57,7 @@ def check_read(file: Place, num_bytes: int) -> None:
 )
 def test_a_path_that_cannot_be_used_is_one_line(name: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
-    for use in (files.exists, files.entries, files.size):
+    for use in (files.exists, files.list_entries, files.file_size):
         with pytest.raises(StorageError, match=rf"^{tmp_path / name}: .*{reason}"):
             use(tmp_path / name)
 
@@ -69,7 +69,7 @@ def test_a_folder_that_may_not_be_read_is_one_line() -> None:
         if not child:
             os.setuid(12345)
             try:
-                files.entries(Path(folder))
+                files.list_entries(Path(folder))
             except StorageError as error:
                 os._exit(0 if "Permission denied" in str(error) else 1)
             finally:
@@ -77,7 +77,7 @@ def test_a_folder_that_may_not_be_read_is_one_line() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_ranges_come_in_their_order(folder: Place) -> None:
+def test_ranges_come_in_their_order(folder: StoragePath) -> None:
     content = some_bytes(100_000)
     files.write_bytes(folder / "a", content)
     ranges = [(start, 7) for start in range(0, 99_990, 331)][::-1]
@@ -85,42 +85,47 @@ def test_ranges_come_in_their_order(folder: Place) -> None:
     assert files.read_range(folder / "a", 99_999, 10) == content[-1:]
 
 
-def test_python_reads_it_as_a_file(folder: Place) -> None:
+def test_python_reads_it_as_a_file(folder: StoragePath) -> None:
     files.write_bytes(folder / "a.gz", gzip.compress(b"one\ntwo\n" * 9))
-    with files.reading(folder / "a.gz") as raw, gzip.open(raw, "rt") as text:
+    with files.open_reader(folder / "a.gz") as raw, gzip.open(raw, "rt") as text:
         assert text.readlines() == ["one\n", "two\n"] * 9
-    with files.reading(folder / "a.gz") as raw:
+    with files.open_reader(folder / "a.gz") as raw:
         end = raw.seek(0, 2)
         assert (raw.seek(-4, 2), len(raw.read()), raw.tell()) == (end - 4, 4, end)
 
 
-def test_folders_are_listed_and_removed(folder: Place) -> None:
+def test_folders_are_listed_and_removed(folder: StoragePath) -> None:
     for name in ("run/b", "run/c", "run/deep/d", "runs"):
         target = folder / name
         if isinstance(target, Path):
             target.parent.mkdir(parents=True, exist_ok=True)
         files.write_bytes(target, name.encode())
-    listed = files.entries(folder / "run")
+    listed = files.list_entries(folder / "run")
     assert [(e.place.name, e.size, e.is_folder) for e in listed] == [
         ("b", 5, False),
         ("c", 5, False),
         ("deep", 0, True),
     ]
-    deep = files.entries(folder / "run", is_deep=True)
+    deep = files.list_entries(folder / "run", is_deep=True)
     assert [e.place for e in deep] == [folder / name for name in ("run/b", "run/c", "run/deep/d")]
     assert files.exists(folder / "run")
     assert not files.is_file(folder / "run")
     files.remove(folder / "run" / "b")
-    assert [e.place.name for e in files.entries(folder / "run")] == ["c", "deep"]
+    assert [e.place.name for e in files.list_entries(folder / "run")] == ["c", "deep"]
     files.remove(folder / "run")
     assert not files.exists(folder / "run")
     assert files.read_bytes(folder / "runs") == b"runs"
     files.remove(folder / "run")  # there is none
-    assert files.entries(folder / "run") == []
+    assert files.list_entries(folder / "run") == []
 
 
-def test_what_is_missing_is_said_as_of_the_disk(folder: Place) -> None:
-    reads: list[Callable[[Place], object]] = [files.read_bytes, files.size, files.existing, files.checksum]
+def test_what_is_missing_is_said_as_of_the_disk(folder: StoragePath) -> None:
+    reads: list[Callable[[StoragePath], object]] = [
+        files.read_bytes,
+        files.file_size,
+        files.require_file,
+        files.compute_checksum,
+    ]
     for read in reads:
         with pytest.raises(FileNotFoundError) as caught:
             read(folder / "none")
@@ -131,38 +136,38 @@ def test_a_tag_is_of_the_content(store: Store) -> None:
     folder = RemotePath(f"s3://{BUCKET}", f"files-{next(_numbers)}")
     for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
         files.write_bytes(folder / name, content)
-    a, b, c = (files.tag(folder / name) for name in "abc")
+    a, b, c = (files.content_tag(folder / name) for name in "abc")
     assert a == c != b
     files.write_bytes(folder / "a", b"2")
-    assert files.tag(folder / "a") == b
+    assert files.content_tag(folder / "a") == b
 
 
 def test_files_are_waited_for_at_the_same_time() -> None:
     together = Barrier(4)
-    assert sorted(files.of_each(lambda _: together.wait(20), range(4))) == [0, 1, 2, 3]
+    assert sorted(files.map_concurrently(lambda _: together.wait(20), range(4))) == [0, 1, 2, 3]
 
 
 def test_what_is_done_for_each_comes_in_order_and_so_do_errors() -> None:
-    assert files.of_each(lambda number: 2 * number, range(50)) == [*range(0, 100, 2)]
+    assert files.map_concurrently(lambda number: 2 * number, range(50)) == [*range(0, 100, 2)]
     with pytest.raises(ZeroDivisionError):
-        files.of_each(lambda number: 1 // number, [1, 0, 2])
+        files.map_concurrently(lambda number: 1 // number, [1, 0, 2])
 
 
 def test_no_more_is_fetched_than_is_asked_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, content = place(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
+    file, content = parse_path(f"s3://{BUCKET}/files-{next(_numbers)}"), some_bytes(3 * MIB)
     files.write_bytes(file, content)
     with Proxy(store) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{proxy.address}")
-        with files.reading(file, ahead=0) as there:
+        with files.open_reader(file, ahead=0) as there:
             there.seek(2 * MIB)
             assert there.read(100) == content[2 * MIB :][:100]
     assert proxy.num_bytes == 100
 
 
 @pytest.mark.parametrize("num_bytes", [5, 23 * MIB], ids=["small", "large"])
-def test_nothing_is_left_of_what_is_not_finished(folder: Place, num_bytes: int) -> None:
+def test_nothing_is_left_of_what_is_not_finished(folder: StoragePath, num_bytes: int) -> None:
     def write() -> None:
-        with files.writing(folder / "torn") as writer:
+        with files.open_writer(folder / "torn") as writer:
             writer.write(bytes(num_bytes))
             raise KeyError
 
@@ -171,25 +176,25 @@ def test_nothing_is_left_of_what_is_not_finished(folder: Place, num_bytes: int) 
     assert not files.exists(folder / "torn")
 
 
-def test_an_error_of_who_reads_stays_his(folder: Place) -> None:
+def test_an_error_of_who_reads_stays_his(folder: StoragePath) -> None:
     files.write_bytes(folder / "a", b"1")
-    with pytest.raises(ValueError, match="mine"), files.reading(folder / "a"):
+    with pytest.raises(ValueError, match="mine"), files.open_reader(folder / "a"):
         raise ValueError("mine")
-    with pytest.raises(ValueError, match="mine"), files.writing(folder / "a"):
+    with pytest.raises(ValueError, match="mine"), files.open_writer(folder / "a"):
         raise ValueError("mine")
 
 
 def test_a_fetched_file_must_be_the_one_that_is_meant(store: Store) -> None:
-    file = place(f"s3://{BUCKET}/altered")
+    file = parse_path(f"s3://{BUCKET}/altered")
     files.write_bytes(file, b"1")
-    with pytest.raises(ValueError, match="not as it was written"), files.local(file, "0" * 64):
+    with pytest.raises(ValueError, match="not as it was written"), files.local_copy(file, "0" * 64):
         pass
 
 
 def test_a_bucket_that_is_not_there_is_said(store: Store) -> None:
     with pytest.raises(StorageError) as caught:
-        files.write_bytes(place("s3://no-such-bucket/a"), b"1")
+        files.write_bytes(parse_path("s3://no-such-bucket/a"), b"1")
     assert str(caught.value).startswith("s3://no-such-bucket/a: cannot be written: ")
     assert "there is no such bucket; make it, or correct the URL" in str(caught.value)
     with pytest.raises(StorageError, match="there is no such bucket"):
-        files.entries(place("s3://no-such-bucket/a"))
+        files.list_entries(parse_path("s3://no-such-bucket/a"))

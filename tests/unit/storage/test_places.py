@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from hybrid.errors import StorageError
-from hybrid.storage.remote_path import RemotePath, is_url, place
+from hybrid.storage.remote_path import RemotePath, is_url, parse_path
 
 
 @pytest.mark.parametrize("text", ["runs/r", "/data/clicks.csv", "C1.txt", "a:b"])
 def test_what_is_no_url_is_a_path(text: str) -> None:
-    assert place(text) == Path(text)
+    assert parse_path(text) == Path(text)
     assert not is_url(text)
 
 
 def test_a_file_url_is_a_path() -> None:
-    assert place("file:///data/a%20b.csv") == Path("/data/a b.csv")
+    assert parse_path("file:///data/a%20b.csv") == Path("/data/a b.csv")
     with pytest.raises(StorageError, match="file of another host"):
-        place("file://elsewhere/data")
+        parse_path("file://elsewhere/data")
 
 
 @pytest.mark.parametrize(
@@ -36,14 +36,14 @@ def test_a_file_url_is_a_path() -> None:
     ],
 )
 def test_a_url_has_a_root_and_a_key(text: str, root: str, key: str) -> None:
-    named = place(text)
+    named = parse_path(text)
     assert named == RemotePath(root, key)
-    assert place(str(named)) == named
+    assert parse_path(str(named)) == named
     assert is_url(text)
 
 
 def test_it_is_taken_apart_as_a_path_is() -> None:
-    run = place("s3://bucket/runs/r?region=eu-west-1")
+    run = parse_path("s3://bucket/runs/r?region=eu-west-1")
     file = run / "tables" / "C1.0-of-2.safetensors"
     assert str(file) == "s3://bucket/runs/r/tables/C1.0-of-2.safetensors?region=eu-west-1"
     assert (file.name, file.suffix, str(file.parent.parent)) == (
@@ -51,7 +51,7 @@ def test_it_is_taken_apart_as_a_path_is() -> None:
         ".safetensors",
         str(run),
     )
-    assert run.with_name("q") == place("s3://bucket/runs/q?region=eu-west-1")
+    assert run.with_name("q") == parse_path("s3://bucket/runs/q?region=eu-west-1")
     assert pickle.loads(pickle.dumps(file)) == file
 
 
@@ -71,7 +71,7 @@ def test_it_is_taken_apart_as_a_path_is() -> None:
 )
 def test_what_is_refused(text: str, said: str) -> None:
     with pytest.raises(StorageError) as caught:
-        place(text)
+        parse_path(text)
     assert said in str(caught.value)
     assert "secret@" not in str(caught.value)
     assert "=secret" not in str(caught.value)
@@ -79,4 +79,4 @@ def test_what_is_refused(text: str, said: str) -> None:
 
 def test_it_is_no_path_of_this_machine() -> None:
     with pytest.raises(TypeError, match="no path of this machine"):
-        os.stat(place("s3://bucket/a"))
+        os.stat(parse_path("s3://bucket/a"))

@@ -10,7 +10,7 @@ from support.stores import BUCKET, Proxy, Store
 
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files, store_clients
-from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, parse_path
 from hybrid.storage.store_clients import ATTEMPTS
 
 CONTENT = np.random.default_rng(3).bytes(23 << 20)
@@ -23,7 +23,7 @@ def proxy(store: Store) -> Iterator[Proxy]:
 
 
 def through(proxy: Proxy, name: str) -> RemotePath:
-    found = place(f"s3://{BUCKET}/{name}?scheme=http&endpoint_override={proxy.address}")
+    found = parse_path(f"s3://{BUCKET}/{name}?scheme=http&endpoint_override={proxy.address}")
     assert isinstance(found, RemotePath)
     return found
 
@@ -46,8 +46,8 @@ def test_what_fails_now_and_then_is_asked_again(proxy: Proxy, fate: str) -> None
     files.write_bytes(file, CONTENT[: 11 << 20])
     proxy.plan = plan
     files.write_bytes(file, CONTENT[: 11 << 20])
-    assert files.checksum(file) == hashlib.sha256(CONTENT[: 11 << 20]).hexdigest()
-    assert [each.place for each in files.entries(file.parent) if each.place == file] == [file]
+    assert files.compute_checksum(file) == hashlib.sha256(CONTENT[: 11 << 20]).hexdigest()
+    assert [each.place for each in files.list_entries(file.parent) if each.place == file] == [file]
     files.remove(file)
     assert not files.exists(file)
     assert max(asked.values()) > 1 or fate == "slow"
@@ -97,7 +97,7 @@ def test_a_store_that_is_down_is_told_from_one_that_refuses(
     proxy.plan = lambda method, path: fate
     asked: dict[str, Callable[[], object]] = {
         "found": lambda: files.exists(file),
-        "listed": lambda: files.entries(file.parent),
+        "listed": lambda: files.list_entries(file.parent),
         "read": lambda: files.read_bytes(file),
         "written": lambda: files.write_bytes(file, b"new"),
         "removed": lambda: files.remove(file),
@@ -118,7 +118,7 @@ def test_a_store_where_nobody_listens_is_out_of_reach(store: Store, monkeypatch:
 
 def test_a_bucket_that_is_not_there_is_no_outage(store: Store) -> None:
     with pytest.raises(StorageError, match="there is no such bucket") as caught:
-        files.write_bytes(place("s3://none/file"), b"content")
+        files.write_bytes(parse_path("s3://none/file"), b"content")
     assert type(caught.value) is StorageError
 
 

@@ -7,7 +7,7 @@ import pytest
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files, store_clients
 from hybrid.storage.object_stores import _error
-from hybrid.storage.remote_path import RemotePath, place
+from hybrid.storage.remote_path import RemotePath, parse_path
 
 
 def elsewhere(bucket: RemotePath) -> RemotePath:
@@ -21,7 +21,7 @@ def test_a_bucket_that_is_not_there_is_said(other_store: RemotePath) -> None:
     file = elsewhere(other_store) / "a"
     asked: list[Callable[[], object]] = [
         lambda: files.write_bytes(file, b"1"),
-        lambda: files.entries(file),
+        lambda: files.list_entries(file),
         lambda: files.exists(file),
     ]
     for ask in asked:
@@ -34,29 +34,29 @@ def test_a_bucket_that_is_not_there_is_said(other_store: RemotePath) -> None:
 def test_a_file_is_the_old_one_until_the_new_one_is_whole(other_store: RemotePath) -> None:
     folder = other_store / "whole"
     files.write_bytes(folder / "a", b"old")
-    with files.writing(folder / "a") as file:
+    with files.open_writer(folder / "a") as file:
         file.write(bytes(65 << 20))
         assert files.read_bytes(folder / "a") == b"old"
-    assert files.size(folder / "a") == 65 << 20
-    assert [each.place for each in files.entries(folder, is_deep=True)] == [folder / "a"]
+    assert files.file_size(folder / "a") == 65 << 20
+    assert [each.place for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
 
 
 def test_of_google_a_tag_is_of_the_content(google: RemotePath) -> None:
     folder = google / "tags"
     for name, content in (("a", b"1"), ("b", b"2"), ("c", b"1")):
         files.write_bytes(folder / name, content)
-    a, b, c = (files.tag(folder / name) for name in "abc")
+    a, b, c = (files.content_tag(folder / name) for name in "abc")
     assert a == c != b
 
 
 def test_azure_says_nothing_of_the_content(azure: RemotePath) -> None:
     files.write_bytes(azure / "tag", b"1")
-    assert files.tag(azure / "tag") == ""
+    assert files.content_tag(azure / "tag") == ""
 
 
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
     monkeypatch.setattr(store_clients, "RETRY_SECONDS", 1.0)
-    store = place(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused}")
+    store = parse_path(f"gs://b/a?anonymous=true&scheme=http&endpoint_override={unused}")
     with pytest.raises(OutageError, match="endpoint_override in the URL, is right and can be reached"):
         files.read_bytes(store)
 
@@ -65,7 +65,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
 def test_nobody_listens_for_azure(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
     with pytest.raises(OutageError, match="see that the account in the URL is right and can be reached"):
-        files.read_bytes(place(f"abfs://me@{unused}/box/a?enable_tls=false"))
+        files.read_bytes(parse_path(f"abfs://me@{unused}/box/a?enable_tls=false"))
 
 
 def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str
 
 def test_a_url_of_azure_without_an_account_is_refused() -> None:
     with pytest.raises(StorageError, match="names no account; write abfs://CONTAINER@ACCOUNT"):
-        files.read_bytes(place("abfs://box/a"))
+        files.read_bytes(parse_path("abfs://box/a"))
 
 
 STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s error_info={reason=, domain=})"

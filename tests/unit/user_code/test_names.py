@@ -17,12 +17,12 @@ import pytest
 from hybrid.errors import ConfigError
 from hybrid.topology import MASTER
 from hybrid.user_code.function_names import (
-    OwnFunction,
-    OwnValue,
-    described,
+    UserDataclass,
+    UserFunction,
+    from_reference,
     load_function,
-    load_own,
-    resolved,
+    load_user_object,
+    to_reference,
 )
 
 
@@ -60,29 +60,29 @@ def apply(workload: Workload, value: int) -> int:
 def test_a_function_travels_by_name_and_is_the_same_there(
     function: Any, name: str, args: tuple[int, ...]
 ) -> None:
-    travelling = described(function)
-    assert isinstance(travelling, OwnFunction)
+    travelling = to_reference(function)
+    assert isinstance(travelling, UserFunction)
     assert travelling.name == f"{__name__}:{name}"
-    assert resolved(travelling)(*args) == 42
+    assert from_reference(travelling)(*args) == 42
 
 
 def test_what_travels_holds_no_code() -> None:
-    held = described(partial(apply, Workload(1, Workload(6)))).args
-    assert held == (OwnValue(f"{__name__}:Workload", {"factor": 1, "inner": described(Workload(6))}),)
+    held = to_reference(partial(apply, Workload(1, Workload(6)))).args
+    assert held == (UserDataclass(f"{__name__}:Workload", {"factor": 1, "inner": to_reference(Workload(6))}),)
 
 
 def test_other_values_travel_as_they_are() -> None:
-    for value in (3, "a", [1], MASTER, Path("a"), OwnFunction):
-        assert described(value) is value
-        assert resolved(value) is value
+    for value in (3, "a", [1], MASTER, Path("a"), UserFunction):
+        assert to_reference(value) is value
+        assert from_reference(value) is value
 
 
 def test_a_function_that_cannot_be_found_does_not_travel() -> None:
     def local() -> None: ...
 
-    for function in (local, lambda: None, partial(local), Path.cwd, pytest.raises, described):
+    for function in (local, lambda: None, partial(local), Path.cwd, pytest.raises, to_reference):
         with pytest.raises(ConfigError, match="must be defined in a module of your own"):
-            described(function)
+            to_reference(function)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_function_that_cannot_be_found_does_not_travel() -> None:
 )
 def test_what_is_not_the_users_own_is_not_looked_up(name: str) -> None:
     with pytest.raises(ConfigError, match="is not in a module of your own"):
-        load_own(name)
+        load_user_object(name)
 
 
 def test_what_another_python_has_installed_is_not_the_users_own(
@@ -115,16 +115,16 @@ def test_what_another_python_has_installed_is_not_the_users_own(
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{module}.py").write_text("def make(): ...\n")
         monkeypatch.syspath_prepend(tmp_path / folder)
-    assert load_own("lies_there:make")
+    assert load_user_object("lies_there:make")
     with pytest.raises(ConfigError, match="is not in a module of your own"):
-        load_own("installed_there:make")
+        load_user_object("installed_there:make")
 
 
 @pytest.mark.parametrize(
     "name",
     [
         f"{__name__}:system",
-        f"{__name__}:load_own",
+        f"{__name__}:load_user_object",
         f"{__name__}:Path",
         f"{__name__}:times.__globals__",
         f"{__name__}:times.__class__",
@@ -136,7 +136,7 @@ def test_what_another_python_has_installed_is_not_the_users_own(
 def test_what_a_module_of_the_users_has_from_elsewhere_is_not_looked_up(name: str) -> None:
     assert system is os.system
     with pytest.raises(ConfigError, match=f"is nothing that {__name__} defines"):
-        load_own(name)
+        load_user_object(name)
 
 
 class Plain:
@@ -147,7 +147,7 @@ class Plain:
 def test_a_value_is_a_dataclass_and_nothing_else_is_called_for_one(name: str) -> None:
     fields: dict[str, Any] = {} if name == "Plain" else {"factor": 6, "value": 7}
     with pytest.raises(ConfigError, match="is no dataclass, and no other value travels"):
-        resolved(OwnValue(f"{__name__}:{name}", fields))
+        from_reference(UserDataclass(f"{__name__}:{name}", fields))
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_module_is_imported_where_its_function_is_needed(package: str) -> None:
-    assert load_own(f"{package}.jobs:batches")(3) == [3]
+    assert load_user_object(f"{package}.jobs:batches")(3) == [3]
 
 
 @pytest.mark.parametrize(
@@ -215,5 +215,5 @@ def test_a_module_that_is_not_there_is_told_with_the_host(package: str) -> None:
             load_function("dense.net", name)
         assert str(told.value) == f"dense.net = {name!r}: {reason}"
     with pytest.raises(ConfigError) as told:
-        load_own("no_such_module:build")
+        load_user_object("no_such_module:build")
     assert str(told.value) == f"FUNCTION = 'no_such_module:build': there is no such module {missing}"

@@ -11,7 +11,7 @@ from hybrid.config import DenseSection, RunConfig, TaskSection
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
 from hybrid.user_code.run_signature import _key, load_run_config, signed_toml
-from workers.run_folder.resume import resumed_config
+from workers.run_folder.resume import load_resumed_config
 from workers.run_folder.run_files import RunFolder
 
 OWN = RunConfig(dense=DenseSection(net="my_net:build"))
@@ -77,12 +77,12 @@ def test_nets_of_the_project_need_no_signature(tmp_path: Path, state: Path) -> N
 def test_a_run_that_goes_on_is_signed_anew(tmp_path: Path) -> None:
     run = tmp_path / "run"
     RunFolder.create(run, OWN).close()
-    assert resumed_config(run, ["train.epochs=2"]).dense.net == "my_net:build"
+    assert load_resumed_config(run, ["train.epochs=2"]).dense.net == "my_net:build"
     written(run, to_toml(OWN))
     with pytest.raises(ConfigError, match="you have not signed it"):
-        resumed_config(run, [])
-    RunFolder.reopen(run, resumed_config(run, [], trust_code=True), 0).close()
-    assert resumed_config(run, []) == OWN
+        load_resumed_config(run, [])
+    RunFolder.reopen(run, load_resumed_config(run, [], trust_code=True), 0).close()
+    assert load_resumed_config(run, []) == OWN
 
 
 def test_the_key_is_the_users_alone_and_made_once(state: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_key_that_others_may_know_signs_nothing(
         key.symlink_to("other")
     else:
         user = os.geteuid()
-        monkeypatch.setattr("hybrid.user_code.run_signature.own_folder", lambda *_: key.parent)
+        monkeypatch.setattr("hybrid.user_code.run_signature.private_user_folder", lambda *_: key.parent)
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     assert signed_toml(OWN) == to_toml(OWN)
     check_refused(path)
@@ -139,15 +139,15 @@ def test_paths_of_another_user_are_used_only_if_allowed(setting: str, tmp_path: 
     config = load_config(None, [setting, "data.format=csv", "data.sparse=C1", *csv])
     run = tmp_path / "run"
     RunFolder.create(run, config).close()
-    assert resumed_config(run, ["train.epochs=2"]).train.epochs == 2
+    assert load_resumed_config(run, ["train.epochs=2"]).train.epochs == 2
     shutil.rmtree(state)
     key = setting.partition("=")[0]
     chosen = [f"data.path={config.data.path[0]}"] if key != "data.path" else []
     with pytest.raises(ConfigError, match=rf"^{key} = .*--trust-code"):
-        resumed_config(run, chosen)
+        load_resumed_config(run, chosen)
     assert load_run_config(run / "config.toml") == config, "to evaluate the model on files takes none"
-    assert resumed_config(run, [*chosen, setting]) == config
-    assert resumed_config(run, [], trust_code=True) == config
+    assert load_resumed_config(run, [*chosen, setting]) == config
+    assert load_resumed_config(run, [], trust_code=True) == config
 
 
 LOSSES = RunConfig(tasks={"a": TaskSection(loss="mine:loss", metrics=("mine:lift",)), "b": TaskSection()})

@@ -11,7 +11,7 @@ from support.shards import PATIENCE_SECONDS, Cluster, cluster, evaluate, specs
 from torch import Tensor
 
 from hybrid.batch import SparseFeatures
-from hybrid.checkpoint.checkpoint_files import earlier_file
+from hybrid.checkpoint.checkpoint_files import pre_update_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.embedding.bags import Bags, Item
@@ -128,7 +128,7 @@ def test_without_them_a_checkpoint_is_gone_on_from_with_its_rows(stack: ExitStac
     first, second = pipelined(stack, "row", 2), pipelined(stack, "row", 2)
     train_ahead(first, range(CUT))
     folder = first.save(tmp_path / "step", CUT)
-    assert Checkpoint.open(folder).earlier_rows() == {}
+    assert Checkpoint.open(folder).pre_update_rows() == {}
     second.load(folder, CUT)
     now = first.embeddings.lookup(ids(first, CUT), evaluate(CUT)).wait()
     staleness(second)
@@ -183,11 +183,11 @@ def test_they_are_the_rows_that_the_last_update_touched_and_go_with_the_next(
     each = pipelined(stack, "row", 2)
     initial, touched = each.whole(), touched_rows(each, 0)
     train_ahead(each, range(2), closing=0)  # step 1 comes after it
-    assert Checkpoint.open(each.save(tmp_path / "1", 2)).earlier_rows() == {}
+    assert Checkpoint.open(each.save(tmp_path / "1", 2)).pre_update_rows() == {}
     each = pipelined(stack, "row", 2)
     train_ahead(each, range(1), closing=0)
-    files = Checkpoint.open(each.save(tmp_path / "2", 1)).earlier_rows()
-    assert {path.name for path in files} == {earlier_file(0), earlier_file(1)}
+    files = Checkpoint.open(each.save(tmp_path / "2", 1)).pre_update_rows()
+    assert {path.name for path in files} == {pre_update_file(0), pre_update_file(1)}
     for table in each.tables:
         key = f"{table.name}.weight"
         found = [file for file in files.values() if f"rows.{table.name}" in file]
@@ -203,7 +203,7 @@ def test_they_are_all_rows_where_the_last_update_was_of_all(stack: ExitStack, tm
     each = pipelined(stack, "row", 2, whole=("c",))
     initial = each.whole()
     train_ahead(each, range(1), closing=0)
-    files = Checkpoint.open(each.save(tmp_path / "step", 1)).earlier_rows().values()
+    files = Checkpoint.open(each.save(tmp_path / "step", 1)).pre_update_rows().values()
     rows_U, earlier_UD = (torch.cat([file[f"{kind}.c"] for file in files]) for kind in ("rows", "weight"))
     assert rows_U.sort().values.tolist() == list(range(23))
     assert torch.equal(earlier_UD, initial["c.weight"][rows_U])
@@ -265,7 +265,7 @@ def test_other_modes_do_without(stack: ExitStack, tmp_path: Path, mode: UpdateMo
         for e, ticket in ((first, evaluate(CUT)), (second, ahead(CUT)))
     )
     assert torch.equal(now, ours)
-    assert Checkpoint.open(second.save(tmp_path / "second", CUT)).earlier_rows() == {}
+    assert Checkpoint.open(second.save(tmp_path / "second", CUT)).pre_update_rows() == {}
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_what_are_no_rows_of_a_table_is_refused(
     each = pipelined(stack, "row", 1)
     folder = each.save(tmp_path / "step", CUT)
     manifest = Checkpoint.open(folder).manifest
-    files = manifest.files | write_tensors(folder, earlier_file(0), wrong)
+    files = manifest.files | write_tensors(folder, pre_update_file(0), wrong)
     dataclasses.replace(manifest, files=files).write(folder)
     with pytest.raises(CheckpointError, match=r"earlier\.0.*: what it has of table a are no rows of it$"):
         each.load(folder, CUT)
@@ -297,7 +297,7 @@ def test_rows_that_a_table_does_not_have_are_nobodys(stack: ExitStack, tmp_path:
     manifest = Checkpoint.open(folder).manifest
     # In the group they would be rows of the tables before and after it.
     beyond = {"rows.b": torch.tensor([-1, 4, 5]), "weight.b": torch.full((3, 3), torch.nan)}
-    files = manifest.files | write_tensors(folder, earlier_file(0), beyond | {"rows.other": torch.ones(1)})
+    files = manifest.files | write_tensors(folder, pre_update_file(0), beyond | {"rows.other": torch.ones(1)})
     dataclasses.replace(manifest, files=files).write(folder)
     each.load(folder, CUT)
     (host,) = each.hosts.values()
