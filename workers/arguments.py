@@ -1,6 +1,7 @@
-"""The arguments of every command: what ``--help`` prints. Imports nothing slow."""
+"""The arguments of every command, as ``--help`` prints them. Imports nothing slow."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,44 +11,72 @@ from hybrid.config.sections import DTYPES
 from hybrid.errors import StorageError
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
+from workers.console.messages import Verbosity
 from workers.rendezvous.address import DEFAULT_PORT
 
-_RUN, _COMPARE, _OF_SCRIPT = "run", "compare", "--"
-_RUN_USAGE = (
-    "hybrid run [-h] [--trainers N] [--workers N] [--config FILE] [--set SECTION.KEY=VALUE] SCRIPT [-- ...]"
-)
+_RUN, _COMPARE, _SCRIPT_ARGUMENTS = "run", "compare", "--"
 COMPARED_DTYPE = DTYPES[-1]
 EXPORTS = ("program", "onnx", "tables")
 ROW_TYPES = ("float32", "bfloat16")  # of exported tables
 AUTO = "auto"  # for --resume
-STREAM = "-"  # in the place of a file
-_ENDS = (
-    "Exit codes: 0 done; 1 another start would fail the same way; 2 usage; 75 another start may help; "
-    "129, 130, 143 asked to stop by SIGHUP, SIGINT, SIGTERM. docs/failures.md has what leads to which."
+STREAM = "-"  # instead of a file
+
+_EPILOG = (
+    "Exit codes: 0 success; 1 failure that would occur again; 2 wrong arguments; 75 failure that a new start "
+    "may avoid; 129, 130, 143 stopped by SIGHUP, SIGINT, SIGTERM. docs/failures.md lists the causes."
+)
+_LAUNCH = (
+    "Train a model on a cluster of processes on this machine: a master, trainers and workers. Ctrl-C saves a "
+    "checkpoint and stops the run; --resume continues it."
+)
+_COMPARE_TEXT = (
+    "Train some steps on a cluster, train the same steps in one process, and print how much the parameters "
+    "and the optimizer state differ."
+)
+_RUN_TEXT = (
+    "Start a cluster on this machine and run a script on every trainer. The script calls hybrid.connect(). "
+    "Arguments after -- are for the script."
+)
+_MASTER = (
+    "Start the master of a cluster; trainers and workers connect to it. It needs the secret of the cluster "
+    "(HYBRID_SECRET, or --set cluster.secret_file=FILE)."
+)
+_ROLE = (
+    "Start one {} and connect it to the master, which may start later. It needs the secret of the cluster "
+    "(HYBRID_SECRET, or --set cluster.secret_file=FILE), and gets everything else from the master."
 )
 _BY_RANK = (
-    "Start the role that the rank of this process says: RANK and WORLD_SIZE, or SLURM_PROCID of srun. Rank 0 "
-    "is the master, then come the trainers, then the workers. The secret is as for every role."
-)
-_SERVING = (RoleKind.TRAINER, RoleKind.WORKER)
-_ROLE = (
-    "Start one role; the master may come later. It needs the cluster's secret (HYBRID_SECRET, or --set "
-    "cluster.secret_file=FILE), and has everything else from the master."
+    "Start the role of this process's rank, which is RANK (torchrun) or SLURM_PROCID (srun). Rank 0 is the "
+    "master; the trainers come next, then the workers. Every role needs the secret of the cluster."
 )
 _PLAN = (
-    "Print where tables would lie, what each link carries, memory, samples a second, and what limits them. "
-    "Roles, cluster.trainers and cluster.workers, are dealt to hosts in turn. Starts nothing. Data is read "
-    "where rows or ids depend on it: not for hashed columns of one id a sample, nor the built-in click log."
+    "Print the placement of tables, the traffic between roles, the memory of each host, the expected samples "
+    "per second, and their limit. Nothing is started. The data files are read only if table sizes or the "
+    "number of ids depend on them."
 )
+_SECRET = (
+    "Write a new secret into a file that only you can read. A cluster accepts only roles that have its "
+    "secret. launch creates a secret for each start; roles started by hand must share one."
+)
+_CHECKPOINT_OF_RUN = "run folder, for its best checkpoint, or one checkpoint; a path or URL"
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of one command, its name in ``command``; exits with 2 where they are wrong."""
-    parser = _parser()
+    """Return the options of one command; its name is in ``command``. Exits with 2 if they are wrong."""
+    parser, commands = _parsers()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    # What a script of the user's is to get is no option of ours.
-    end = given.index(_OF_SCRIPT) if _OF_SCRIPT in given and given[0] in (_RUN, _COMPARE) else len(given)
-    options = parser.parse_args(given[:end])
+    command = next((each for each in given if not each.startswith("-")), None)
+    if not given:
+        parser.print_help()
+        parser.exit(2)
+    if command is not None and command not in commands:
+        similar = difflib.get_close_matches(command, commands, n=1)
+        hint = f"did you mean '{similar[0]}'?" if similar else f"choose from {', '.join(commands)}"
+        parser.error(f"unknown command '{command}'; {hint}")
+    end = len(given)
+    if _SCRIPT_ARGUMENTS in given and command in (_RUN, _COMPARE):
+        end = given.index(_SCRIPT_ARGUMENTS)
+    options = parser.parse_args(given[:end], argparse.Namespace(verbosity=Verbosity.NORMAL))
     options.arguments = given[end + 1 :]
     if getattr(options, "run_folder", options) is None:
         # An option of many values takes all that follow it, RUN too.
@@ -64,242 +93,225 @@ def _place(text: str) -> StoragePath:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the program, and that of each command."""
+    common = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    levels = common.add_mutually_exclusive_group()
+    for flag, level, text in (
+        ("verbose", Verbosity.VERBOSE, "print log records too"),
+        ("quiet", Verbosity.QUIET, "print only results, warnings and errors"),
+    ):
+        help_text = f"{text}; before or after COMMAND"
+        levels.add_argument(
+            f"-{flag[0]}", f"--{flag}", dest="verbosity", action="store_const", const=level, help=help_text
+        )
     parser = argparse.ArgumentParser(
         prog="hybrid",
-        description="Hybrid-parallel training: data-parallel dense nets, embedding tables on remote workers.",
-        epilog=_ENDS,
+        description="Train recommendation models: dense nets in data parallel on trainers, embedding tables "
+        "on workers. Start with 'hybrid launch'; 'hybrid COMMAND --help' describes a command.",
+        epilog=_EPILOG,
+        parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"hybrid {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    launch = commands.add_parser("launch", help="run a whole cluster on this machine")
-    _add_config(launch)
-    _add_resume(launch)
-    compare = commands.add_parser(
-        _COMPARE, help="train some steps on a cluster and in one process, and print what differs"
-    )
-    _add_config(compare)
-    compare.add_argument(
-        "script",
-        nargs="?",
-        metavar="SCRIPT",
-        help="a script of your own, as hybrid run has it; else a configured run",
-    )
-    _add_counts(compare)
-    compare.add_argument("--steps", type=int, default=20, help="how many steps (default: 20)")
-    compare.add_argument(
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, text: str, description: str = "", usage: str = "") -> argparse.ArgumentParser:
+        full_usage = f"hybrid {name} [OPTION ...] {usage}" if usage else None
+        about = description or f"{text[0].upper()}{text[1:]}."
+        return subparsers.add_parser(name, help=text, description=about, usage=full_usage, parents=[common])
+
+    _add_launch(add("launch", "train a model on a cluster on this machine", _LAUNCH))
+    text = "train the same steps on a cluster and in one process, and compare"
+    _add_compare(add(_COMPARE, text, _COMPARE_TEXT, "[SCRIPT [-- ARGUMENT ...]]"))
+    text = "run your training script on a cluster on this machine"
+    _add_run(add(_RUN, text, _RUN_TEXT, "SCRIPT [-- ARGUMENT ...]"))
+    _add_master(add("master", "start the master of a cluster by hand", _MASTER))
+    for kind in (RoleKind.TRAINER, RoleKind.WORKER):
+        _add_role(add(kind.value, f"start one {kind} by hand", _ROLE.format(kind)), kind)
+    _add_ranked(add("role", "start the role of this process's rank (torchrun, srun)", _BY_RANK))
+    _add_plan(add("plan", "print table placement and expected speed; starts nothing", _PLAN))
+    text = "compute metrics of a trained model in one process"
+    _add_evaluate(add("evaluate", text, usage="RUN"))
+    _add_predict(add("predict", "compute predictions for new rows in one process", usage="RUN"))
+    _add_export(add("export", "export a trained model: PyTorch program, ONNX, tables"))
+    _add_import(add("import", "import embedding tables of another program into a copy of a run"))
+    config = add("config", "print the effective configuration, or all keys")
+    _add_config(config)
+    config.add_argument("--describe", action="store_true", help="print each key: default, rule, meaning")
+    secret = add("secret", "create a secret file for roles started by hand", _SECRET)
+    secret.add_argument("file", type=Path, metavar="FILE", help="file to create; must not exist")
+    return parser, subparsers.choices
+
+
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    _add_resume(parser)
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    help_text = "training script, as of 'hybrid run'; without it, the configured run is compared"
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help=help_text)
+    _add_config(parser)
+    _add_counts(parser)
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="number of steps (default: 20)")
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help=f"precision of both (default: {COMPARED_DTYPE}; of a script's tables: train.dtype)",
+        help=f"precision of both sides (default: {COMPARED_DTYPE}; train.dtype for a script)",
     )
-    own = commands.add_parser(
-        _RUN, usage=_RUN_USAGE, help="start a cluster, and run your own script on its trainers"
-    )
-    own.add_argument(
-        "program",
-        metavar="SCRIPT",
-        help="a Python file that every trainer runs, and that calls hybrid.connect(); or MODULE:FUNCTION, "
-        "called on the master as function(topology, config)",
-    )
-    _add_counts(own)
-    _add_config(own)
-    for kind, text in (
-        (RoleKind.MASTER, "start the master by hand; it waits for the other roles"),
-        (RoleKind.TRAINER, "start one trainer by hand"),
-        (RoleKind.WORKER, "start one worker by hand"),
-    ):
-        role = commands.add_parser(kind.value, help=text, description=_ROLE if kind in _SERVING else None)
-        if kind is RoleKind.MASTER:
-            _add_config(role)
-            help_text = "a Python file that trainers run in the place of a training run"
-            role.add_argument("--script", metavar="FILE", help=help_text)
-            _add_resume(role)
-        else:
-            _add_place(role, kind)
-    ranked = commands.add_parser(
-        "role", help="start one role of a job that numbers its processes", description=_BY_RANK
-    )
-    _add_master(ranked)
-    _add_counts(ranked)
-    _add_config(ranked)
-    _add_resume(ranked)
-    text = "print which worker would hold which rows, and the speed to expect; starts nothing"
-    plan = commands.add_parser("plan", help=text, description=_PLAN)
-    _add_config(plan)
-    _add_plan_options(plan)
-    evaluate = commands.add_parser(
-        "evaluate",
-        help="metrics of a trained model, in one process",
-        usage="hybrid evaluate [-h] [--trust-code] [--input FILE [FILE ...]] RUN",
-    )
-    _add_run(evaluate)
-    _add_input(evaluate, "labelled files")
-    predict = commands.add_parser(
-        "predict",
-        help="predictions for new rows, in one process",
-        usage="hybrid predict [-h] [--trust-code] [--keep NAMES] [--output FILE] "
-        "[--input FILE [FILE ...]] RUN",
-    )
-    _add_run(predict)
-    _add_input(predict, f"files, with labels or without, or {STREAM} for text on standard input")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     help_text = (
-        "CSV to write, or Parquet where it ends in .parquet; path or URL; must not exist "
-        f"(default: {STREAM}, CSV on standard output)"
+        "Python file that every trainer runs; or MODULE:FUNCTION, which the master calls as "
+        "function(topology, config)"
     )
-    predict.add_argument("--output", type=_place, default=STREAM, metavar="FILE", help=help_text)
-    help_text = "columns of the input to write beside the predictions, with commas between; may be repeated"
-    predict.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
-    _add_export(
-        commands.add_parser("export", help="a trained model as files for others: PyTorch, ONNX, tables")
+    parser.add_argument("program", metavar="SCRIPT", help=help_text)
+    _add_counts(parser)
+    _add_config(parser)
+
+
+def _add_master(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    help_text = "Python file that every trainer runs, instead of a configured run"
+    parser.add_argument("--script", metavar="FILE", help=help_text)
+    _add_resume(parser)
+
+
+def _add_role(parser: argparse.ArgumentParser, kind: RoleKind) -> None:
+    help_text = f"index of the {kind}, from 0 (default: JOB_COMPLETION_INDEX, which Kubernetes sets)"
+    parser.add_argument("--index", type=int, metavar="N", help=help_text)
+    _add_master_address(parser)
+    _add_set(parser, "set a key marked 'by host' for this role")
+
+
+def _add_ranked(parser: argparse.ArgumentParser) -> None:
+    _add_master_address(parser)
+    _add_counts(parser)
+    _add_config(parser)
+    _add_resume(parser)
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    for flag, kind, metavar, default, help_text in (
+        ("--hosts", int, "N", 1, "number of equal hosts (default: 1)"),
+        ("--cores", int, "N", None, "cores of a host (default: as this machine)"),
+        ("--memory", float, "GIB", None, "memory of a host (default: as this machine)"),
+        ("--network", float, "GBIT", 10.0, "network of a host in Gbit/s each way (default: 10)"),
+        ("--ids", float, "N", None, "mean ids of a sample per sparse column; then no files are read"),
+        ("--costs", Path, "FILE", None, "costs from 'scripts/bench scaling' (default: built-in)"),
+    ):
+        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=help_text)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_input(parser, "files with labels")
+
+
+def _add_predict(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    _add_input(parser, f"files, with or without labels, or {STREAM} for text on standard input")
+    parser.add_argument(
+        "--output",
+        type=_place,
+        default=STREAM,
+        metavar="FILE",
+        help="file to write: Parquet if it ends in .parquet, else CSV; a path or URL; must not exist "
+        "(default: CSV on standard output)",
     )
-    _add_import(
-        commands.add_parser("import", help="tables of another program, in a copy of a run to train on from")
-    )
-    config = commands.add_parser("config", help="print the effective configuration, or every key there is")
-    _add_config(config)
-    config.add_argument("--describe", action="store_true", help="print every key: default, rule and meaning")
-    secret = commands.add_parser(
-        "secret",
-        help="make the secret that roles started by hand share",
-        description="Make a file with a new secret, which only you can read. Roles started by hand let "
-        "nobody into their cluster who does not have the same one; launch makes its own for each start.",
-    )
-    secret.add_argument("file", type=Path, metavar="FILE", help="to write; must not exist")
-    return parser
+    help_text = "input columns to copy to the output, separated by commas; repeatable"
+    parser.add_argument("--keep", action="append", default=[], metavar="NAMES", help=help_text)
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    help_text = "run folder, of whose checkpoints the best is taken; or one of these"
-    parser.add_argument("run_folder", type=_place, metavar="RUN", help=help_text)
-    _add_output(parser)
+    parser.add_argument("run_folder", type=_place, metavar="RUN", help=_CHECKPOINT_OF_RUN)
+    _add_output_folder(parser)
     parser.add_argument(
         "--format",
         action="append",
         choices=EXPORTS,
-        help="program: of torch.export; onnx; tables: safetensors (default: program); may be repeated",
+        help="program: torch.export; onnx; tables: safetensors (default: program); repeatable",
     )
     parser.add_argument(
         "--dtype",
         choices=ROW_TYPES,
         help="data type of the tables; the loss of precision is measured (default: that of the run)",
     )
-    _add_map(parser, "what tables are called in the file of tables")
+    _add_name_map(parser, "names of tables in the exported file")
     _add_trust(parser)
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    help_text = "state dict that torch.save has written, or safetensors"
+    help_text = "state dict written by torch.save, or a safetensors file"
     parser.add_argument("source", type=_place, metavar="SOURCE", help=help_text)
-    help_text = "run folder, of whose checkpoints the newest is taken; or one of these; it stays as it is"
+    help_text = "run folder, for its newest checkpoint, or one checkpoint; it is not changed"
     parser.add_argument("--into", type=_place, required=True, metavar="RUN", help=help_text)
-    _add_output(parser)
-    _add_map(parser, "which tensor is which table", required=True)
+    _add_output_folder(parser)
+    _add_name_map(parser, "the tensor for each table", required=True)
 
 
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output",
-        type=_place,
-        required=True,
-        metavar="FOLDER",
-        help="to write, a path or URL; must not exist",
-    )
+def _add_output_folder(parser: argparse.ArgumentParser) -> None:
+    help_text = "folder to write, a path or URL; must not exist"
+    parser.add_argument("--output", type=_place, required=True, metavar="FOLDER", help=help_text)
 
 
-def _add_map(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
+def _add_name_map(parser: argparse.ArgumentParser, text: str, required: bool = False) -> None:
     parser.add_argument(
         "--map",
         action="append",
         default=[],
         required=required,
         metavar="NAME=TABLE",
-        help=f"{text}; * stands for the same on both sides: 'embedding_bags.*.weight=*'; may be repeated",
+        help=f"{text}; * matches the same text on both sides: 'embedding_bags.*.weight=*'; repeatable",
     )
 
 
 def _add_counts(parser: argparse.ArgumentParser) -> None:
     for kind in (RoleKind.TRAINER, RoleKind.WORKER):
-        help_text = f"how many {kind}s: cluster.{kind}s"
+        help_text = f"number of {kind}s (cluster.{kind}s)"
         parser.add_argument(f"--{kind}s", type=int, metavar="N", help=help_text)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, all defaults")
-    _add_set(parser, "override one key")
-
-
-def _add_place(role: argparse.ArgumentParser, kind: RoleKind) -> None:
-    help_text = f"which {kind}, from 0 (default: JOB_COMPLETION_INDEX, as Kubernetes sets it)"
-    role.add_argument("--index", type=int, metavar="N", help=help_text)
-    _add_master(role)
-    _add_set(role, "give this role a value of its own for a key that may differ between hosts")
-
-
-def _add_master(role: argparse.ArgumentParser) -> None:
-    help_text = (
-        f"where the master is: name or address of its host, and port (default: {DEFAULT_PORT}; under "
-        "torchrun, the host is MASTER_ADDR)"
-    )
-    role.add_argument("--master", metavar="HOST[:PORT]", help=help_text)
+    help_text = "configuration, a TOML file; every key has a default"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=help_text)
+    _add_set(parser, "set one key of the configuration")
 
 
 def _add_set(parser: argparse.ArgumentParser, text: str) -> None:
     parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=f"{text}; may be repeated"
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=f"{text}; repeatable"
     )
 
 
-def _add_plan_options(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--hosts", type=int, default=1, metavar="N", help="how many, all alike (default: 1)")
-    own = "(default: those of this machine)"
-    plan.add_argument("--cores", type=int, metavar="N", help=f"of a host {own}")
-    plan.add_argument("--memory", type=float, metavar="GIB", help="of a host (default: that of this machine)")
-    plan.add_argument(
-        "--network",
-        type=float,
-        default=10.0,
-        metavar="GBIT",
-        help="a second of a host, each way (default: 10)",
-    )
-    plan.add_argument(
-        "--ids",
-        type=float,
-        metavar="N",
-        help="mean ids of a sample in each sparse column; no files are read then (data.vocabulary = hash)",
-    )
-    plan.add_argument(
-        "--costs",
-        type=Path,
-        metavar="FILE",
-        help="what scripts/bench scaling has measured (default: costs that are in the package)",
-    )
+def _add_master_address(parser: argparse.ArgumentParser) -> None:
+    help_text = f"address of the master (default port: {DEFAULT_PORT}; default host: torchrun's MASTER_ADDR)"
+    parser.add_argument("--master", metavar="HOST[:PORT]", help=help_text)
 
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="run folder to go on in, with its own config; auto: the newest run of this config's name, or "
-        "run.folder; a new one where there is none, and nothing at all where it has come to its end",
+        help="continue the run in this folder, with its own configuration; 'auto' continues the newest run "
+        "of this configuration, or starts one; a finished run is left as it is",
     )
     _add_trust(parser)
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    # Not there where --input has taken it; see parse.
-    help_text = "run folder, of whose checkpoints the best is taken; or one of these"
-    parser.add_argument("run_folder", type=_place, nargs="?", metavar="RUN", help=help_text)
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    # Absent if --input has taken it; see parse.
+    parser.add_argument("run_folder", type=_place, nargs="?", metavar="RUN", help=_CHECKPOINT_OF_RUN)
     _add_trust(parser)
 
 
 def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="run the code that RUN names (nets, losses, metrics), though it is not a run of your own",
-    )
+    help_text = "import the modules that RUN names (nets, losses, metrics) although RUN is not yours"
+    parser.add_argument("--trust-code", action="store_true", help=help_text)
 
 
-def _add_input(parser: argparse.ArgumentParser, kind: str) -> None:
-    help_text = f"{kind}; paths or URLs, of folders too; default: the test rows of RUN"
+def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
+    help_text = f"{text}; paths or URLs, also of folders (default: the test rows of RUN)"
     parser.add_argument("--input", nargs="+", default=[], metavar="FILE", help=help_text)

@@ -13,8 +13,8 @@ from hybrid.topology import RoleKind
 from workers.arguments import parse
 from workers.commands import offline_commands, role_commands, run_commands
 from workers.compile_cache import choose_torch_cache
-from workers.console.escaping import visible
-from workers.console.output_stream import lasting_output
+from workers.console.messages import logging_to_stderr, print_line, visible
+from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import ExitCode, Interrupt, exit_code
 from workers.module_search_path import search_here_last
 from workers.signals import ASK_SIGNAL, HEARD
@@ -29,18 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     if options.command not in _WITHOUT_TORCH:
         choose_torch_cache()
-    goes_on = options.command in _RUNS
+    is_run = options.command in _RUNS
     try:
-        with lasting_output(_name(options), goes_on=goes_on) as losses:
+        with (
+            tolerate_lost_output(_name(options), run_continues=is_run) as lost,
+            logging_to_stderr(options.verbosity),
+        ):
             _run_interruptibly(options, started_at)
-        if losses.any and not goes_on:
+        if lost.any and not is_run:
             sys.exit(ExitCode.FAILED)
     except HybridError as error:
         code = exit_code(error, has_stepped=False)
         if code is ExitCode.FAILED:
             sys.exit(_line(options, error))
-        is_well = code is ExitCode.DONE
-        print(_line(options, error), file=sys.stdout if is_well else sys.stderr, flush=True)
+        print_line(_line(options, error), to_stderr=code is not ExitCode.DONE)
         sys.exit(code)
 
 
@@ -49,7 +51,7 @@ def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
         with _interruptible():
             _COMMANDS[options.command](options, started_at)
     except KeyboardInterrupt as interrupt:
-        print(f"{_name(options)}: {visible(str(interrupt)) or 'interrupted'}", file=sys.stderr)
+        print_line(f"{_name(options)}: {str(interrupt) or 'interrupted'}", to_stderr=True)
         sys.exit(exit_code(interrupt))
 
 

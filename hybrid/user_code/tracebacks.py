@@ -1,13 +1,12 @@
 """Exceptions out of the user's own code: where in it they were raised, and what a log has of them."""
 
 import functools
+import logging
 import os
-import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from hybrid.errors import HybridError, first_line
 
@@ -15,6 +14,7 @@ from hybrid.errors import HybridError, first_line
 PROJECT = ("hybrid", "workers")
 _PROJECT_FOLDER = Path(__file__).resolve().parents[2]
 # Wherever they lie: PYTHONPATH and .pth files may name those of another Python. Debian has dist-packages.
+_LOG = logging.getLogger(__name__)
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
@@ -66,14 +66,10 @@ def needs_traceback(error: BaseException) -> bool:
     return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
 
 
-def log_traceback(error: BaseException, log: TextIO | None = None) -> None:
-    """Write the stack of an exception: first the part in the user's own code, then the whole of it.
-
-    Args:
-        log: where to; stderr by default, which is the log of a role.
-    """
+def log_traceback(error: BaseException) -> None:
+    """Log the traceback of an exception: first the frames in the user's code, then all frames."""
     lines = [*_own_stack(error), *traceback.format_exception(error)]
-    print("".join(lines), end="", file=log or sys.stderr, flush=True)
+    _LOG.error("%s\n%s", kind_and_text(error), "".join(lines).rstrip("\n"))
 
 
 def _own_stack(error: BaseException) -> Iterator[str]:
@@ -84,7 +80,7 @@ def _own_stack(error: BaseException) -> Iterator[str]:
             yield "Traceback of your code (most recent call last):\n"
             yield from traceback.StackSummary.from_list(frames[first:]).format()
             yield from traceback.format_exception_only(each)
-            yield "\nThe whole of it:\n"
+            yield "\nAll frames:\n"
             return
 
 

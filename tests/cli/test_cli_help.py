@@ -54,10 +54,23 @@ def test_an_unknown_command_is_a_usage_error(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit) as end:
         main(["lunch"])
     assert end.value.code == 2
-    choices = ", ".join(map(repr, COMMANDS))
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"hybrid: error: argument COMMAND: invalid choice: 'lunch' (choose from {choices})"
-    )
+    assert capsys.readouterr().err.splitlines()[-1].endswith("did you mean 'launch'?")
+
+
+def test_a_command_like_no_other_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["xyzzy"])
+    assert end.value.code == 2
+    assert ", ".join(COMMANDS) in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([])
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert re.findall(r"^    (\w+) ", printed.out, re.MULTILINE) == COMMANDS
+    assert printed.err == ""
 
 
 def test_config_prints_what_is_in_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -64,7 +64,7 @@ def test_the_same_command_goes_on_until_the_run_is_over(tiny: list[str], tmp_pat
         assert [command.wait(SECONDS).code for command in (master, others[0])] == [75, 75]
     again = endings(arguments, tmp_path)
     assert [(each.code, each.stderr) for each in again] == [(0, "")] * 3
-    assert again[0].stdout.startswith("going on with run\n")
+    assert again[0].stdout.startswith("resuming run\n")
     output_of(["launch", *tiny, *STEPS, *ONE_EACH, *settings(run={"folder": "whole"})], tmp_path)
     assert differences(tmp_path / "whole", tmp_path / "run") == []
     result = (tmp_path / "run/result.json").read_bytes()
@@ -132,11 +132,11 @@ import os, sys, time
 from unittest import mock
 if os.fork() == 0:
     from workers import cli
-    from workers.commands import roles
+    from workers.commands import role_commands
     def wait():
         print(os.getpid(), flush=True)
         time.sleep(60)
-    with mock.patch.object(roles, "imports", wait):
+    with mock.patch.object(role_commands, "imports", wait):
         cli.main(["worker", "--index", "0", "--master", "127.0.0.1", *sys.argv[1:]])
 os.wait()
 """

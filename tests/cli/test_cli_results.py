@@ -153,8 +153,8 @@ def test_the_best_checkpoint_is_said_and_taken(clicks: Clicks, capsys: pytest.Ca
     for line in (
         f"test AUC            {last:.4f} at step {LAST}",
         f"best AUC            {best['auc']:.4f} at step {BEST}",
-        f"last checkpoint     {clicks.checkpoint(LAST)} (resume goes on from it)",
-        f"best checkpoint     {clicks.checkpoint(BEST)} (evaluate and predict take it)",
+        f"last checkpoint     {clicks.checkpoint(LAST)} (resume starts here)",
+        f"best checkpoint     {clicks.checkpoint(BEST)} (evaluate and predict use it)",
     ):
         assert f"{line}\n" in clicks.said
     taken = f"{clicks.checkpoint(BEST)}, the best (auc {best['auc']:.4f}); the last is step-0000000{LAST}"

@@ -125,7 +125,7 @@ def test_without_test_rows_nothing_is_evaluated(tmp_path: Path, monkeypatch: pyt
     job = settings(data=data, train={"batch_size": 64}, dense={"device": "cpu"})
     said = output_of(["launch", *job, *settings(run={"folder": "run"})], tmp_path)
     assert "no test rows (data.test_fraction = 0): nothing is evaluated\n" in said
-    assert "test AUC            none, there are no test rows\n" in said
+    assert "test AUC            none: there are no test rows\n" in said
     assert "evaluate run --input FILE\n" in said
     assert "auc" not in result_of(Path("run"))
     with pytest.raises(SystemExit, match=r"RUN has no test rows \(data.test_fraction = 0\)$"):

@@ -22,6 +22,9 @@ case "$*" in
         mkdir -p "$target/bin" && cp "$0" "$target/bin/python" ;;
     "-m pip install"*)
         echo "$PIP_CONSTRAINT" >>"$log"
+        if [[ -v WARNING ]]; then
+            echo "Collecting numpy" && sleep 0.5 && echo "WARNING: $WARNING" >&2 && sleep 0.5
+        fi
         printf '%s\\n' "Collecting torch==2.13.0 (from it)" "  Downloading torch.whl (170.1 MB)" \\
             "Collecting rich" "  Downloading rich.whl (300 kB)" "Installing collected packages: rich, torch"
         exit "${PIP_FAILS:-0}" ;;
@@ -94,6 +97,15 @@ def test_a_terminal_has_one_line_that_changes(project: Project) -> None:
             )
         )
     ]
+
+
+def test_a_warning_of_pip_does_not_break_the_line(project: Project) -> None:
+    path = f"{project.folder / 'python'}:/usr/bin:/bin"
+    environment = {"PATH": path, "TERM": "xterm", "WARNING": "Retrying"}
+    script = str(project.folder / "scripts/environment")
+    terminal = pexpect.spawn("/bin/bash", [script], cwd="/", env=environment, encoding="utf-8", timeout=30)
+    terminal.expect(pexpect.EOF)
+    assert "package 1: numpy\r\x1b[KWARNING: Retrying\r\n\r\x1b[Kpackage 2: torch==2.13.0" in terminal.before
 
 
 @pytest.mark.parametrize("name", ["scripts/constraints.txt", "pyproject.toml"])

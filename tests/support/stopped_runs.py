@@ -23,7 +23,7 @@ from hybrid.metrics import Predictions
 from hybrid.protocol.update_rules import Staleness
 from hybrid.storage.remote_path import StoragePath
 from workers.cluster_task import TrainTask
-from workers.console.progress_lines import Progress
+from workers.console.progress_lines import TrainingProgress
 from workers.console.terminal import TerminalView
 from workers.controller.dataset_session import DatasetSession
 from workers.controller.distributed_checkpoint import Saving
@@ -64,7 +64,7 @@ class View(TerminalView):
     def status(self, text: str) -> None:
         self.statuses.append(text)
 
-    def progress(self, progress: Progress) -> None:
+    def progress(self, progress: TrainingProgress) -> None:
         if progress.step == self._last_step:
             there = checkpoint_root(self._run)
             saved = step_folder(there, self._saved_step)

@@ -1,10 +1,11 @@
-"""Arguments of commands: in which orders they may come."""
+"""Arguments of commands, in every order."""
 
 from pathlib import Path
 
 import pytest
 
 from workers.arguments import parse
+from workers.console.messages import Verbosity
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,19 @@ def test_a_run_must_be_named(arguments: list[str], capsys: pytest.CaptureFixture
         parse(["evaluate", *arguments])
     assert end.value.code == 2
     assert capsys.readouterr().err.endswith("hybrid: error: evaluate: RUN is missing\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verbosity"),
+    [
+        (["launch"], Verbosity.NORMAL),
+        (["launch", "-q"], Verbosity.QUIET),
+        (["--quiet", "launch"], Verbosity.QUIET),
+        (["-v", "launch"], Verbosity.VERBOSE),
+        (["launch", "--verbose"], Verbosity.VERBOSE),
+        (["-v", "run", "script.py", "--", "-q"], Verbosity.VERBOSE),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_verbosity_may_come_before_or_after_the_command(arguments: list[str], verbosity: Verbosity) -> None:
+    assert parse(arguments).verbosity is verbosity

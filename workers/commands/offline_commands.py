@@ -12,6 +12,7 @@ from hybrid.errors import ConfigError
 from hybrid.security.secret import VARIABLE, Secret
 from workers.arguments import EXPORTS, STREAM
 from workers.commands.run_request import importing_torch, read_config
+from workers.console.messages import print_text
 
 
 def plan(options: argparse.Namespace, started_at: float) -> None:
@@ -81,15 +82,15 @@ def import_(options: argparse.Namespace, started_at: float) -> None:
 def secret(options: argparse.Namespace, started_at: float) -> None:
     """Write a new secret into a file."""
     Secret.fresh().write(options.file)
-    print(
+    print_text(
         f"{options.file} holds a new secret. Start every role of the cluster with\n"
         f"    --set cluster.secret_file={options.file}\n"
         "or, where it cannot see the file, after\n"
         f'    export {VARIABLE}="$(cat {options.file})"\n'
-        "Keep it as you keep a password: whoever has it can run programs as you."
+        "Keep it as you keep a password: whoever has it can run programs as you.\n"
     )
 
 
 def config(options: argparse.Namespace, started_at: float) -> None:
     """Print the effective configuration, or what each key means."""
-    print(describe() if options.describe else to_toml(read_config(options)), end="")
+    print_text(describe() if options.describe else to_toml(read_config(options)))

@@ -22,7 +22,7 @@ from workers.commands.run_request import (
     report_saved_state,
     requested_run,
 )
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ToldError, exit_code
 from workers.launching.forked_roles import end_with_parent
 from workers.launching.scheduler_rank import ends_with_starter, index_of, master_host, role_of
@@ -115,7 +115,7 @@ def other_role(options: argparse.Namespace, started_at: float) -> None:
     with importing_torch():
         from workers.roles.role_main import serve
 
-    print(visible(f"waiting for the master at {address}"), flush=True)
+    print_line(f"waiting for the master at {address}")
     with _coded(exit_code):
         code = serve(Role(kind, options.index), address, secret, options.set)
     sys.exit(code)

@@ -13,6 +13,7 @@ from hybrid.errors import ConfigError
 from workers.arguments import COMPARED_DTYPE
 from workers.cluster_task import CompareTask, OwnTask, ScriptTask, TrainTask
 from workers.commands.run_request import importing_torch, read_config, report_saved_state, requested_run
+from workers.console.messages import print_line
 from workers.run_folder.remote_run import hold_run
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_paths import scratch_logs
@@ -58,9 +59,9 @@ def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int
     """Run a script on a cluster, then in this process, and print what differs."""
     from workers.launching.launcher import launch
 
-    print("on a cluster", flush=True)
+    print_line("on a cluster")
     launch(config, folder, task, lock)
-    print("in one process", flush=True)
+    print_line("in one process")
     with importing_torch():
         from workers.jobs.script_comparison import compare_script
 

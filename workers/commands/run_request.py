@@ -11,7 +11,7 @@ from hybrid.config.loading import load_config
 from hybrid.errors import ConfigError
 from hybrid.storage.remote_path import StoragePath, parse_path
 from workers.arguments import AUTO
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.console.terminal import passing_status
 from workers.exit_codes import Interrupt, exit_code
 from workers.launching.preloading import lasting_imports
@@ -68,12 +68,12 @@ def requested_run(options: argparse.Namespace) -> RunRequest:
         check_same_model(newest, config)
         over = f"{newest} has come to its end; raise train.epochs to go on, or start a run of another name"
         is_done = is_finished(newest, config)
-        print(visible(over if is_done else f"going on with {newest}"), flush=True)
+        print_line(over if is_done else f"resuming {newest}")
         return RunRequest(config, newest, True, over if is_done else "")
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
-        print(visible(f"no run of {config.run.name} yet; starting {folder}"), flush=True)
+        print_line(f"no run of {config.run.name} yet; starting {folder}")
     return RunRequest(config, folder, False)
 
 

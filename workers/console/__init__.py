@@ -1,6 +1,6 @@
-"""What a person sees while a command runs, and what becomes of that where the screen goes away.
+"""Console output of every command, and what happens to it when the console goes away.
 
-Begin with ``terminal``, the view that every command prints through. ``progress`` is its live region,
-``data_notes`` what to know of the rows before trusting a number; ``lasting_output`` and ``visible`` keep
-output from doing harm.
+Begin with ``terminal``: a run is shown through its ``TerminalView``, with ``progress_lines`` for progress and
+``data_notes`` for warnings about rows. Other commands print lines through ``messages``, which also sets up
+logging. ``output_stream`` keeps a run alive after its output is closed.
 """

@@ -1,4 +1,4 @@
-"""What a person is told of the rows of a data set: those skipped, labels, and values unknown to the model."""
+"""Warnings about the rows of a data set: rejected rows, labels, and values unknown to the model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _MAX_COLUMNS = 20
 
 
 def data_notes(report: DatasetReport) -> Iterator[str]:
-    """What to know of a split before trusting any number about it; nothing where all is well."""
+    """Yield what a user must know of a split before trusting a number about it."""
     yield from bad_row_lines(report.bad_rows)
     for label in report.labels:
         of_task = f" for task {label.name}" if len(report.labels) > 1 else ""
         if report.num_rows and not label.count:
-            yield f"none of {report.num_rows:,} test rows counts{of_task}: it has no metrics"
+            yield f"none of {report.num_rows:,} test rows has a label{of_task}: there are no metrics"
         if label.only is not None and label.kind == "binary":
             rows = f"all {label.count:,} test rows have label {label.only:g}{of_task}"
             yield f"{rows}: AUC is undefined for them"
@@ -30,27 +30,27 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         )
         more = f" and {len(far) - _MAX_COLUMNS} more columns" if len(far) > _MAX_COLUMNS else ""
         yield (
-            f"warning: far more values are unknown to the model than the training rows let expect: "
-            f"{columns}{more}; are they written as in the training files?"
+            "warning: many more values are unknown to the model than the training rows suggest: "
+            f"{columns}{more}; check that they are written as in the training files"
         )
 
 
 def bad_row_lines(report: InvalidRowReport) -> Iterator[str]:
-    """How many rows were skipped and why, then the first of them; nothing where none were."""
+    """Yield how many rows were skipped and why, then the first of them; nothing if all rows are valid."""
     if not report.total:
         return
     counts = {reason.replace("_", " "): count for reason, count in report.counts.items() if count}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
-    yield f"skipped {report.total:,} bad row(s): {reasons}"
+    yield f"skipped {report.total:,} invalid row(s): {reasons}"
     for example in report.examples:
         yield f"  {example}"
 
 
 def unknown_shares(unknown: Sequence[UnknownValues]) -> str:
-    """The share of unknown values by column, the largest first; "none" where all are known."""
-    found = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
-    shown = [f"{u.name} {u.fraction:.2%}" for u in found[:_MAX_COLUMNS]]
-    if len(found) > _MAX_COLUMNS:
-        rest = found[_MAX_COLUMNS:]
+    """Return the fraction of unknown values by column, the largest first; "none" if all are known."""
+    columns = sorted((u for u in unknown if u.count), key=lambda u: -u.fraction)
+    shown = [f"{u.name} {u.fraction:.2%}" for u in columns[:_MAX_COLUMNS]]
+    if len(columns) > _MAX_COLUMNS:
+        rest = columns[_MAX_COLUMNS:]
         shown.append(f"and {len(rest)} more columns, at most {rest[0].fraction:.2%}")
     return ", ".join(shown) or "none"

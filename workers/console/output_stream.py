@@ -1,6 +1,6 @@
-"""Output that may go away while a command lasts: a reader has seen enough, a disk is full, a terminal closed.
+"""Output that may go away while a command runs: a closed pipe, a full disk, a closed terminal.
 
-Whoever prints, in Python, prints on: what cannot be written is lost, and that is said once.
+Python code prints on: text that cannot be written is lost, and the command reports the loss once.
 """
 
 import io
@@ -13,81 +13,88 @@ from typing import Any
 _STDOUT, _STDERR = 1, 2
 
 
-class Losses:
-    """What of the output is lost.
+class LostOutput:
+    """The output streams of a process that cannot be written any more.
 
     Args:
-        name: of the command, for what it says.
-        goes_on: whether the command does something else than to print.
-        files: what stdout and stderr are called.
-        aside: a descriptor of a file to say it on; None where there is no other.
+        command: its name, for messages.
+        run_continues: whether the command does more than print.
+        names: of stdout and stderr, for messages.
+        report_to: descriptor for messages; None for no messages.
     """
 
-    def __init__(self, name: str, goes_on: bool, files: tuple[str, str], aside: int | None) -> None:
-        self._name = name
-        self._goes_on = goes_on
-        self._files = dict(zip((_STDOUT, _STDERR), files, strict=True))
-        self._aside = aside
-        self._said: set[str] = set()
+    def __init__(
+        self, command: str, run_continues: bool, names: tuple[str, str], report_to: int | None
+    ) -> None:
+        self._command = command
+        self._run_continues = run_continues
+        self._names = dict(zip((_STDOUT, _STDERR), names, strict=True))
+        self._report_to = report_to
+        self._reported: set[str] = set()
 
     @property
     def any(self) -> bool:
-        """Whether there are any."""
-        return bool(self._said)
+        """Whether output was lost."""
+        return bool(self._reported)
 
     def add(self, descriptor: int, error: OSError) -> None:
-        """Say that nothing more can be written to one of the files, and let its writers believe it can."""
-        _open_nothing(descriptor, os.O_WRONLY)
-        file = self._files[descriptor]
-        if file in self._said:
+        """Report that a stream cannot be written, and redirect it to the null device."""
+        _open_null_device(descriptor, os.O_WRONLY)
+        name = self._names[descriptor]
+        if name in self._reported:
             return
-        self._said.add(file)
-        is_wanted = self._goes_on or not isinstance(error, BrokenPipeError)
-        if self._aside is not None and self._aside != descriptor and is_wanted:
-            then = "output is lost, the run goes on" if self._goes_on else "output is lost"
+        self._reported.add(name)
+        # A command that only prints has nothing to say to a reader who has seen enough.
+        is_news = self._run_continues or not isinstance(error, BrokenPipeError)
+        if self._report_to is not None and self._report_to != descriptor and is_news:
+            effect = "output is lost, the run goes on" if self._run_continues else "output is lost"
             with suppress(OSError):
-                os.write(self._aside, f"{self._name}: {file}: {error.strerror}; {then}\n".encode())
+                os.write(self._report_to, f"{self._command}: {name}: {error.strerror}; {effect}\n".encode())
 
 
-class _Lasting(io.FileIO):
-    """A file of which it is no error that nothing can be written to it."""
+class _TolerantFile(io.FileIO):
+    """A file whose write errors are reported instead of raised."""
 
-    def __init__(self, descriptor: int, lose: Callable[[int, OSError], None]) -> None:
+    def __init__(self, descriptor: int, report: Callable[[int, OSError], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._lose = lose
+        self._report = report
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            self._lose(self.fileno(), error)
+            self._report(self.fileno(), error)
             return memoryview(data).nbytes
 
 
 @contextmanager
-def lasting_output(
-    name: str, *, goes_on: bool, files: tuple[str, str] = ("stdout", "stderr"), aside: int | None = _STDERR
-) -> Iterator[Losses]:
-    """In here, this process does not fail for want of a place to print to.
+def tolerate_lost_output(
+    command: str,
+    *,
+    run_continues: bool,
+    names: tuple[str, str] = ("stdout", "stderr"),
+    report_to: int | None = _STDERR,
+) -> Iterator[LostOutput]:
+    """Keep this process running in the block although stdout or stderr cannot be written.
 
-    A file that is closed counts as one that cannot be written; what is opened in here is never taken for it.
+    A closed descriptor counts as one that cannot be written; files that are opened later get other numbers.
 
     Args:
-        name, goes_on, files, aside: see :class:`Losses`.
+        command, run_continues, names, report_to: see :class:`LostOutput`.
     """
     for descriptor in range(_STDERR + 1):
         try:
             os.fstat(descriptor)
         except OSError:
-            _open_nothing(descriptor, os.O_RDONLY)
-    losses, before = Losses(name, goes_on, files, aside), (sys.stdout, sys.stderr)
-    # Tests put files of their own in the place of the first two.
+            _open_null_device(descriptor, os.O_RDONLY)
+    lost, before = LostOutput(command, run_continues, names, report_to), (sys.stdout, sys.stderr)
+    # Tests replace the streams by files of their own.
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _wrapped(sys.stdout, _Lasting(_STDOUT, losses.add))
+        sys.stdout = _wrap(sys.stdout, _TolerantFile(_STDOUT, lost.add))
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _wrapped(sys.stderr, _Lasting(_STDERR, losses.add))
+        sys.stderr = _wrap(sys.stderr, _TolerantFile(_STDERR, lost.add))
     try:
-        yield losses
+        yield lost
     finally:
         for file, previous in zip((sys.stdout, sys.stderr), before, strict=True):
             if file is not None and file is not previous:
@@ -95,17 +102,17 @@ def lasting_output(
         sys.stdout, sys.stderr = before
 
 
-def _open_nothing(descriptor: int, how: int) -> None:
-    """Have a descriptor lead to nothing: a null device that refuses to be written, or takes it all."""
-    opened = os.open(os.devnull, how)
+def _open_null_device(descriptor: int, flags: int) -> None:
+    """Open the null device as ``descriptor``: read-only, it refuses writes; write-only, it takes them."""
+    opened = os.open(os.devnull, flags)
     os.set_inheritable(opened, True)
     if opened != descriptor:
         os.dup2(opened, descriptor)
         os.close(opened)
 
 
-def _wrapped(before: Any, file: io.FileIO) -> io.TextIOWrapper:
-    """``file`` as text, written as the one before was; that may be None where it was closed."""
+def _wrap(before: Any, file: io.FileIO) -> io.TextIOWrapper:
+    """Return ``file`` as text with the settings of the stream before, which is None if that was closed."""
     return io.TextIOWrapper(
         io.BufferedWriter(file),
         encoding=getattr(before, "encoding", "utf-8"),

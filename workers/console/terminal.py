@@ -1,8 +1,10 @@
-"""What a person sees of a run: a live region on a terminal, plain lines elsewhere. Free of torch."""
+"""The view of a run: a live region on a terminal, plain lines in a pipe or file. Free of torch."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,15 +19,15 @@ from hybrid.checkpoint.checkpoint_folders import step_folder
 from hybrid.config.task_sections import metric_title
 from hybrid.storage.remote_path import StoragePath
 from workers.console.data_notes import unknown_shares
-from workers.console.escaping import visible
+from workers.console.messages import Verbosity, verbosity, visible
 from workers.console.progress_lines import (
     COMMAND_STYLE,
     DONE_STYLE,
-    Progress,
-    flow,
-    number,
-    plain_line,
-    region,
+    TrainingProgress,
+    format_number,
+    live_lines,
+    plain_parts,
+    wrap_parts,
 )
 
 if TYPE_CHECKING:
@@ -34,16 +36,17 @@ if TYPE_CHECKING:
     from hybrid.metrics import Metrics
 
 _LABEL_WIDTH = 20
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileSummary:
-    """What to say of the steps that were recorded.
+    """The recorded steps of a run.
 
     Attributes:
-        folder: where trace and table are.
-        step_seconds: how long one takes.
-        shares: of what takes most of it.
+        folder: of trace and table.
+        step_seconds: duration of a step.
+        shares: fractions of the step time, of the spans that take most of it.
     """
 
     folder: Path
@@ -53,18 +56,18 @@ class ProfileSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What to say at the end of a run.
+    """The end of a run.
 
     Attributes:
-        metrics, step: on the test rows, at the last step; which that is. None where there are no such rows.
+        metrics, step: on the test rows, after the last step; None if there are no test rows.
         score: the metric that comes first.
-        best: the best evaluation whose model is kept; None where none is.
-        best_auc: AUC that no model can beat, where the data tell; else None.
+        best: the best evaluation whose model is kept; None if there is none.
+        best_auc: AUC that no model can exceed, if the data have one.
         samples_per_second: over all trainers and the whole run.
-        run_folder, curves: where the results are.
-        profile: where that of the recorded steps is; None where none was recorded.
-        resume, evaluate, predict: commands to go on with.
-        unknown: values of the test rows that are unknown to the model, by column; empty where none can be.
+        run_folder, curves: paths of the results.
+        profile: of the recorded steps, if steps were recorded.
+        resume, evaluate, predict: commands to continue with.
+        unknown: values of the test rows that are unknown to the model, by column.
     """
 
     metrics: Metrics | None
@@ -83,18 +86,22 @@ class Summary:
 
 
 class TerminalView:
-    """Shows a run while the ``with`` block lasts.
+    """Shows a run while the ``with`` block lasts; a quiet command shows warnings and results only.
+
+    A verbose command prints plain lines, since log records would break a live region.
 
     Args:
-        console: where to; by default stdout, as plain lines unless it is a terminal.
+        console: by default stdout, with plain lines unless it is a terminal.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(force_terminal=sys.stdout.isatty())
-        is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        # Refreshed by hand, so that no thread draws.
+        self._is_quiet = verbosity() is Verbosity.QUIET
+        has_region = self._console.is_terminal and not self._console.is_dumb_terminal
+        is_live = has_region and verbosity() is Verbosity.NORMAL
+        # Refreshed by calls only, so that no thread draws.
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if is_live else None
-        self._progress: Progress | None = None
+        self._progress: TrainingProgress | None = None
 
     def __enter__(self) -> Self:
         if self._live is not None:
@@ -105,75 +112,89 @@ class TerminalView:
         self.close()
 
     def close(self) -> None:
-        """Leave the terminal to others; the live region goes."""
+        """Remove the live region and leave the terminal to others."""
         if self._live is not None:
             self._live.stop()
 
     def status(self, text: str) -> None:
-        """Say what is going on between steps, such as waiting for roles or saving a checkpoint."""
-        if self._live is None:
-            self._print(Text(visible(text)))
-        else:
+        """Show what the run does between steps, such as saving a checkpoint."""
+        _LOG.info("%s", visible(text))
+        if self._live is not None:
             self._draw(*Text(visible(text), style="dim").wrap(self._console, self._console.width))
+        elif not self._is_quiet:
+            self._print(Text(visible(text)))
 
-    def progress(self, progress: Progress) -> None:
-        """Show a log step; it takes the place of the one before and of any status."""
+    def progress(self, progress: TrainingProgress) -> None:
+        """Show a log step in place of the last one and of any status."""
         self._progress = progress
-        if self._live is None:
-            self._print(Text("  ".join(plain_line(progress))))
-        else:
+        if self._live is not None:
             self._draw()
+        elif not self._is_quiet:
+            self._print(Text("  ".join(plain_parts(progress))))
 
     def note(self, text: str) -> None:
-        """Add a line that stays, such as how many bad rows were skipped."""
-        text = visible(text)
-        indent = text[: len(text) - len(text.lstrip())]
-        for line in _lines_of_words(text.strip(), self._width - len(indent)):
-            self._print(Text(indent + line))
+        """Print a line that stays."""
+        _LOG.info("%s", visible(text))
+        if not self._is_quiet:
+            self._print_wrapped(text)
+
+    def warn(self, text: str) -> None:
+        """Print a line that stays and that a quiet command prints too, such as the number of skipped rows."""
+        _LOG.warning("%s", visible(text))
+        self._print_wrapped(text)
 
     def evaluation(self, step: int, metrics: Metrics) -> None:
-        """Add a line with those ``metrics`` on the test rows after ``step`` that are to be seen."""
-        parts = [Text(f"{metric_title(name)} {number(value)}") for name, value in metrics.items()]
-        for line in flow([Text(f"test at step {step:,}", style="bold"), *parts], self._width, gap=2):
-            self._print(line)
+        """Print a line with ``metrics`` of the test rows after ``step``."""
+        parts = [Text(f"{metric_title(name)} {format_number(value)}") for name, value in metrics.items()]
+        _LOG.info("test at step %d: %s", step, ", ".join(map(str, parts)))
+        if not self._is_quiet:
+            head = Text(f"test at step {step:,}", style="bold")
+            for line in wrap_parts([head, *parts], self._width, gap=2):
+                self._print(line)
 
     def show(self, *parts: RenderableType) -> None:
-        """Print a result; the live region goes."""
+        """Print a result and remove the live region."""
         self.close()
         for part in parts:
             self._console.print(part, soft_wrap=True, highlight=False)
 
     def summary(self, summary: Summary) -> None:
-        """Say how the run ended and what to do next; the live region goes."""
+        """Print how the run ended and what to do next, and remove the live region."""
         self.close()
         self._print(Text())
         lines = list(_summary_lines(summary))
         label_width = max(_LABEL_WIDTH, 1 + max(len(label) for label, _, _ in lines))
         for label, value, style in lines:
-            # A command that goes on in the next line says so: it is there to be copied.
+            # A command that continues in the next line must work when it is copied.
             more = " \\" if style == COMMAND_STYLE else ""
-            parts = _lines_of_words(visible(value), self._width - label_width, more)
+            parts = _wrap(visible(value), self._width - label_width, more)
             for head, part in zip((label, *[""] * len(parts)), parts, strict=False):
                 labelled = Text(f"{head:<{label_width}}", style="dim")
                 self._print(labelled.append(part, style=f"not dim {style}"))
 
     @property
     def _width(self) -> int:
-        """Characters of a line: those of the terminal, and any number elsewhere."""
+        """Characters of a line: those of the terminal, and any number in a pipe or file."""
         return self._console.width if self._console.is_terminal else sys.maxsize
+
+    def _print_wrapped(self, text: str) -> None:
+        text = visible(text)
+        indent = text[: len(text) - len(text.lstrip())]
+        for line in _wrap(text.strip(), self._width - len(indent)):
+            self._print(Text(indent + line))
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
 
     def _draw(self, *below: RenderableType) -> None:
         assert self._live is not None
-        above = [] if self._progress is None else region(self._progress, self._console)
+        above = [] if self._progress is None else live_lines(self._progress, self._console)
         self._live.update(Group(*above, *below), refresh=True)
 
 
 @contextmanager
 def passing_status() -> Iterator[Callable[[str], None]]:
-    """In here, a command with nothing to show yet can say what it does: on stderr, if that is a terminal."""
+    """Yield a function that shows a status on stderr until the block ends, if stderr is a terminal."""
     console = Console(stderr=True, force_terminal=sys.stderr.isatty())
     if not console.is_terminal:
         yield lambda text: None
@@ -183,21 +204,21 @@ def passing_status() -> Iterator[Callable[[str], None]]:
 
 
 def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
-    """Label, value and style of each line."""
+    """Yield label, value and style of each line."""
     if (metrics := summary.metrics) is not None:
-        reachable = "" if summary.best_auc is None else f" (best reachable {number(summary.best_auc)})"
-        first = f"{number(metrics[summary.score])} at step {summary.step:,}{reachable}"
+        reachable = "" if summary.best_auc is None else f" (best reachable {format_number(summary.best_auc)})"
+        first = f"{format_number(metrics[summary.score])} at step {summary.step:,}{reachable}"
         yield f"test {metric_title(summary.score)}", first, f"bold {DONE_STYLE}"
         for name, value in metrics.items():
-            if name != summary.score and not name.endswith("calibration"):
-                yield metric_title(name), number(value), ""
+            if name != summary.score:
+                yield metric_title(name), format_number(value), ""
     else:
-        yield f"test {metric_title(summary.score)}", "none, there are no test rows", ""
+        yield f"test {metric_title(summary.score)}", "none: there are no test rows", ""
     best = summary.best if summary.best and summary.best.step != summary.step else None
     if best is not None:
         yield (
             f"best {metric_title(best.metric)}",
-            f"{number(best.value)} at step {best.step:,}",
+            f"{format_number(best.value)} at step {best.step:,}",
             f"bold {DONE_STYLE}",
         )
     if summary.unknown:
@@ -210,8 +231,8 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", str(last_folder), ""
     else:
         best_folder = step_folder(summary.run_folder, best.step)
-        yield "last checkpoint", f"{last_folder} (resume goes on from it)", ""
-        yield "best checkpoint", f"{best_folder} (evaluate and predict take it)", ""
+        yield "last checkpoint", f"{last_folder} (resume starts here)", ""
+        yield "best checkpoint", f"{best_folder} (evaluate and predict use it)", ""
     if (profile := summary.profile) is not None:
         yield "profile", str(profile.folder), ""
         shares = ", ".join(f"{name} {share:.0%}" for name, share in profile.shares.items())
@@ -221,14 +242,7 @@ def _summary_lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "predict", summary.predict, COMMAND_STYLE
 
 
-def _lines_of_words(text: str, width: int, more: str = "") -> list[str]:
-    """Text cut at blanks into lines of a width, which all but the last end with ``more``."""
-    lines = [""]
-    for word in text.split(" "):
-        longer = f"{lines[-1]} {word}" if lines[-1] else word
-        if lines[-1] and len(longer) + len(more) > width:
-            lines[-1] += more
-            longer = word
-            lines.append("")
-        lines[-1] = longer
-    return lines
+def _wrap(text: str, width: int, more: str = "") -> list[str]:
+    """Break a text at blanks into lines of ``width``; all but the last end with ``more``."""
+    lines = textwrap.wrap(text, width - len(more), break_long_words=False, break_on_hyphens=False) or [""]
+    return [*(line + more for line in lines[:-1]), lines[-1]]

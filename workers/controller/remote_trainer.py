@@ -68,7 +68,9 @@ class Trainer:
         self._group = dist.group.WORLD
         sources = self._sources(job)
         self._embeddings = Embeddings(blueprint.tables, spec, job.placement, sources, self._clock)
-        model = blueprint.model(blueprint.dense_net().to(self._device), job.remote_net)
+        net = blueprint.dense_net().to(self._device)
+        self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
+        model = blueprint.model(net, job.remote_net)
         self._arrangement = arrange(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
         self._model = DdpModel(
@@ -178,6 +180,10 @@ class Trainer:
                 outputs_BO = predict_step(module, self._embeddings, batch, ticket, clock)
                 parts.append(Predictions.of(batch, outputs_BO, self._sequences))
         return Predictions.concatenate(parts)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters of the local dense net."""
+        return self._num_parameters
 
     def settle(self) -> None:
         """See :meth:`Feed.settle`."""

@@ -110,6 +110,23 @@ class Session:
         """A stub for each."""
         return self._deployed.trainers
 
+    def describe_model(self) -> tuple[str, str]:
+        """Return a line about the dense net and a line about the tables: sizes and learning rates."""
+        dense, tables = self.config.dense, self.blueprint.tables
+        parameters = self.trainers[0].call(Trainer.num_parameters).wait()
+        remote = f" and a remote net on worker {dense.remote_worker}" if dense.remote_mlp else ""
+        rows = sum(table.num_rows for table in tables)
+        num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
+        optimizers = {
+            f"{t.optimizer.name} with learning rate {t.optimizer.learning_rate:g}": None for t in tables
+        }
+        return (
+            f"dense net {dense.net}: {parameters:,} parameters{remote}, {dense.optimizer} with learning rate "
+            f"{dense.learning_rate:g}",
+            f"{len(tables)} embedding table(s): {rows:,} rows, {num_bytes / 2**20:,.1f} MiB with optimizer "
+            f"state, {', '.join(optimizers)}",
+        )
+
     def train_on(self, make_batches: Callable[[int], Iterable[Batch]], steps_before: int) -> list[Report]:
         """Train on batches of the caller's own; see :meth:`Trainer.train_on`.
 

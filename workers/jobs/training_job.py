@@ -18,7 +18,7 @@ from hybrid.metrics import Metrics, Predictions
 from hybrid.topology import Topology
 from workers.cluster_task import TrainTask
 from workers.console.data_notes import data_notes
-from workers.console.progress_lines import Progress
+from workers.console.progress_lines import TrainingProgress
 from workers.console.terminal import ProfileSummary, Summary, TerminalView
 from workers.controller.dataset_session import DatasetSession
 from workers.controller.job_messages import Report
@@ -77,15 +77,18 @@ class Training:
         self._config = session.config
         for line in session.decisions:
             view.note(line)
+        for line in session.describe_model():
+            view.note(line)
+        view.note(f"run folder {self._run}; Ctrl-C saves a checkpoint and stops, twice stops at once")
         for report in session.reports:
             for line in data_notes(report):
-                view.note(line)
+                view.warn(line)
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
         with self._open_folder() as self._folder, self._stop.listening():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
-            self._checkpoints = Checkpoints(session, self._folder, section, view.note, progress)
+            self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
             self._train(session, view)
             if not self._is_over(session):
                 self._save_for_later(session, view)
@@ -110,7 +113,7 @@ class Training:
             return {}
         self.doing = "while reading the checkpoint"
         view.status("reading the checkpoint")
-        checkpoint = Checkpoint.newest_valid(self._run, view.note)
+        checkpoint = Checkpoint.newest_valid(self._run, view.warn)
         step, progress = checkpoint.manifest.step, checkpoint.manifest.progress
         total = session.total_steps
         if step > total or (step == total and (self._task.folder / RESULT_FILE).exists()):
@@ -145,6 +148,10 @@ class Training:
             is_evaluated = self._owes_evaluation and self._evaluate(session, view)
             if self._step < session.total_steps and not self._owes_evaluation:
                 self._checkpoints.write_if_due(self._moment(session), is_evaluated)
+            if is_evaluated and not self._is_over(session):  # the summary has the last one
+                assert self._metrics is not None
+                metrics = self._metrics
+                view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
         if self._step < session.total_steps and self._is_over(session):
             without = f"{self._config.train.patience} evaluation(s) without a better"
             view.note(f"ended at step {self._step}: {without} {metric_title(self._config.best_by)}")
@@ -214,7 +221,7 @@ class Training:
     def _note_skipped(self, reports: list[Report], count: int, view: TerminalView) -> None:
         skipped = reports[0].skipped_steps  # the same on every trainer
         if skipped:
-            view.note(
+            view.warn(
                 f"steps {self._step} to {self._step + count - 1}: {skipped} skipped, "
                 "since a loss or gradient was not finite"
             )
@@ -244,7 +251,7 @@ class Training:
 
     def _log(self, epoch: int, total: int, view: TerminalView) -> None:
         interval, self._tally.interval = self._tally.interval, Interval()
-        progress = Progress(
+        progress = TrainingProgress(
             step=self._step,
             total_steps=total,
             epoch=epoch + 1,
@@ -275,7 +282,6 @@ class Training:
         metrics = Predictions.concatenate(parts).metrics(self._tasks, is_weighted=is_weighted)
         self._metrics = metrics
         self._folder.log_evaluation(self._step, metrics)
-        view.evaluation(self._step, {name: metrics[name] for name in shown_metrics(self._tasks)})
         return True
 
     def _finish(self, session: DatasetSession, view: TerminalView) -> None:

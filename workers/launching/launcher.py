@@ -8,7 +8,6 @@ died, and another start for a run that has lost a role.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -21,7 +20,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from workers.cluster_task import Task, TrainTask
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
 from workers.exit_codes import Cause, ExitCode, Interrupt, ToldError, code_of
 from workers.launching import network_namespace
@@ -169,4 +168,4 @@ class _Screen:
     def say(self, line: str) -> None:
         """Tell the user of something that does not end the launch."""
         self._leave()
-        print(f"hybrid launch: {visible(line)}", file=sys.stderr)
+        print_line(f"hybrid launch: {line}", to_stderr=True)

@@ -1,6 +1,7 @@
 """The processes of one start of a cluster: started, watched, and ended, whatever state they are in."""
 
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,8 @@ from hybrid.storage.private_files import make_folder, open_file
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.user_code.tracebacks import log_traceback
 from workers.cluster_task import ScriptTask, Task, TrainTask
-from workers.console.output_stream import lasting_output
+from workers.console.messages import Verbosity, logging_to_stderr, verbosity
+from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
 from workers.launching.fork_server import ForkServer
 from workers.launching.forked_roles import Ended, Started
@@ -31,6 +33,7 @@ _GRACE_SECONDS = {Cause.KILLED: 0.0, Cause.STARVED: 0.0, Cause.SILENT: 2.0, Caus
 _GRACE_SECONDS_OF_OTHERS = 0.5
 _END_SECONDS = 5.0
 _WAIT_SECONDS = 60.0
+_LOG = logging.getLogger(__name__)
 
 
 class RoleProcesses:
@@ -70,7 +73,7 @@ class RoleProcesses:
             place, files = (self._config, [listener.fileno()]) if role == MASTER else (address, [])
             outcomes, writer = outcome_pipe()
             self._children[str(role)] = Child(role, log_path(self._folder, role), outcomes)
-            args = (role, place, self._folder, task, secret)
+            args = (role, place, self._folder, task, secret, verbosity())
             try:
                 self._server.start(str(role), _role_main, args, [writer, lock, *files])
             finally:
@@ -132,8 +135,10 @@ class RoleProcesses:
         event = self._server.event(timeout_seconds)
         if isinstance(event, Started):
             self._children[event.name].pid = event.pid
+            _LOG.info("%s runs as process %d", event.name, event.pid)
         elif isinstance(event, Ended):
             self._children[event.name].end(event.exit_code)
+            _LOG.info("%s ended with exit code %d", event.name, event.exit_code)
             if self._ended_at is None and (event.exit_code or event.name == str(MASTER)):
                 self._ended_at = time.monotonic()
 
@@ -160,6 +165,7 @@ def _role_main(
     folder: Path,
     task: Task,
     secret: Secret,
+    level: Verbosity,
     outcomes: int,
     lock: int,
     listener: int | None = None,
@@ -179,8 +185,14 @@ def _role_main(
     except HybridError as error:
         told.send(_outcome(role, error))
         end_now(ExitCode.FAILED)
-    files = ("stdout" if role == _printing_role(task) else str(path), str(path))
-    with lasting_output(f"hybrid {task.command}", goes_on=True, files=files, aside=launchers_stderr):
+    names = ("stdout" if role == _printing_role(task) else str(path), str(path))
+    with (
+        tolerate_lost_output(
+            f"hybrid {task.command}", run_continues=True, names=names, report_to=launchers_stderr
+        ),
+        logging_to_stderr(level, is_role_log=True),
+    ):
+        _LOG.info("%s started as process %d", role, os.getpid())
         try:
             if role == MASTER:
                 signal.signal(ASK_SIGNAL, signal.default_int_handler)

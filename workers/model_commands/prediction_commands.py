@@ -1,7 +1,6 @@
 """``hybrid evaluate`` and ``hybrid predict``: use a trained model in one process."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -19,7 +18,7 @@ from hybrid.metrics import Predictions
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
 from workers.console.data_notes import data_notes, unknown_shares
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.console.terminal import passing_status
 from workers.model_commands.prediction_file import ROW, STDOUT, prediction_file
 
@@ -38,12 +37,12 @@ def evaluate(folder: StoragePath, inputs: Sequence[str], trust_code: bool = Fals
             rows = held_out_rows(model.trained, report=tell)
         metrics = measure(model, rows)
     width = max(_LABEL_WIDTH, *(len(name) + 1 for name in metrics))  # names have their task in front
-    print(visible(f"{'checkpoint':<{width}}{model.trained.origin}"))
+    print_line(f"{'checkpoint':<{width}}{model.trained.origin}")
     for name, value in metrics.items():
         number = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-        print(visible(f"{name.replace('_', ' '):<{width}}{number}"))
+        print_line(f"{name.replace('_', ' '):<{width}}{number}")
     for line in _row_notes(rows.report):
-        print(visible(line))
+        print_line(line)
 
 
 def measure(model: TrainedModule, rows: Rows) -> dict[str, float]:
@@ -89,11 +88,11 @@ def predict(
                 columns = prediction_columns(tasks, model.predict(block.batch).outputs)
                 predicted = {name: pa.array(values.numpy()) for name, values in columns.items()}
                 file.write({ROW: pa.array(block.source_rows_B), **block.passthrough, **predicted})
-    where, stream = ("standard output", sys.stderr) if output == STDOUT else (str(output), sys.stdout)
+    where = "standard output" if output == STDOUT else str(output)
     report = rows.report
     wrote = f"wrote {report.num_rows:,} predictions to {where}; checkpoint: {model.trained.origin}"
     for line in (wrote, *_row_notes(report)):
-        print(visible(line), file=stream)
+        print_line(line, to_stderr=output == STDOUT)
 
 
 def _input_rows(
@@ -114,7 +113,7 @@ def _input_rows(
     if os.isatty(descriptor):
         names = ", ".join(layout.wanted)
         header = "" if layout.data.columns else ", after a line with their names"
-        print(visible(f"waiting for rows with {names}{header}; Ctrl-D ends them"), file=sys.stderr)
+        print_line(f"waiting for rows with {names}{header}; Ctrl-D ends them", to_stderr=True)
     return rows
 
 
@@ -136,7 +135,7 @@ def check_new(output: StoragePath) -> None:
 
 def warn(line: str) -> None:
     """Print a warning about a checkpoint."""
-    print(visible(line), file=sys.stderr)
+    print_line(line, to_stderr=True)
 
 
 def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> TrainedModule:

@@ -18,7 +18,7 @@ from hybrid.inference.trained_run import Trained
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.console.terminal import passing_status
 from workers.model_commands.prediction_commands import check_new, measure, warn
 
@@ -67,7 +67,7 @@ def export_run(
             files += program_export.write_onnx(program, model, partial) if "onnx" in formats else []
     lines += [f"{'wrote':<20}{output / name}" for name in files]
     for line in lines:
-        print(visible(line))
+        print_line(line)
 
 
 def _narrow(model: TrainedModule, dtype: str) -> list[str]:

@@ -11,7 +11,7 @@ from hybrid.export.state_dicts import stored_tensors
 from hybrid.export.table_import import check_fit, write_imported
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.model_commands.prediction_commands import check_new, warn
 
 
@@ -46,8 +46,8 @@ def import_tables(source: StoragePath, base: StoragePath, output: StoragePath, n
             raise
     for table, name in sources.items():
         rows, dim, _ = stored.manifest.tables[table]
-        print(visible(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}"))
-    print(visible(f"{'wrote':<20}{folder}, all else as in {stored.folder}"))
+        print_line(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}")
+    print_line(f"{'wrote':<20}{folder}, all else as in {stored.folder}")
 
 
 def _remove_empty(folder: StoragePath) -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from hybrid.errors import ClusterError, HybridError, first_line
-from workers.console.escaping import visible
+from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ToldError, exit_code
 
 _SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with
@@ -101,7 +101,7 @@ class Alarm:
     def _end(self) -> None:
         assert self._error is not None
         try:
-            print(f"{self._name}: {visible(last_words(self._error))}", file=sys.stderr)
+            print_line(f"{self._name}: {last_words(self._error)}", to_stderr=True)
         finally:  # the log may be full
             end_now(self._code_of(self._error))
 

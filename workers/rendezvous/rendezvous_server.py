@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -30,6 +30,7 @@ from workers.rendezvous.registration import LIFE, OVER, REFUSED, TAKEN, WELCOME,
 STOP, VERDICT = "stop", "verdict"  # the keys under which roles wait for the master's word
 TWICE = "twice"  # the keys of roles that were claimed more than once: twice/ROLE
 
+_LOG = logging.getLogger(__name__)
 _HANDSHAKE_SECONDS = 5.0
 # As many as come within a tenth of a second at most: so long has one who has the secret to prove it.
 _MOST_STRANGERS = 512
@@ -242,5 +243,4 @@ class _Door:
         if time.monotonic() < self._next_line_at:
             return
         self._next_line_at = time.monotonic() + _LINE_EVERY_SECONDS
-        line = f"rendezvous: {self._refused} refused so far, the last from {address}: {reason}"
-        print(line, file=sys.stderr)
+        _LOG.warning("%d connections refused, the last from %s: %s", self._refused, address, reason)

@@ -7,7 +7,6 @@ which names the store, and are sent before each checkpoint and at the end.
 import hashlib
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from hybrid.errors import HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.private_files import private_user_folder, refuse_link
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+from workers.console.messages import print_line
 from workers.run_folder.run_lock import run_lock
 from workers.run_folder.run_paths import run_write_errors
 
@@ -69,7 +69,7 @@ def hold_run(run: StoragePath, is_resumed: bool) -> Iterator[tuple[Path, int]]:
     with run_lock(here) as lock:
         with run_write_errors(here):
             (here / _STORE_FILE).write_text(str(run), encoding="utf-8")
-        print(f"logs and metrics are kept in {here}, and sent to {run} with each checkpoint", flush=True)
+        print_line(f"logs and metrics are kept in {here}, and sent to {run} with each checkpoint")
         if is_resumed:
             _fetch(here, run)
         try:
@@ -102,7 +102,7 @@ def _send_after(here: Path, error: BaseException) -> None:
     try:
         upload(here)
     except StorageError as trouble:
-        print(f"{trouble}; {here} has all of it", file=sys.stderr, flush=True)
+        print_line(f"{trouble}; {here} has all of it", to_stderr=True)
 
 
 def upload(here: Path) -> None:

@@ -20,12 +20,11 @@ from hybrid.checkpoint.checkpoint_manifest import Best
 from hybrid.config import RunConfig
 from hybrid.config.task_sections import shown_metrics
 from hybrid.metrics import BinaryMetrics
-from hybrid.primitives.step_timings import PHASES
 from hybrid.protocol.update_rules import Staleness
-from workers.console.progress_lines import COMMAND_STYLE, DONE_STYLE, PHASE_STYLES, Progress
+from workers.console.progress_lines import COMMAND_STYLE, DONE_STYLE, TrainingProgress
 from workers.console.terminal import ProfileSummary, Summary, TerminalView, passing_status
 
-PROGRESS = Progress(
+PROGRESS = TrainingProgress(
     step=1200,
     total_steps=5860,
     epoch=1,
@@ -115,6 +114,7 @@ def test_plain_summary() -> None:
         "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
         "log loss            0.4532",
         "normalised entropy  0.8123",
+        "calibration         1.0100",
         "throughput          30,123 samples/s",
         f"run folder          {SUMMARY.run_folder}",
         "curves              runs/x/curves.png",
@@ -134,16 +134,17 @@ def test_plain_summary() -> None:
 )
 def test_a_summary_names_the_best_checkpoint_where_it_is_not_the_last(best: Best, line: str) -> None:
     said = _summary(run_folder=Path("runs/x"), best=best)
-    assert said[1:6] == [
+    assert said[1:7] == [
         "test AUC            0.7712 at step 5,860 (best reachable 0.8012)",
         "log loss            0.4532",
         "normalised entropy  0.8123",
+        "calibration         1.0100",
         line,
         "throughput          30,123 samples/s",
     ]
-    assert said[8:10] == [
-        "last checkpoint     runs/x/checkpoints/step-00005860 (resume goes on from it)",
-        "best checkpoint     runs/x/checkpoints/step-00001200 (evaluate and predict take it)",
+    assert said[9:11] == [
+        "last checkpoint     runs/x/checkpoints/step-00005860 (resume starts here)",
+        "best checkpoint     runs/x/checkpoints/step-00001200 (evaluate and predict use it)",
     ]
 
 
@@ -195,9 +196,9 @@ def test_the_live_region_shows_the_latest_step_below_the_evaluations() -> None:
         view.status("saving a checkpoint")
         evaluation, bar, numbers, phases, status = _screen(file.getvalue())
     assert evaluation.startswith("test at step 10  AUC 0.7712")
-    assert re.fullmatch(r"epoch 1/2 ━{14}─{59} step 1,200/5,860", bar)
+    assert re.fullmatch(r"epoch 1/2 ━{14}[━╸╺]{59} step 1,200/5,860", bar)
     assert numbers.rstrip() == "loss 0.4532   AUC 0.7712   samples/s 31,234   left 1:02:03"
-    assert phases.rstrip() == "━" * 20 + "  data 0%  lookup 25%  dense 25%  backward 50%  update 0%"
+    assert phases.rstrip() == "data 0%   lookup 25%   dense 25%   backward 50%   update 0%"
     assert status == "saving a checkpoint"
 
 
@@ -208,7 +209,7 @@ def test_the_live_region_is_gone_at_the_end_and_the_cursor_is_back() -> None:
         view.summary(SUMMARY)
     shown = [line for line in _screen(file.getvalue()) if line.strip()]
     assert shown[0].startswith("test AUC")
-    assert len(shown) == 10
+    assert len(shown) == 11
     assert file.getvalue().rfind("\x1b[?25h") > file.getvalue().rfind("\x1b[?25l")
 
 
@@ -258,20 +259,6 @@ def test_a_narrow_summary_can_be_copied() -> None:
     assert last - first > 1
 
 
-@pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "xterm-mono"}], ids=["NO_COLOR", "mono"])
-def test_without_colours_the_phases_have_their_signs(variables: dict[str, str]) -> None:
-    file = io.StringIO()
-    colours = None if "TERM" in variables else "auto"
-    environment = {"TERM": "xterm", **variables}
-    console = Console(file=file, force_terminal=True, width=100, color_system=colours, _environ=environment)  # type: ignore[arg-type]
-    with TerminalView(console) as view:
-        view.progress(PROGRESS)
-        phases = _screen(file.getvalue())[2]
-    bar = "░" * 5 + "▒" * 5 + "▓" * 10
-    legend = "  · data 0%  ░ lookup 25%  ▒ dense 25%  ▓ backward 50%  █ update 0%"
-    assert phases.rstrip() == bar + legend
-
-
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     view, file = _terminal(TERM="dumb")
     with view:
@@ -292,21 +279,13 @@ def test_a_passing_status_is_for_a_person_only(kind: str, monkeypatch: pytest.Mo
     assert not any(line.strip() for line in _screen(file.getvalue()))
 
 
-@pytest.mark.parametrize("style", [DONE_STYLE, COMMAND_STYLE, *PHASE_STYLES.values()])
+@pytest.mark.parametrize("style", [DONE_STYLE, COMMAND_STYLE])
 def test_colours_stand_out_from_black_and_from_white(style: str) -> None:
     """By the contrast of WCAG 2.1, which asks for 3 of what is no small text."""
     channels = [value / 255 for value in Style.parse(style).color.get_truecolor()]  # type: ignore[union-attr]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     assert min((1 + 0.05) / (luminance + 0.05), (luminance + 0.05) / 0.05) > 3
-
-
-def test_the_stacked_bar_has_its_length_whatever_the_shares() -> None:
-    view, file = _terminal()
-    shares = dict.fromkeys(PHASES, 1.0)
-    with view:
-        view.progress(dataclasses.replace(PROGRESS, phase_seconds=shares | {"update": 0.37}))
-        assert _screen(file.getvalue())[2].count("━") == 20
 
 
 def test_no_thread_draws() -> None:

@@ -53,10 +53,8 @@ def test_as_many_are_expected_as_training_rows_would_have_without_themselves(
 
 def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> None:
     report = report_of(tmp_path, [(label, f"city-{city}", tags) for label, city, tags in ROWS])
-    assert list(data_notes(report)) == [
-        "warning: far more values are unknown to the model than the training rows let expect: "
-        "100% of city (0% expected); are they written as in the training files?"
-    ]
+    (note,) = data_notes(report)
+    assert "100% of city (0% expected);" in note
     assert unknown_shares(report.unknown) == "city 100.00%"
     assert report.unknown[1].count == 0
 
@@ -82,7 +80,7 @@ def test_many_columns_are_cut_short() -> None:
     assert unknown_shares(columns).endswith("c19 81.00%, and 5 more columns, at most 80.00%")
     assert unknown_shares([]) == unknown_shares([UnknownValues("c", 0, 9, 0.0)]) == "none"
     note = next(data_notes(DatasetReport(9, (), InvalidRowReport({}, ()), tuple(columns))))
-    assert "81% of c19 (0% expected) and 5 more columns; are" in note
+    assert "81% of c19 (0% expected) and 5 more columns;" in note
 
 
 @pytest.mark.parametrize("label", [0, 1])

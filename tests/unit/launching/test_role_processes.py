@@ -12,6 +12,7 @@ from hybrid.config import ClusterSection, RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER
 from workers.cluster_task import ScriptTask
+from workers.console.messages import Verbosity
 from workers.exit_codes import Cause, ExitCode
 from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import _role_main
@@ -27,7 +28,8 @@ def _be_a_role(told: Connection, folder: Path, most_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))  # as a full disk, but for the words
     with listen("127.0.0.1", 0) as listener:
-        _role_main(MASTER, STARTLESS, folder, TASK, Secret.fresh(), told.fileno(), 0, listener.fileno())
+        secret, descriptors = Secret.fresh(), (told.fileno(), 0, listener.fileno())
+        _role_main(MASTER, STARTLESS, folder, TASK, secret, Verbosity.NORMAL, *descriptors)
 
 
 def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[Outcome]]:

@@ -66,7 +66,7 @@ def test_a_file_comes_to_the_same(run: Path, tmp_path: Path, capfd: pytest.Captu
     check_same(tmp_path / "q.csv", tmp_path / "p.csv", len(keep))
     said = capfd.readouterr().out.replace("standard input", str(new)).replace("q.csv", "p.csv").splitlines()
     assert said == expected
-    assert "skipped 2 bad row(s): 1 wrong column count, 1 not a number" in said
+    assert "skipped 2 invalid row(s): 1 wrong column count, 1 not a number" in said
     with given(new):
         predict(run, ["-"], STDOUT, keep)
     written, beside = capfd.readouterr()

@@ -21,7 +21,7 @@ from hybrid.metrics import BinaryMetrics
 from hybrid.primitives.step_timings import STEP, Span
 from hybrid.protocol.update_rules import Staleness
 from hybrid.topology import Role, RoleKind
-from workers.console.progress_lines import Progress
+from workers.console.progress_lines import TrainingProgress
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_state import RunState
 from workers.step_profile import Profile
@@ -31,8 +31,8 @@ METRICS = BinaryMetrics(0.7712, 0.4532, 0.8123, 1.01, 0.8, 0.25, 1000).as_dict()
 PHASE_SECONDS = {"data": 0.0, "lookup": 1.0, "dense": 1.0, "backward": 2.0, "update": 0.0}
 
 
-def _progress(step: int, loss: float = 0.5, auc: float = 0.7) -> Progress:
-    return Progress(
+def _progress(step: int, loss: float = 0.5, auc: float = 0.7) -> TrainingProgress:
+    return TrainingProgress(
         step=step,
         total_steps=100,
         epoch=1,

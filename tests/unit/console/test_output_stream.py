@@ -1,4 +1,4 @@
-"""Output that goes away: what is said of it, once, and that printing goes on."""
+"""Output that cannot be written any more: one message, and the process prints on."""
 
 import os
 import subprocess
@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 from support.commands import ROOT
 
-# Prints a lot, then says on a file of its own that it has come to its end.
+# Prints a lot, then reports its end in a file.
 RUN = """
 import sys
-from workers.console.output_stream import lasting_output
-with lasting_output("hybrid launch", goes_on=%r) as losses:
+from workers.console.output_stream import tolerate_lost_output
+with tolerate_lost_output("hybrid launch", run_continues=%r) as lost:
     for number in range(20_000):
         print("step", number)
     sys.stdout.flush()
     print("a word", file=sys.stderr)
-    open("ended", "w").write(str(losses.any))
+    open("ended", "w").write(str(lost.any))
     assert open("another", "w").fileno() > 2
 """
 
 
-def ended(folder: Path, redirection: str, goes_on: bool = True) -> tuple[str, str]:
-    """What is on stderr, and whether anything was lost, of a run under a shell."""
-    command = f"{sys.executable} -c '{RUN % goes_on}' {redirection}"
+def ended(folder: Path, redirection: str, run_continues: bool = True) -> tuple[str, str]:
+    """Return stderr of a run under a shell, and whether output was lost."""
+    command = f"{sys.executable} -c '{RUN % run_continues}' {redirection}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shell = ["bash", "-o", "pipefail", "-c", command]
     ran = subprocess.run(shell, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
@@ -59,5 +59,5 @@ def test_a_run_goes_on_without_its_output(redirection: str, said: str, tmp_path:
     ("redirection", "said"),
     [("| head -n 1", ""), (">/dev/full", "hybrid launch: stdout: No space left on device; output is lost\n")],
 )
-def test_what_only_prints_has_nothing_to_go_on_with(redirection: str, said: str, tmp_path: Path) -> None:
-    assert ended(tmp_path, redirection, goes_on=False) == (f"{said}a word\n", "True")
+def test_a_command_that_only_prints_ends(redirection: str, said: str, tmp_path: Path) -> None:
+    assert ended(tmp_path, redirection, run_continues=False) == (f"{said}a word\n", "True")
