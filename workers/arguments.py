@@ -200,7 +200,6 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         ("--memory", float, "GIB", None, "memory of a host (default: as this machine)"),
         ("--network", float, "GBIT", 10.0, "network of a host in Gbit/s each way (default: 10)"),
         ("--ids", float, "N", None, "mean ids of a sample per sparse column; then no files are read"),
-        ("--costs", Path, "FILE", None, "costs from 'scripts/bench scaling' (default: built-in)"),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=help_text)
 

@@ -17,22 +17,7 @@ from hybrid.errors import HybridError
 
 FAILED = 1
 INTERRUPTED = 130
-_MODULES = {
-    "compare": "compare",
-    "scaling": "scaling",
-    "surface": "surface",
-    "memory": "memory",
-    "start": "start_stop",
-    "forms": "forms",
-    "wide": "wide",
-    "prepare": "preparing",
-}
-# fmt: off
-_DIMENSIONS = (
-    "trainers", "workers", "samples", "tables", "rows", "dim", "hotness", "pooled", "adagrad", "hidden",
-    "peers", "sync", "gloo", "together",
-)
-# fmt: on
+_MODULES = {"compare": "compare", "start": "start_stop", "prepare": "preparing"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,36 +50,18 @@ def _interrupt(signum: int, frame: object) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/bench",
-        description="Measures this project beside other systems, and by itself.",
+        description="Measures this project and other systems.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     compare = _add(commands, "compare", "all systems on the same workloads (taken where no command is named)")
     _add_compare_options(compare)
     parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
-    scaling = _add(
-        commands, "scaling", "cost of a sample as one thing grows; the costs that hybrid plan takes"
-    )
-    _add_count(scaling, "--steps", 200, "timed steps of the base shape; larger ones take fewer")
-    _add_names(scaling, "--dimensions", "dimension", _DIMENSIONS, "what grows,")
-    surface = _add(commands, "surface", "shapes that nobody tuned for, beside one process and TorchRec")
-    surface.add_argument("--quick", action="store_true", help="eight points, within ten minutes")
-    _add_count(surface, "--seconds", 3, "about how long each system is timed at each point")
-    memory = _add(commands, "memory", "bytes a row takes on a worker, by optimizer")
-    _add_count(memory, "--rows", 2_000_000, "rows of the large table")
     start = _add(
         commands, "start", "seconds from the command to the first step, and from the last to the end"
     )
     _add_count(start, "--rounds", 5, "how often the default job is launched")
-    forms = _add(commands, "forms", "forms of the dense net: replicas, compiled, tensor parallel")
-    _add_count(forms, "--rounds", 3, "rounds through all forms")
-    _add_count(forms, "--steps", 60, "timed steps")
-    _add_count(forms, "--batch-size", 4096, "samples of a step over all trainers")
-    forms.add_argument("--only", default="", metavar="TEXT", help="forms whose name holds this")
-    forms.add_argument("--wide", action="store_true", help="a net so large that its memory shows")
-    wide = _add(commands, "wide", "open files, threads, memory and seconds of a start, by number of roles")
-    _add_wide_options(wide)
-    prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, beside pyarrow and polars")
+    prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, beside pyarrow")
     text = "how many in all, one after the other (default: 1000000 5000000 20000000)"
     rows = [1_000_000, 5_000_000, 20_000_000]
     prepare.add_argument("--rows", type=_count, nargs="+", default=rows, metavar="N", help=text)
@@ -125,13 +92,6 @@ def _add_compare_options(compare: argparse.ArgumentParser) -> None:
     compare.add_argument("--steps", type=_count, metavar="N", help=f"timed steps (default: {steps})")
     text = f"rounds through all systems (default: {ROUNDS})"
     compare.add_argument("--rounds", type=_count, metavar="N", help=text)
-
-
-def _add_wide_options(wide: argparse.ArgumentParser) -> None:
-    text = "how many in all, one after the other (default: 8 16 32 64)"
-    wide.add_argument("--roles", type=_count, nargs="+", default=[8, 16, 32, 64], metavar="N", help=text)
-    wide.add_argument("--hosts", action="store_true", help="each role on a host of its own, by namespaces")
-    _add_count(wide, "--open-files", 1024, "that a process may have: ulimit -n")
 
 
 def _add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:

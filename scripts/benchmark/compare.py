@@ -13,7 +13,6 @@ from benchmark import report
 from benchmark.durations import QUICK_STEPS, QUICK_WARM_UP_STEPS, ROUNDS, TIMED_STEPS, WARM_UP_STEPS
 from benchmark.job import Job
 from benchmark.machine import origin
-from benchmark.plots import draw_comparison
 from benchmark.results import Failure, Measurement, disagreements, split, summarise
 from benchmark.rounds import Task, measured
 from benchmark.systems import BENCH_PYTHON, ROOT, SYSTEMS, System
@@ -54,7 +53,6 @@ class _Comparison:
             tables.append(report.loss_table(workload, summaries, found, _TITLES, synchronous))
         raw = report.raw_results(self.measurements, self.failures, summaries, found)
         report.write(folder, "Systems compared", self.origin, raw, [self.note, *errors], tables)
-        draw_comparison(summaries, _TITLES, baselines, self.note, folder / "results.png")
         return errors, tables
 
 

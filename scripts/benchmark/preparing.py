@@ -6,7 +6,6 @@ its own with the same cores; what is measured is that process and all that it st
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import resource
 import shutil
@@ -33,13 +32,11 @@ from hybrid.errors import ConfigError
 from workers.run_folder.run_paths import scratch_logs
 
 PYARROW = "pyarrow"
-_POLARS = "polars"
 # The module that prepares a file, and its arguments after the file.
 _SYSTEMS = {
     "ours, with vocabularies": ("prepare_ours", "build"),
     "ours, hashed": ("prepare_ours", "hash"),
     PYARROW: ("prepare_pyarrow",),
-    _POLARS: ("prepare_polars",),
 }
 _LARGE = (45_000_000, 4_400_000_000)  # rows of Criteo's Kaggle data set, and of its terabyte
 _TIMEOUT_SECONDS, _TIMEOUT_SECONDS_A_ROW = 600.0, 2e-4
@@ -74,7 +71,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.cores > len(cores):
         raise ConfigError("--cores", f"must be at most the {len(cores)} there are", options.cores)
     cores = cores[: options.cores or None]
-    systems = [name for name in _SYSTEMS if name != _POLARS or importlib.util.find_spec(_POLARS)]
     folder = report.new_folder(options.output, "bench-prepare")
     came_from = origin([OWN_PYTHON])
     costs = []
@@ -82,14 +78,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         for rows in options.rows:
             write_click_rows(file := scratch / "rows.tsv", rows)
             for number in range(1, options.rounds + 1):
-                for system in systems:
+                for system in _SYSTEMS:
                     costs.append(cost := _measured(system, file, rows, number, cores, scratch))
                     console.print(_line(cost), markup=False, highlight=False)
     notes = [_note(len(cores), options.rounds)]
-    if _POLARS not in systems:
-        notes.append(
-            "polars is not installed, and left out; `pip install polars` beside the project adds it."
-        )
     tables = [cost_table(costs), account_table(costs, len(cores))]
     raw = {"costs": [dataclasses.asdict(each) for each in costs]}
     report.write(folder, "Preparing data", came_from, raw, notes, tables)
@@ -102,7 +94,7 @@ def _note(num_cores: int, rounds: int) -> str:
         "Rows of 259 bytes: a label, 13 numbers, 26 columns of values. Ours writes a prepared data set, and "
         "does not import torch, as the master of a training does. pyarrow reads the same file in blocks of "
         "16 MiB, makes codes into one dictionary of each of the 26 columns, and puts 0 for missing numbers, "
-        "in memory; polars does as much. Neither looks at what may be wrong in a row, nor writes anything. "
+        "in memory. It does not check rows, and writes nothing. "
         f"{num_cores} core(s), {rounds} round(s) in turn, medians; CPU of all processes, start and imports "
         "included."
     )

@@ -6,8 +6,8 @@ from operator import attrgetter
 
 import pytest
 import torch
-from benchmark.covering import covering_rows
 from support.cluster import Clusters
+from support.covering import covering_rows
 from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.config.sections import SCHEDULES

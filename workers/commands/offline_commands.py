@@ -24,9 +24,8 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
             raise ConfigError(f"--{name}", "must be more than 0, and finite", value)
     with importing_torch():
         from hybrid.data.prepare.preparation import cache_folder
-        from workers.planning.costs import MEASURED, Costs
-        from workers.planning.forecast import Hosts
         from workers.planning.plan_report import print_plan
+        from workers.planning.step_model import Hosts
 
     hosts = Hosts(
         options.hosts,
@@ -34,7 +33,7 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
         options.memory * 2**30 if options.memory else psutil.virtual_memory().total,
         options.network * 1e9 / 8,
     )
-    print_plan(config, cache_folder(config), hosts, Costs.read(options.costs or MEASURED), options.ids)
+    print_plan(config, cache_folder(config), hosts, options.ids)
 
 
 def evaluate(options: argparse.Namespace, started_at: float) -> None:

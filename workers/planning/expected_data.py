@@ -1,9 +1,9 @@
-"""The columns of a data set as far as a configuration alone tells them, for plans without data."""
+"""The columns of a data set as far as the configuration defines them, for plans without data."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hybrid.config import DataSection, RunConfig
+from hybrid.config import RunConfig
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
 from hybrid.data.prepare.synthetic_log import ClickLog
@@ -21,45 +21,36 @@ class Expected(NamedTuple):
 
 
 def expected_data(config: RunConfig, cache: StoragePath, ids_per_sample: float | None = None) -> Expected:
-    """What the training samples of ``config`` hold; they are prepared where only they tell.
+    """Return the columns of the training samples; prepare the data if nothing else defines them.
 
-    The built-in click log is known. Hashing makes tables of a size that is known, but how many ids a column
-    holds is known only where each holds one, or is said to.
+    The synthetic click log is known. With hashing, the size of tables is known, and the number of ids if each
+    column holds one id or ``ids_per_sample`` is given.
 
     Args:
-        cache: where prepared data sets are kept.
-        ids_per_sample: what every sparse column holds in the mean; None where nobody says.
+        cache: folder of prepared data sets.
+        ids_per_sample: mean number of ids of every sparse column, if known.
 
     Raises:
-        ConfigError: it is said of columns that are not hashed, or a key does not fit the files.
-        DataError: the files cannot be used.
+        ConfigError: ``ids_per_sample`` is given for other columns, or a key does not fit the files.
+        DataError: the files are invalid.
     """
     data = config.data
     if ids_per_sample is not None and (data.vocabulary != "hash" or data.format == "synthetic"):
-        rule = 'is read where data.vocabulary is "hash" only: other tables have the rows of their data'
+        rule = 'needs data.vocabulary = "hash": other tables have the rows of their data'
         raise ConfigError("--ids", rule, ids_per_sample)
     if ids_per_sample is not None and config.columns:
-        rule = "is read where there are no sections [columns.NAME] only: they make columns of other numbers"
+        rule = "needs a configuration without sections [columns.NAME], which change the number of ids"
         raise ConfigError("--ids", rule, ids_per_sample)
     if data.format == "synthetic":
         return Expected(ClickLog(config.run.seed).encoder.input_spec, {})
-    is_plain = not config.columns  # what sections say of columns, the data tell
-    if data.vocabulary == "hash" and is_plain and (ids_per_sample is not None or _holds_one_id(data)):
-        return _hashed(data, ids_per_sample)
-    with passing_status() as say:
-        folder = ensure_prepared(config, cache, say)
+    is_multi_hot = ids_per_sample is not None
+    has_one_id = data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
+    if data.vocabulary == "hash" and not config.columns and (is_multi_hot or has_one_id):
+        columns = Layout.of(data, with_labels=False).data
+        features = tuple(FeatureSpec(name, data.hash_rows, is_multi_hot) for name in columns.sparse)
+        means = {} if ids_per_sample is None else dict.fromkeys(columns.sparse, ids_per_sample)
+        return Expected(InputSpec(columns.dense, features), means)
+    with passing_status() as report:
+        folder = ensure_prepared(config, cache, report)
     dataset = open_split(folder, "train", data)
     return Expected(dataset.input_spec, dataset.ids_per_sample)
-
-
-def _holds_one_id(data: DataSection) -> bool:
-    """Whether each sparse column holds one id a sample, whatever is in the files."""
-    return data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
-
-
-def _hashed(data: DataSection, ids_per_sample: float | None) -> Expected:
-    named = Layout.of(data, with_labels=False).data
-    is_multi_hot = ids_per_sample is not None
-    features = tuple(FeatureSpec(name, data.hash_rows, is_multi_hot) for name in named.sparse)
-    means = {} if ids_per_sample is None else dict.fromkeys(named.sparse, ids_per_sample)
-    return Expected(InputSpec(named.dense, features), means)

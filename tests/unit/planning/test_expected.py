@@ -1,5 +1,6 @@
 """Which columns are known without reading anything."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,17 @@ from workers.planning.expected_data import expected_data
 
 HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash", "hash_rows": 77}
 Configured: TypeAlias = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def configured() -> Configured:
+    """Configurations with some keys of the section [data]."""
+
+    def build(data: dict[str, Any] | None = None) -> RunConfig:
+        config = RunConfig()
+        return config.replace(data=dataclasses.replace(config.data, **(data or {})))
+
+    return build
 
 
 def test_the_click_log_is_not_made(configured: Configured, tmp_path: Path) -> None:
@@ -57,7 +69,7 @@ def test_what_only_files_tell_is_read(configured: Configured, data: dict[str, An
 def test_ids_are_said_of_hashed_columns_alone(
     configured: Configured, data: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"^--ids = 2.0: is read where data.vocabulary is \"hash\" only"):
+    with pytest.raises(ConfigError, match=r"^--ids = 2.0: .*data\.vocabulary"):
         expected_data(configured(data=data), tmp_path, 2.0)
 
 
@@ -66,7 +78,5 @@ def test_what_sections_make_of_columns_the_files_tell(configured: Configured, tm
     config = csv.replace(columns={"a": ColumnSection(kind="hour")})
     with pytest.raises(DataError, match=r"^no.tsv: no such file or folder"):
         expected_data(config, tmp_path)
-    with pytest.raises(
-        ConfigError, match=r"^--ids = 2.0: is read where there are no sections \[columns.NAME\]"
-    ):
+    with pytest.raises(ConfigError, match=r"^--ids = 2.0: .*columns"):
         expected_data(config, tmp_path, 2.0)
