@@ -1,1 +1,0 @@
-"""What several hosts cost, on one machine whose namespaces they are: ``scripts/hosts``."""
