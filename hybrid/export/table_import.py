@@ -16,10 +16,9 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import map_arrays
 from hybrid.data.encode.feature_encoder import FILE_NAME, vocabularies_place
 from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE
-from hybrid.data.parse import checksums
 from hybrid.embedding.pretrained_by_position import StoredTensor
 from hybrid.errors import DataError
-from hybrid.storage.files import copy, exists, local_copy
+from hybrid.storage.files import compute_checksum, copy, exists, local_copy
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
@@ -111,7 +110,7 @@ def _with_vocabularies(parts: StoragePath, partial: Path) -> Files:
     path = partial / VOCABULARIES_FILE
     with write_errors(path), local_copy(source) as here:
         shutil.copyfile(here, path)
-        return {VOCABULARIES_FILE: (path.stat().st_size, checksums.whole(path))}
+        return {VOCABULARIES_FILE: (path.stat().st_size, compute_checksum(path))}
 
 
 def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count: int) -> Files:

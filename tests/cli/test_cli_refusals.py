@@ -138,6 +138,18 @@ def test_input_that_cannot_be_used(
     assert refused("plan", *settings(data=data | overrides)) == f"hybrid plan: {message.format(path=path)}"
 
 
+@pytest.mark.parametrize("command", ["launch", "compare", "master"])
+def test_a_misspelt_column_is_refused_before_a_process_starts(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{line}\n" for line in [HEADER, *GOOD]))
+    given = settings(
+        data={"format": "csv", "path": path, "dense": "xx", "sparse": "c"}, run={"folder": tmp_path / "run"}
+    )
+    rule = f"{path} has no such column; did you mean 'x'?"
+    assert refused(command, *given) == f"hybrid {command}: data.dense = 'xx': {rule}"
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.csv"]
+
+
 @pytest.mark.parametrize("command", ["launch", "master"])
 def test_a_folder_that_holds_a_run(command: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious\n")

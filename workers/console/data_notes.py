@@ -30,8 +30,9 @@ def data_notes(report: DatasetReport) -> Iterator[str]:
         )
         more = f" and {len(far) - _MAX_COLUMNS} more columns" if len(far) > _MAX_COLUMNS else ""
         yield (
-            "warning: many more values are unknown to the model than the training rows suggest: "
-            f"{columns}{more}; check that they are written as in the training files"
+            "warning: many more values are unknown to the model than in rows like the training rows: "
+            f"{columns}{more}; check that they are written as in the training files (expected is the "
+            "fraction of training rows whose value no other training row has)"
         )
 
 

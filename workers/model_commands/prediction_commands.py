@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 
 from hybrid.data.dataset.dataset_manifest import DatasetReport
-from hybrid.data.parse.byte_stream import STDIN, chunks
-from hybrid.data.parse.text_lines import BLOCK_BYTES
+from hybrid.data.parse.text_lines import BLOCK_BYTES, STDIN, read_descriptor
 from hybrid.errors import ConfigError, HybridError
 from hybrid.inference.model_outputs import column_names, prediction_columns
 from hybrid.inference.raw_rows import Rows, file_rows, held_out_rows, stream_rows
@@ -108,7 +107,7 @@ def _input_rows(
         return file_rows(trained, inputs, with_labels=False, passthrough=passthrough, report=tell)
     descriptor = 0
     # Rows that arrive one by one are answered one by one, if somebody can read the answers.
-    text = chunks(descriptor, BLOCK_BYTES, at_once=output == STDOUT)
+    text = read_descriptor(descriptor, BLOCK_BYTES, at_once=output == STDOUT)
     rows, layout = stream_rows(trained, STDIN, text, passthrough)
     if os.isatty(descriptor):
         names = ", ".join(layout.wanted)

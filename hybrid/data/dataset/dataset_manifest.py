@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hybrid.data.encode.unknown_values import UnknownValues
-from hybrid.data.parse import checksums
-from hybrid.data.parse.input_files import InputFile
+from hybrid.data.parse.input_files import InputFile, sampled_checksum
 from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import read_bytes
+from hybrid.storage.files import compute_checksum, read_bytes
 from hybrid.storage.remote_path import StoragePath
 
 FORMAT_VERSION = 5  # raise it whenever the same configuration would be prepared differently
@@ -111,7 +110,7 @@ class DataManifest:
         """Make ``folder``, to which everything else has been written, a whole data set."""
         stored = {
             str(path.relative_to(folder)): StoredFile(
-                path.stat().st_size, checksums.sampled(path), checksums.whole(path)
+                path.stat().st_size, sampled_checksum(path), compute_checksum(path)
             )
             for path in sorted(folder.rglob("*"))
             if path.is_file()
@@ -159,12 +158,12 @@ class DataManifest:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
         for name, file in self.stored.items():
             if Path(name).parts[0] not in self.splits or Path(name).parts[0] == split:
-                _compare(folder / name, file.sampled, checksums.sampled)
+                _compare(folder / name, file.sampled, sampled_checksum)
 
     def verify(self, folder: Path) -> None:
         """Compare all of every file with what was written; DataError where one is missing or altered."""
         for name, file in self.stored.items():
-            _compare(folder / name, file.whole, checksums.whole)
+            _compare(folder / name, file.whole, compute_checksum)
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
         """DataError, which names the file and ends with ``remedy``, where ``now`` has other samples."""

@@ -33,13 +33,12 @@ from hybrid.data.encode.fitting import (
 from hybrid.data.encode.sparse_encoding import Bags, SparseEncoding
 from hybrid.data.encode.vocabulary import NO_VALUES, Vocabulary
 from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
-from hybrid.data.parse import checksums
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock
 from hybrid.data.values.scaling import BlockMoments, DenseEncoding, scaled
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
-from hybrid.storage.files import exists, read_text
+from hybrid.storage.files import compute_checksum, exists, read_text
 from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
@@ -187,7 +186,7 @@ class FeatureEncoder:
             place = distinct.index(each.values) if each.vocabulary == "build" else None
             sparse.append({**each.fields, "values": place})
         write_vocabularies(folder / VOCABULARIES_FILE, distinct)
-        sha256 = checksums.whole(folder / VOCABULARIES_FILE)
+        sha256 = compute_checksum(folder / VOCABULARIES_FILE)
         text = _text(FORMAT_VERSION, self.dense, sparse, {"vocabularies": sha256})
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
 

@@ -105,7 +105,7 @@ def record_start(path: StoragePath, at: int, layout: Layout) -> int:
         ConfigError, DataError: as in :func:`read_text`.
     """
     with open_text(path) as file:
-        names, _ = _column_names(path, file.read(PEEK_BYTES), layout)
+        names, _ = column_names(path, file.read(PEEK_BYTES), layout)
         layout.require(names, path)
         for size in (2 * MAX_RECORD_BYTES, MAX_LINE_BYTES + 2 * MAX_RECORD_BYTES):
             start = max(0, at - size)
@@ -157,7 +157,7 @@ def _tables(
     is_first: bool = True,
 ) -> Iterator[TableBlock]:
     """The wanted columns of the lines of ``blocks``; with ``head`` the file begins that they are part of."""
-    names, header_lines = _column_names(path, head[:PEEK_BYTES], layout)
+    names, header_lines = column_names(path, head[:PEEK_BYTES], layout)
     layout.require(names, path)
     parser = _Parser(names, layout)
     line = 1
@@ -281,7 +281,7 @@ class _Parser:
         return csv.reader([lines.decode()], delimiter=self._layout.data.delimiter, strict=True)
 
 
-def _column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
+def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
     """The names of the file's columns by position, and how many lines the header takes with it."""
     refuse_binary(path, head)
     text = head.decode("utf-8-sig", errors="replace")

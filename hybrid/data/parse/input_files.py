@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import io
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hybrid.config import DataSection
-from hybrid.data.parse import checksums
 from hybrid.errors import ConfigError, DataError, StorageError
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+
+SAMPLED_BLOCKS = 32
+SAMPLED_BLOCK_BYTES = 32 << 10
+
+
+def sampled_checksum(path: StoragePath) -> str:
+    """Return a checksum of the size and of 32 blocks of 32 KiB, evenly spread, first and last included.
+
+    A file of at most 1 MiB is read completely. Changes elsewhere in a larger file are not detected.
+    """
+    digest = hashlib.sha256()
+    with storage.open_reader(path, ahead=0) as file:
+        size = file.seek(0, io.SEEK_END)
+        digest.update(size.to_bytes(8, "little"))
+        last = max(0, size - SAMPLED_BLOCK_BYTES)
+        is_large = size > SAMPLED_BLOCKS * SAMPLED_BLOCK_BYTES
+        for i in range(SAMPLED_BLOCKS):
+            file.seek(last * i // (SAMPLED_BLOCKS - 1) if is_large else SAMPLED_BLOCK_BYTES * i)
+            digest.update(file.read(SAMPLED_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +42,7 @@ class InputFile:
         path: as the user names it; of a store, its URL.
         real_path: without links.
         size, modified_ns: as the system, or the store, has them.
-        sampled: see :func:`hybrid.data.parse.checksums.sampled`; in a store, what this calls the content
+        sampled: see :func:`sampled_checksum`; in a store, what this calls the content
             (:func:`hybrid.storage.files.content_tag`), where it does.
         whole: a checksum of all of it (``data.checksum = whole``), or empty.
     """
@@ -39,9 +61,9 @@ class InputFile:
             found = storage.require_file(path)
             whole = storage.compute_checksum(path) if is_whole else ""
             if isinstance(path, RemotePath):
-                real_path, sampled = str(path), storage.content_tag(path) or checksums.sampled(path)
+                real_path, sampled = str(path), storage.content_tag(path) or sampled_checksum(path)
             else:
-                real_path, sampled = str(path.resolve()), checksums.sampled(path)
+                real_path, sampled = str(path.resolve()), sampled_checksum(path)
         except StorageError:
             raise
         except OSError as error:
@@ -72,29 +94,36 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
         found = storage.find_entry(path)
         if found is None:
             raise DataError(f"{path}: no such file or folder; check {key}")
-        files += _files_in(path, key) if found.is_folder else [path]
+        if found.is_folder:
+            files += _files_in(path, key)
+            continue
+        _require_regular(path, key)
+        files.append(path)
     return tuple(files)
 
 
 def _files_in(folder: StoragePath, key: str) -> list[StoragePath]:
-    found = {path: is_folder for path, is_folder in _inside(folder) if path.name[0] not in "._"}
-    # What they are for is not to be guessed: more of the same, days, or the test files.
-    for path, is_folder in found.items():
+    if isinstance(folder, RemotePath):
+        inside = {each.place: each.is_folder for each in storage.list_entries(folder)}
+    else:
+        inside = {path: path.is_dir() for path in folder.iterdir()}
+    files = {path: is_folder for path, is_folder in inside.items() if path.name[0] not in "._"}
+    for path, is_folder in files.items():
+        # The folder may hold more rows, or the test files: the user decides.
         if is_folder:
             raise DataError(
                 f"{path}: is a folder in a folder, which is not read; name it in {key} if it is to be"
             )
-    if not found:
+        _require_regular(path, key)
+    if not files:
         raise DataError(f"{folder}: the folder holds no files; check {key}")
-    return sorted(found, key=lambda path: path.name)
+    return sorted(files, key=lambda path: path.name)
 
 
-def _inside(folder: StoragePath) -> Iterator[tuple[StoragePath, bool]]:
-    """What is in a folder, links to nothing too, and whether it is a folder."""
-    if isinstance(folder, RemotePath):
-        yield from ((each.place, each.is_folder) for each in storage.list_entries(folder))
-    else:
-        yield from ((path, path.is_dir()) for path in folder.iterdir())
+def _require_regular(path: StoragePath, key: str) -> None:
+    """Raise DataError for a pipe, a socket or a device, which cannot be read twice."""
+    if isinstance(path, Path) and path.exists() and not path.is_file():
+        raise DataError(f"{path}: is not a regular file; check {key}")
 
 
 def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFile, ...]]:

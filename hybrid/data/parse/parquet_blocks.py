@@ -26,8 +26,8 @@ BLOCK_ROWS = 65_536
 MAX_UNFOLDED_BYTES = 64 << 20  # of the texts of one column of a block
 MAX_FIXED_BYTES = 4096  # of a value of fixed length
 # Of a column in a row group. Real data stay below one of the two.
-MAX_VALUES, MAX_VALUES_A_BYTE = 16 << 20, 64
-MAX_UNPACKED_BYTES, MAX_UNPACKED_A_BYTE = 256 << 20, 200
+MAX_VALUES, MAX_VALUES_PER_BYTE = 16 << 20, 64
+MAX_UNPACKED_BYTES, MAX_UNPACKED_PER_BYTE = 256 << 20, 200
 
 
 def read_parquet(path: StoragePath, layout: Layout, groups: range | None = None) -> Iterator[TableBlock]:
@@ -139,7 +139,7 @@ def check_claims(path: StoragePath, file: Any, leaves: dict[int, Any]) -> None:
             column = file.metadata.row_group(group).column(i)
             packed, unpacked = column.total_compressed_size, column.total_uncompressed_size
             values = column.num_values
-            if values > max(rows, MAX_VALUES, packed * MAX_VALUES_A_BYTE):
+            if values > max(rows, MAX_VALUES, packed * MAX_VALUES_PER_BYTE):
                 raise DataError(f"{path}: column {name} claims {values:,} values in {packed:,} bytes; {rule}")
-            if unpacked > max(MAX_UNPACKED_BYTES, packed * MAX_UNPACKED_A_BYTE):
+            if unpacked > max(MAX_UNPACKED_BYTES, packed * MAX_UNPACKED_PER_BYTE):
                 raise DataError(f"{path}: column {name} claims {unpacked:,} bytes out of {packed:,}; {rule}")

@@ -19,7 +19,7 @@ from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.values import column_values
 from hybrid.data.values.dates import seconds
 from hybrid.data.values.features import feature
-from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, Reject, shown
+from hybrid.data.values.invalid_rows import InvalidRow, InvalidRowLog, Reason, Reject, shown_cell
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.errors import ConfigError, DataError
 from hybrid.primitives.progress import Progress, ignore_progress
@@ -160,7 +160,7 @@ def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlo
 
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
         for i in np.flatnonzero(mask & good):
-            value = shown(table.columns[name][i].as_py())
+            value = shown_cell(table.columns[name], int(i))
             bad.append(InvalidRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
         good[mask] = False
 

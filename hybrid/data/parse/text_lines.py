@@ -2,11 +2,14 @@
 
 import gzip
 import io
+import os
+import select
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import IO, cast
 
 import numpy as np
@@ -37,6 +40,38 @@ _NOT_TEXT = {
     b"\xff\xfe": "UTF-16 text; save it as UTF-8",
     b"\xfe\xff": "UTF-16 text; save it as UTF-8",
 }
+STDIN = Path("standard input")  # its name in messages
+_READ_BYTES = 1 << 20
+
+
+def read_descriptor(descriptor: int, size: int, *, at_once: bool) -> Iterator[bytes]:
+    """Yield the bytes of a pipe, a terminal or a file to its end, at most ``size`` at a time.
+
+    Args:
+        at_once: whether to yield what has arrived, rather than to wait for more.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    is_open = True
+    while is_open:
+        blocks, room = [], size
+        while room:
+            try:
+                block = os.read(descriptor, min(room, _READ_BYTES))
+            except OSError as error:
+                raise DataError(f"{STDIN}: cannot be read ({error.strerror})") from error
+            if not block:  # a terminal gives more when it is read again
+                is_open = False
+                break
+            blocks.append(block)
+            room -= len(block)
+            if at_once and not poll.poll(0):
+                break
+        if blocks:
+            yield b"".join(blocks)
 
 
 class Lines:

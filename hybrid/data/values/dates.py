@@ -33,6 +33,7 @@ _TIME = (
 _ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
 _MAX_SECONDS = 253_402_300_800  # the year 10000; what is more counts something else, such as milliseconds
 _DAY = 86_400
+_UNITS = {"date32[day]": _DAY, "date64[ms]": 1e-3, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 _FIRST_DAY = date(1970, 1, 1).toordinal()  # a Thursday
 
 Numbers = npt.NDArray[np.float64]
@@ -51,12 +52,13 @@ def seconds(column: Any, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     """The seconds since 1970 of each row, NaN where missing; and which are neither times nor numbers."""
     column = decoded(column)
     if pa.types.is_temporal(column.type):
+        column, wrong_B = _without_impossible(column)
         if getattr(column.type, "tz", None):
             column = pc.local_timestamp(column)
         microseconds = (
             column.cast(pa.timestamp("us"), safe=False).cast(pa.int64()).cast(pa.float64(), safe=False)
         )
-        return microseconds.to_numpy(zero_copy_only=False) / 1e6, np.zeros(len(column), np.bool_)
+        return microseconds.to_numpy(zero_copy_only=False) / 1e6, wrong_B
     if not is_text(column):
         return numbers(column, missing)
     texts = pc.utf8_trim_whitespace(column)
@@ -65,6 +67,17 @@ def seconds(column: Any, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
     seconds_B, wrong_B = numbers(pc.if_else(times, None, texts), missing)
     seconds_B[is_time_B] = _seconds_of_texts(texts.filter(times))
     return seconds_B, wrong_B | (is_time_B & np.isnan(seconds_B))
+
+
+def _without_impossible(column: pa.Array) -> tuple[pa.Array, Mask]:
+    """Return a column of times with null for those after the year 10000, and which these are."""
+    numbers_B = column.cast(pa.int32() if pa.types.is_date32(column.type) else pa.int64()).to_numpy(
+        zero_copy_only=False
+    )
+    unit = _UNITS.get(str(getattr(column.type, "unit", column.type)), 1)
+    with np.errstate(invalid="ignore"):
+        wrong_B: Mask = np.abs(numbers_B.astype(np.float64)) * unit >= _MAX_SECONDS
+    return pc.if_else(pa.array(wrong_B), None, column) if wrong_B.any() else column, wrong_B
 
 
 def _seconds_of_texts(texts: Any) -> Numbers:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from hybrid.errors import DataError
 from hybrid.storage.remote_path import StoragePath
@@ -86,6 +87,14 @@ def shown(value: object) -> str:
     """A value of a file as it is shown in a message: on one line, and not at length."""
     text = str(value).strip()
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
+
+
+def shown_cell(column: pa.Array, i: int) -> str:
+    """Return the value of a row of a column as a message shows it."""
+    try:
+        return shown(column[i].as_py())
+    except (OverflowError, ValueError):  # a time that Python cannot represent
+        return shown(column.slice(i, 1).cast(pa.string())[0])
 
 
 @dataclass(frozen=True)

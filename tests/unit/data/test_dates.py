@@ -1,12 +1,16 @@
 """Hours and weekdays of every form of a date."""
 
 from datetime import UTC, date, datetime
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from support.samples import read
 
+from hybrid.config import ColumnSection, DataSection
 from hybrid.data.values.dates import parts_of_dates, seconds
 
 # The 31st of January 2024 was a Wednesday.
@@ -72,6 +76,21 @@ def test_types_of_parquet() -> None:
         np.testing.assert_array_equal(parts_of_dates(column, (), "hour")[0], [0, np.nan])
     local = pa.array([berlin], pa.timestamp("s", "Europe/Berlin"))
     assert parts_of_dates(local, (), "hour")[0].tolist() == [berlin.hour] == [10]
+
+
+@pytest.mark.parametrize("unit", ["s", "ms", "us", "date32"])
+def test_an_impossible_time_of_parquet_is_an_invalid_row(unit: str, tmp_path: Path) -> None:
+    kind = pa.date32() if unit == "date32" else pa.timestamp(unit)
+    far = {"s": 10**14, "ms": 2**62, "us": 2**62, "date32": 2**31 - 1}[unit]
+    seen = pa.array([0, far, -far, None], pa.int32() if unit == "date32" else pa.int64()).cast(kind)
+    pq.write_table(pa.table({"label": [0, 1, 0, 1], "seen": seen}), tmp_path / "a.parquet")
+    for columns, split in ((("hour",), {}), ((), {"split": "time", "split_column": "seen"})):
+        data = DataSection(format="parquet", sparse=("seen",), max_bad_fraction=1.0, **split)  # type: ignore[arg-type]
+        sections = {"seen": ColumnSection(kind=columns[0])} if columns else {}
+        block, report = read(data, tmp_path / "a.parquet", columns=sections)
+        assert block.source_rows_B.tolist() == ([0, 3] if columns else [0])
+        lines = [example.partition(" ")[0] for example in report.examples]
+        assert lines[:2] == [f"{tmp_path}/a.parquet:{row}:" for row in (2, 3)]
 
 
 def test_seconds_of_text_numbers_and_parquet_are_the_same() -> None:

@@ -1,24 +1,28 @@
 """Whether input files are what they were, and what is refused of them."""
 
+import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.samples import csv_config, prepared
 
-from hybrid.config import RunConfig, RunSection
+from hybrid.config import DataSection, RunConfig, RunSection
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
-from hybrid.data.parse import checksums
-from hybrid.data.parse.input_files import input_files, list_files
-from hybrid.data.prepare.preparation import prepare
+from hybrid.data.parse import input_files as module
+from hybrid.data.parse.column_check import check_columns
+from hybrid.data.parse.input_files import input_files, list_files, sampled_checksum
+from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
 
 ROW_BYTES = 8
-LARGE = 2 * checksums.NUM_BLOCKS * checksums.BLOCK_BYTES // ROW_BYTES  # rows of a file that is sampled
+LARGE = 2 * module.SAMPLED_BLOCKS * module.SAMPLED_BLOCK_BYTES // ROW_BYTES  # rows of a file that is sampled
 config_of = partial(csv_config, sparse=("c",))
 
 
@@ -52,9 +56,9 @@ def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", LARGE)
     config, whole = config_of(path), config_of(path, checksum="whole")
     folders = [prepare(each, tmp_path / "cache") for each in (config, whole)]
-    sampled = checksums.sampled(path)
-    replace(path, b"\n1,", b"\n0,", at=checksums.BLOCK_BYTES + 8)
-    assert checksums.sampled(path) == sampled
+    sampled = sampled_checksum(path)
+    replace(path, b"\n1,", b"\n0,", at=module.SAMPLED_BLOCK_BYTES + 8)
+    assert sampled_checksum(path) == sampled
     assert prepare(config, tmp_path / "cache") == folders[0]
     assert prepare(whole, tmp_path / "cache") not in folders
 
@@ -62,7 +66,7 @@ def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "places"),
     [
-        (3 << 20, (0, -1, -checksums.BLOCK_BYTES)),
+        (3 << 20, (0, -1, -module.SAMPLED_BLOCK_BYTES)),
         *((size, (*range(0, size, 10_000), size - 1)) for size in (1, 32 << 10, (32 << 10) + 1, 1 << 20)),
         (0, ()),
     ],
@@ -79,7 +83,7 @@ def test_samples_are_of_both_ends_and_of_all_of_a_small_file(
     found = set()
     for each in contents:
         path.write_bytes(each)
-        found.add(checksums.sampled(path))
+        found.add(sampled_checksum(path))
     assert len(found) == len(contents)
 
 
@@ -97,7 +101,7 @@ def test_arrays_are_looked_at_whole_where_asked(tmp_path: Path) -> None:
     config = config_of(path, test_fraction=0.0, checksum="whole")
     folder = prepare(config, tmp_path / "cache")
     rows = folder / "train" / "source_rows.npy"
-    replace(rows, b"\1", b"\2", at=checksums.BLOCK_BYTES + 200)
+    replace(rows, b"\1", b"\2", at=module.SAMPLED_BLOCK_BYTES + 200)
     PreparedDataset.open(folder, "train")  # where samples are, nothing is altered
     with pytest.raises(DataError, match=r"source_rows\.npy: altered since it was prepared; delete"):
         prepare(config, tmp_path / "cache")
@@ -177,3 +181,47 @@ def test_test_rows_of_one_label_are_noted(tmp_path: Path) -> None:
     test = write(tmp_path / "test.csv", 50, label=lambda i: 1)
     config = config_of(write(tmp_path / "a.csv"), test_path=(str(test),))
     assert [split.report.labels[0].only for split in prepared(config, tmp_path / "cache")] == [None, 1]
+
+
+def test_the_fingerprint_does_not_depend_on_the_spelling_of_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a/c.csv")
+    write(tmp_path / "a/t.csv", label=lambda i: (i + 1) % 2)
+    monkeypatch.chdir(tmp_path)
+    spellings = ["a/", "./a/", "a/../a/", f"{tmp_path}/a/"]
+    found = {
+        fingerprint(config_of(Path(f"{each}c.csv"), test_path=(f"{other}t.csv",)))
+        for each, other in zip(spellings, reversed(spellings), strict=True)
+    }
+    assert len(found) == 1
+    assert fingerprint(config_of(Path("a/t.csv"))) not in found
+
+
+@pytest.mark.parametrize("is_in_folder", [False, True])
+def test_a_pipe_is_refused(tmp_path: Path, is_in_folder: bool) -> None:
+    (tmp_path / "data").mkdir()
+    pipe = tmp_path / "data/a.csv"
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=rf"^{pipe}: is not a regular file; check data\.path$"):
+        prepare(config_of(pipe.parent if is_in_folder else pipe), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("file_format", ["csv", "parquet"])
+def test_columns_are_checked_without_preparing(tmp_path: Path, file_format: str) -> None:
+    path = tmp_path / f"a.{file_format}"
+    if file_format == "csv":
+        write(path)
+    else:
+        pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"]}), path)
+    data = DataSection(format=file_format, path=(str(path),), sparse=("c",))
+    check_columns(RunConfig(data=data))
+    for sparse, rule in (
+        (("c", "C1"), "{path} has no such column"),
+        (("c", "labels"), "did you mean 'label'"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^data\.sparse = '{sparse[1]}'.*{rule.format(path=path)}"):
+            check_columns(RunConfig(data=dataclasses.replace(data, sparse=sparse)))
+    with pytest.raises(DataError, match=r"nowhere: no such file or folder; check data\.test_path"):
+        check_columns(RunConfig(data=dataclasses.replace(data, test_path=("nowhere",))))

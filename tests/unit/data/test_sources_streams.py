@@ -10,8 +10,8 @@ import pytest
 from support.samples import read, write
 
 from hybrid.config import DataSection
-from hybrid.data.parse.byte_stream import STDIN
 from hybrid.data.parse.sources import Source
+from hybrid.data.parse.text_lines import STDIN
 from hybrid.errors import ConfigError, DataError
 
 CSV = DataSection(format="csv", dense=("x",), sparse=("city",), max_bad_fraction=1.0)

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from hybrid.data.parse.byte_stream import chunks
+from hybrid.data.parse.text_lines import read_descriptor
 from hybrid.errors import DataError
 
 
@@ -22,7 +22,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_what_is_there_is_given_at_once(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
-    given = chunks(reading, 1 << 20, at_once=True)
+    given = read_descriptor(reading, 1 << 20, at_once=True)
     for text in (b"a\nb", b"\n", b"c\n"):
         os.write(writing, text)
         assert next(given) == text
@@ -33,7 +33,7 @@ def test_otherwise_a_chunk_is_as_large_as_it_may_be() -> None:
     for text in (b"abc", b"def", b"g"):
         os.write(writing, text)
     os.close(writing)
-    assert list(chunks(reading, 4, at_once=False)) == [b"abcd", b"efg"]
+    assert list(read_descriptor(reading, 4, at_once=False)) == [b"abcd", b"efg"]
     os.close(reading)
 
 
@@ -41,7 +41,7 @@ def test_otherwise_a_chunk_is_as_large_as_it_may_be() -> None:
 def test_a_terminal_is_not_asked_again_after_its_end(at_once: bool) -> None:
     keys, terminal = os.openpty()
     os.write(keys, b"a\n\x04b\n\x04")
-    found = list(islice(chunks(terminal, 100, at_once=at_once), 2))
+    found = list(islice(read_descriptor(terminal, 100, at_once=at_once), 2))
     os.close(terminal)
     os.close(keys)
     assert b"".join(found) == b"a\n"
@@ -50,5 +50,5 @@ def test_a_terminal_is_not_asked_again_after_its_end(at_once: bool) -> None:
 def test_what_cannot_be_read_is_one_line() -> None:
     folder = os.open("/", os.O_RDONLY)
     with pytest.raises(DataError, match=r"^standard input: cannot be read \(Is a directory\)$"):
-        list(chunks(folder, 100, at_once=True))
+        list(read_descriptor(folder, 100, at_once=True))
     os.close(folder)

@@ -1,9 +1,10 @@
 """Values unknown to the model: counted, expected, and told."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from support.samples import csv_config
+from support.samples import csv_config, prepared
 
 from hybrid.data.dataset.dataset_manifest import DatasetReport, LabelReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -54,9 +55,20 @@ def test_as_many_are_expected_as_training_rows_would_have_without_themselves(
 def test_a_warning_where_far_more_than_expected_are_unknown(tmp_path: Path) -> None:
     report = report_of(tmp_path, [(label, f"city-{city}", tags) for label, city, tags in ROWS])
     (note,) = data_notes(report)
-    assert "100% of city (0% expected);" in note
+    assert note.startswith("warning: ")
+    assert "100% of city (0% expected)" in note
     assert unknown_shares(report.unknown) == "city 100.00%"
     assert report.unknown[1].count == 0
+
+
+def test_later_rows_of_a_split_by_time_give_no_warning(tmp_path: Path) -> None:
+    rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
+    (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")
+    config = csv_config(tmp_path / "a.csv", sparse=("item",), test_fraction=0.25)
+    data = dataclasses.replace(config.data, split="time", split_column="day")
+    _, test = prepared(config.replace(data=data), tmp_path / "cache")
+    assert (test.report.unknown[0].fraction, test.report.unknown[0].expected) == (29 / 30, None)
+    assert not list(data_notes(test.report))
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder, vocabularies_of
 from hybrid.data.encode.sparse_encoding import SparseEncoding
 from hybrid.data.encode.vocabulary import Vocabulary
 from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
-from hybrid.data.parse import checksums
 from hybrid.errors import DataError
+from hybrid.storage.files import compute_checksum
 
 
 def words(count: int, seed: int) -> list[str]:
@@ -69,15 +69,36 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     vocabularies = [Vocabulary.of(words(50, 1)), Vocabulary.of([]), Vocabulary.of(words(70, 2))]
     path = tmp_path / VOCABULARIES_FILE
     write_vocabularies(path, vocabularies)
-    assert read_vocabularies(path, checksums.whole(path)) == vocabularies
+    assert read_vocabularies(path, compute_checksum(path)) == vocabularies
     with pytest.raises(DataError, match=f"^{path}: altered since it was written$"):
         read_vocabularies(path, 64 * "0")
     pq.write_table(pa.table({"value": ["a", None]}), path)
     with pytest.raises(DataError, match=f"^{path}: cannot be read"):
-        read_vocabularies(path, checksums.whole(path))
+        read_vocabularies(path, compute_checksum(path))
     path.unlink()
     with pytest.raises(DataError, match=f"^{path}: cannot be read"):
         read_vocabularies(path, 64 * "0")
+
+
+@pytest.mark.parametrize("encoding", ["RLE_DICTIONARY", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+def test_a_small_file_cannot_claim_a_large_vocabulary(tmp_path: Path, encoding: str) -> None:
+    path, size = tmp_path / VOCABULARIES_FILE, 2 << 20
+    schema = pa.schema([pa.field("value", pa.large_string(), False)], {b"sizes": str([size]).encode()})
+    text = "" if encoding == "DELTA_LENGTH_BYTE_ARRAY" else 300 * "x"
+    values = pa.array([text], pa.large_string()).take(pa.array(np.zeros(size, np.int8)))
+    is_dictionary = encoding == "RLE_DICTIONARY"
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=is_dictionary,
+        column_encoding=None if is_dictionary else {"value": encoding},
+        write_statistics=False,
+    ) as writer:
+        writer.write_table(pa.table([values], schema), size)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(DataError, match=f"^{path}: cannot be read .*(not encoded|claims 2,097,152 values)"):
+        read_vocabularies(path, compute_checksum(path))
 
 
 def test_columns_that_share_a_vocabulary_write_it_once(tmp_path: Path) -> None:
