@@ -3,20 +3,15 @@
 import gzip
 import random
 from bisect import bisect_right
-from itertools import accumulate, count
+from itertools import accumulate
 from pathlib import Path
-from threading import Barrier
-from types import ModuleType
-from typing import Any
 
 import pytest
 from support.samples import write
 
 from hybrid.config import DataSection
-from hybrid.data.parse import segments as parts_module
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import SEGMENT_BLOCKS, Segment, read_segment, split_files
-from hybrid.storage import files as storage
 
 LAYOUT = Layout.of(DataSection(format="csv", dense=("x",), sparse=("note",)), with_labels=False)
 BLOCK_BYTES = 40
@@ -46,24 +41,6 @@ def test_text_is_cut_at_rows_near_every_few_blocks(tmp_path: Path, end: str) -> 
     assert sum(line not in begins for line in lines) > 5, "some cuts would be within rows"
     assert [part.is_first for part in parts] == [True] + [False] * (len(parts) - 1)
     assert sum(rows_of(part) for part in parts) == len(given) - 1
-
-
-@pytest.mark.parametrize(("module", "name"), [(storage, "size"), (parts_module, "record_start")])
-def test_files_and_cuts_are_looked_for_at_the_same_time(
-    module: ModuleType, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a store, each is mostly waited for: here the first three for each other."""
-    paths = [write(tmp_path / f"{i}.csv", b"".join(records("\n"))) for i in range(3)]
-    expected = split_files(paths, LAYOUT, BLOCK_BYTES)
-    asked, numbers, together = getattr(module, name), count(), Barrier(3)
-
-    def meet(*given: Any) -> Any:
-        if next(numbers) < together.parties:
-            together.wait(SECONDS)
-        return asked(*given)
-
-    monkeypatch.setattr(module, name, meet)
-    assert split_files(paths, LAYOUT, BLOCK_BYTES) == expected
 
 
 def rows_of(part: Segment) -> int:
