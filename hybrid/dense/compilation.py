@@ -53,7 +53,10 @@ def compiled(module: nn.Module, how: str, example: Sequence[Tensor]) -> nn.Modul
 def _compile(module: nn.Module, how: str, example: tuple[Tensor, ...]) -> nn.Module:
     form: nn.Module
     if how in ("script", "trace"):
-        with _torchscript:
+        with _torchscript, warnings.catch_warnings():
+            # TorchScript is deprecated as a whole: by DeprecationWarning, from torch 2.15 by FutureWarning.
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", r"`torch\.jit\.", category)
             form = torch.jit.script(module) if how == "script" else _traced(module, example)
             return form
     for tensor in example:
