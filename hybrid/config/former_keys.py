@@ -24,7 +24,7 @@ _ADVICE = {
             *("cluster.transport", "cluster.carrier", "cluster.combine", "cluster.stop_timeout_seconds"),
             *("data.checksum", "data.prefetch_batches", "data.synthetic_test_rows"),
             *("embedding.pooled_by", "tables.pooled_by"),
-            *("dense.remote_worker", "dense.bucket_mb", "dense.all_reduce"),
+            *("dense.remote_worker", "dense.bucket_mb", "dense.all_reduce", "dense.matmul"),
         ),
         _AUTOMATIC,
     ),

@@ -192,13 +192,6 @@ class DenseSection:
     autocast: str = option(
         "none", "precision in which the local net computes where that is safe", choices=("none", "bfloat16")
     )
-    matmul: str = option(
-        "auto",
-        "whose float32 products the linear layers of dense nets take on CPUs, those of the remote one too: "
-        "torch's, or in large layers oneDNN's; auto lets trainer 0 measure which are faster, and the run's "
-        "config.toml then says so, so that it goes on with them; the master's value is that of all roles",
-        choices=("auto", "torch", "onednn"),
-    )
 
     @property
     def net_call(self) -> Call:

@@ -39,8 +39,6 @@ def check_rules(config: RunConfig) -> None:
     _check_dense(config)
     _check_groups(config)
     _check_parallel(config)
-    if config.dense.matmul == "onednn" and (reason := why_not_onednn(config)):
-        raise ConfigError("dense.matmul", reason, "onednn")
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
     _check_train(config.train)
     _check_patience(config)
@@ -223,17 +221,6 @@ def _check_tensor(config: RunConfig) -> None:
     if dense.optimizer in _OF_WHOLE_MATRICES:
         rule = 'looks at whole matrices, of which a trainer has a part where dense.parallel is "tensor"'
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
-
-
-def why_not_onednn(config: RunConfig) -> str:
-    """Why no product of the dense nets can be oneDNN's, as a rule for ``dense.matmul``; else nothing."""
-    if config.train.dtype != "float32":
-        return f"must be torch or auto where train.dtype is {config.train.dtype}: oneDNN has none of it"
-    if config.dense.autocast != "none":
-        return "must be torch or auto with dense.autocast: torch's products of bfloat16 are oneDNN's"
-    if config.dense.parallel == "tensor":
-        return 'must be torch or auto where dense.parallel is "tensor": torch splits no other products'
-    return ""
 
 
 def _check_train(train: TrainSection) -> None:

@@ -17,16 +17,14 @@ is not finite would go unnoticed.
 
 # No postponed annotations here: TorchScript reads those of forward.
 
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from hybrid.errors import ConfigError
 
 # Multiplications of a product. With less, what oneDNN's calls and the operator take by themselves (0.2 ms for
 # a layer, forward and backward, beside torch's) is more than faster kernels save.
@@ -34,10 +32,6 @@ _FEWEST = 1 << 23
 # Samples whose gradient of a weight is one product. oneDNN copies its operands into an order of its own, and
 # those of longer batches leave the cache on the way.
 _BLOCK = 512
-_ROUNDS = 4  # of measuring, at least; oneDNN compiles its kernels in the first
-_ROUNDS_SECONDS = 0.1  # how long they go on
-_MEASURED = 1 << 27  # multiplications of one product of each layer: some milliseconds
-_FEWEST_SAMPLES = 64
 
 _library = torch.library.Library("hybrid", "DEF")
 _library.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor")
@@ -59,78 +53,39 @@ class Linear(nn.Linear):
         return output
 
 
+@cache
+def prefers_onednn() -> bool:
+    """Return whether oneDNN multiplies float32 matrices faster than torch's own products on this machine.
+
+    It does on AMD processors with AVX-512, where MKL runs AVX2 kernels. The answer depends on the processor
+    alone, so that a resumed run has the bits of an undisturbed one.
+    """
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    cpu_info = Path("/proc/cpuinfo")
+    return cpu_info.is_file() and "AuthenticAMD" in cpu_info.read_text(encoding="utf-8")
+
+
 def use_onednn(net: nn.Module) -> None:
-    """Have the linear layers of a net take oneDNN's products; all else of them stays, names and tensors too.
+    """Have the linear layers of a net take oneDNN's products; names and tensors of the net stay.
 
-    Layers of one output or input stay torch's, which is faster there, and so do subclasses of ``nn.Linear``.
-
-    Raises:
-        ConfigError: this build of torch has no oneDNN.
+    Layers of one output or input stay torch's, which is faster there. So do subclasses of ``nn.Linear``,
+    which may have other parameters, or be used without a call.
     """
-    if not torch.backends.mkldnn.is_available():
-        raise ConfigError("dense.matmul", "this build of torch has no oneDNN; take torch", "onednn")
-    for layer in _layers(net):
-        # In place, since a net may refer to a layer by more than one name.
-        layer.__class__ = Linear
-
-
-def layer_shapes(net: nn.Module, num_samples: int) -> list[tuple[int, int]]:
-    """Inputs and outputs of the layers that oneDNN's products would be for, of so many samples.
-
-    None where this build of torch has no oneDNN.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return []
-    sizes = [(layer.in_features, layer.out_features) for layer in _layers(net)]
-    return [size for size in sizes if num_samples * math.prod(size) >= _FEWEST]
-
-
-def measured_gain(shapes: Sequence[tuple[int, int]], num_samples: int) -> float:
-    """How many times as fast layers of some shapes are here by oneDNN's products as by torch's.
-
-    A layer counts with the shortest of its times: the one in which others on the machine, with whom it shares
-    caches and memory, have disturbed it least. Large nets are measured with fewer samples, so that it takes
-    one or two tenths of a second.
-
-    Args:
-        shapes: inputs and outputs of each layer; at least one.
-        num_samples: of a batch.
-    """
-    affordable = _MEASURED // sum(map(math.prod, shapes))
-    samples = min(num_samples, max(affordable, _FEWEST_SAMPLES))
-    layers = [_operands(samples, *shape) for shape in shapes]
-    of_torch, of_onednn = ([math.inf] * len(layers) for _ in range(2))
-    end = time.perf_counter() + _ROUNDS_SECONDS
-    rounds = 0
-    while rounds < _ROUNDS or time.perf_counter() < end:
-        rounds += 1
-        for place, operands in enumerate(layers):
-            of_torch[place] = min(of_torch[place], _seconds(F.linear, *operands))
-            of_onednn[place] = min(of_onednn[place], _seconds(_Linear.apply, *operands))
-    return sum(of_torch) / sum(of_onednn)
-
-
-def _layers(net: nn.Module) -> Iterator[nn.Linear]:
-    # Subclasses may have other parameters, or be used by those around them without a call.
     for layer in net.modules():
         if type(layer) is nn.Linear and min(layer.in_features, layer.out_features) > 1:
-            yield layer
+            # In place, since a net may refer to a layer by more than one name.
+            layer.__class__ = Linear
 
 
-def _operands(samples: int, inputs: int, outputs: int) -> tuple[list[Tensor], Tensor]:
-    """Input, weight and bias of a layer, and a gradient of its output."""
-    shapes = ((samples, inputs), (outputs, inputs), (outputs,))
-    return [torch.rand(shape, requires_grad=True) for shape in shapes], torch.rand(samples, outputs)
+def use_torch(net: nn.Module) -> None:
+    """Undo :func:`use_onednn`: all layers of the net are made of torch's own operators again."""
+    for layer in net.modules():
+        if type(layer) is Linear:
+            layer.__class__ = nn.Linear  # type: ignore[assignment]
 
 
-def _seconds(linear: Callable[..., Tensor], operands: list[Tensor], grad_BH: Tensor) -> float:
-    """Processor time of a layer, forward and backward: others that want the processor do not count."""
-    start = time.thread_time()
-    torch.autograd.grad(linear(*operands), operands, grad_BH)
-    return time.thread_time() - start
-
-
-def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply_by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     # No part of torch's public interface: tests/unit/dense/test_matmul.py has all that is relied on.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
@@ -148,16 +103,20 @@ def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _onednn(input, weight, bias) if _is_worth_it(input, weight) else F.linear(input, weight, bias)
+    return (
+        multiply_by_onednn(input, weight, bias)
+        if _is_worth_it(input, weight)
+        else F.linear(input, weight, bias)
+    )
 
 
 def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
     if not _is_worth_it(grad_BH.t(), x_BF.t()):
         return grad_BH.t() @ x_BF
     first, *others = zip(grad_BH.split(_BLOCK), x_BF.split(_BLOCK), strict=True)
-    total_HF = _onednn(first[0].t(), first[1].t(), None)
+    total_HF = multiply_by_onednn(first[0].t(), first[1].t(), None)
     for grad_bH, x_bF in others:
-        total_HF += _onednn(grad_bH.t(), x_bF.t(), None)
+        total_HF += multiply_by_onednn(grad_bH.t(), x_bF.t(), None)
     return total_HF
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from hybrid.config import RunConfig
 from hybrid.config.sections import NETS
 from hybrid.dense.custom_net import check_own_net
-from hybrid.dense.matmul import use_onednn
+from hybrid.dense.matmul import prefers_onednn, use_onednn
 from hybrid.dense.vector_layout import VectorPlaces
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
@@ -34,23 +34,22 @@ def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[i
     """The dense net of ``dense.net``; its weights depend on the arguments alone (``run.seed``).
 
     Where ``dense.remote_mlp`` is set, the head takes the remote net's output. A net of the user's own is what
-    ``function(config, input_spec, widths)`` of their module returns. Its products are those of
-    ``dense.matmul``; torch's where that is still to be decided.
+    ``function(config, input_spec, widths)`` of their module returns. Its matrix products are oneDNN's where
+    these are faster.
 
     Args:
         widths: of what there is of each sparse feature, extra columns included. Nets that are built in take
             each vector of a sequence as that of a feature of its own.
 
     Raises:
-        ConfigError: the tables' widths do not suit the net, the user's own net cannot be had, or there is no
-            oneDNN.
+        ConfigError: the tables' widths do not suit the net, or the user's own net cannot be had.
     """
     with _seeded(config.run.seed, "dense net"):
         if config.dense.net_call.name in NETS:
             net = _built_in_net(config, input_spec, widths)
         else:
             net = _own_net(config, input_spec, widths)
-    if config.dense.matmul == "onednn":
+    if _takes_onednn(config):
         use_onednn(net)
     return net
 
@@ -61,9 +60,16 @@ def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[
     width = _hidden_width(net, input_spec, widths)
     with _seeded(config.run.seed, "remote dense net"):
         remote_net = mlp((width, *config.dense.remote_mlp))
-    if config.dense.matmul == "onednn":
+    if _takes_onednn(config):
         use_onednn(remote_net)
     return remote_net
+
+
+def _takes_onednn(config: RunConfig) -> bool:
+    # torch.distributed splits no other layers than its own; its bfloat16 products are oneDNN's.
+    dense = config.dense
+    is_plain = dense.parallel != "tensor" and dense.autocast == "none"
+    return is_plain and config.train.dtype == "float32" and prefers_onednn()
 
 
 def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:

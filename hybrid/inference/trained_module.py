@@ -19,6 +19,7 @@ from hybrid.custom_loop.embedding_modules import TableModule
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.plain_copy import plain_copy
 from hybrid.custom_loop.prepared_batches import DENSE, features_of
+from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import Pooling, tables_of
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference.mapped_table import MappedTable
@@ -150,9 +151,12 @@ class TrainedModule(nn.Module):
 
     def __init__(self, trained: Trained, *, in_memory: bool = True) -> None:
         super().__init__()
-        self.trained = trained.with_torchs_products()
-        blueprint = self.trained.blueprint
-        self.net, self.remote_net = self.trained.nets()
+        self.trained = trained
+        blueprint = trained.blueprint
+        self.net, self.remote_net = trained.nets()
+        for net in (self.net, self.remote_net):
+            if net is not None:
+                use_torch(net)  # so that what is exported runs without this package
         names = [table.name for table in blueprint.tables]
         self.tables = nn.ModuleList()
         for table in blueprint.tables:

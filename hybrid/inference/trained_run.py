@@ -85,12 +85,6 @@ class Trained:
         whole = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
         return Blueprint(self.config, spec, whole)
 
-    def with_torchs_products(self) -> Trained:
-        """The same, whose nets are of torch's own operators alone (``dense.matmul``)."""
-        return dataclasses.replace(
-            self, config=self.config.replace(dense=dataclasses.replace(self.config.dense, matmul="torch"))
-        )
-
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
         """The dense net, and the remote one where there is one, as they were trained, to predict."""
         files = {DENSE_FILE: self._net_state(DENSE_FILE)}

@@ -1,13 +1,13 @@
-"""Recommenders from the literature: short modules over vectors, to be used, and to be read.
+"""Recommendation models from the literature, as short modules over embedding vectors.
 
-Begin with ``din``. A file holds a paper, its equation, the layers that it introduces, the whole model made of
-them, and the loss where it has one of its own: a value a sample, as ``cluster.backward`` takes it. They know
-vectors and no tables, so that those of ``hybrid.Embedding`` serve as well as any others. Every parameter gets
-a gradient of every batch, an empty one too, and no sample has a say in the scores of another (there is no
-batch normalisation): so any number of trainers computes the same.
+Each module names a paper and its equations. It has the layers that the paper introduces, the model, and its
+loss if it has one of its own: one value per sample, as ``cluster.backward`` takes it. Models take vectors, so
+they work with ``hybrid.Embedding`` and with any other embedding.
 
-Models of click logs are nets in three stages (``dense_net``). ``mlp`` has the plain nets in all models, and
-``histories`` turns any number of values a sample into a padded matrix. ``dense`` builds what ``dense.net``
-names, and scripts of users call all this; docs/models.md compares the models, and examples has a script
-for each that trains it.
+Every parameter gets a gradient from every batch, also from an empty one. The scores of a sample do not depend
+on other samples: there is no batch normalization. Any number of trainers therefore computes the same result.
+
+``dense_net`` defines the three stages of the models for click logs, ``mlp`` the plain nets in all models, and
+``padding`` pads histories of different lengths. docs/models.md compares the models; ``examples`` has a script
+that trains each of them.
 """

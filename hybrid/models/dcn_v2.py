@@ -1,11 +1,11 @@
-"""DCN-v2: each cross layer multiplies the inputs with what the layers before have made of them.
+"""DCN-v2: cross layers multiply the inputs by the output of the previous layer.
 
 Wang et al. 2021, "DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank
 Systems" (arXiv 2008.13535), equation 1, with the deep net after the cross layers ("stacked")::
 
     x_{l+1} = x_0 * (W_l x_l + b_l) + x_l              logit = deep(x_L)
 
-After L layers there are products of up to L + 1 inputs.
+After L layers, the result has products of up to L + 1 inputs.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from hybrid.models.mlp import output_mlp
 
 
 class CrossInteraction(nn.Module):
-    """Cross layers over all inputs side by side."""
+    """Cross layers over the concatenated inputs."""
 
     def __init__(self, width: int, num_layers: int) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class CrossInteraction(nn.Module):
 
 
 class DCNv2(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
+    """The model; see :class:`DenseNet` for inputs and outputs.
 
     Args:
-        width: F + E, of all inputs.
-        num_layers: L.
-        deep: widths of the layers of the deep net.
+        width: F + E, the width of all inputs.
+        num_layers: L, the number of cross layers.
+        deep: hidden units of the deep net.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""DeepFM: a factorisation machine and a deep net over the same vectors.
+"""DeepFM: a factorization machine and a deep net over the same vectors.
 
 Guo et al. 2017, "DeepFM: A Factorization-Machine based Neural Network for CTR Prediction" (arXiv 1703.04247),
-equations 1 to 4. Feature k has factors v_k and a weight w_k of first order::
+equations 1 to 4. Feature k has factors v_k and a first-order weight w_k::
 
     logit = sum of w_k + a . dense + sum over k < l of v_k . v_l + deep([dense, v_1, ..., v_K])
 
-Where a sample has several outputs, the machine's score is a part of each.
+With several outputs per sample, the score of the machine is added to each.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from hybrid.models.wide_deep import LinearTerm, WideHead
 
 
 class FactorizationMachine(nn.Module):
-    """The machine's score in column 0, then the inputs of the deep net.
+    """Returns the score of the machine in column 0, then the inputs of the deep net.
 
-    A feature's vector is its D factors followed by its first-order weight.
+    The vector of a feature holds its D factors, then its first-order weight.
     """
 
     def __init__(self, num_sparse: int, width: int, num_dense: int) -> None:
@@ -32,20 +32,20 @@ class FactorizationMachine(nn.Module):
     def forward(self, dense_BF: Tensor, pooled_BE: Tensor) -> Tensor:
         vectors_BKW = pooled_BE.view(pooled_BE.size(0), *self.vectors_shape)
         factors_BKD, weights_BK = vectors_BKW[..., :-1], vectors_BKW[..., -1]
-        # The sum over pairs of dot products is half of the square of the sum less the sum of squares.
+        # The sum of the dot products of all pairs is half of (square of the sum - sum of the squares).
         pairs_BD = factors_BKD.sum(dim=1).square() - factors_BKD.square().sum(dim=1)
         score_B1 = self.linear(dense_BF, weights_BK) + 0.5 * pairs_BD.sum(dim=1, keepdim=True)
         return torch.cat([score_B1, dense_BF, factors_BKD.flatten(1)], dim=1)
 
 
 class DeepFM(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
+    """The model; see :class:`DenseNet` for inputs and outputs.
 
     Args:
-        num_dense: F; may be 0.
-        num_sparse: K, vectors side by side in ``pooled_BE``.
-        dim: of the factors of each; its weight comes after them, so tables are of width ``dim + 1``.
-        deep: widths of the layers of the deep net.
+        num_dense: F, the number of dense features; may be 0.
+        num_sparse: K, the number of vectors in ``pooled_BE``.
+        dim: D, the number of factors of a feature. Its weight follows, so tables have width ``dim + 1``.
+        deep: hidden units of the deep net.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A net in three stages: the form of whatever ``dense.net`` names, built in or the user's own.
+"""The three stages of a dense net, built-in or custom.
 
 ::
 
@@ -6,9 +6,9 @@
                                      interaction ── hidden_BH ── head ── outputs_BO
     pooled_BE (embeddings) ──────────┘
 
-The stages are apart since embeddings are asked for before ``bottom`` and awaited after it, and a
+The stages are separate for two reasons. Embeddings are requested before ``bottom`` and awaited after it. A
 remote dense net may sit between ``interaction`` and ``head``. Every stage takes an empty batch. A sample has
-one output for each task, or for each of its classes; where that is one in all, they are ``outputs_B``.
+one output per task, or one per class of a task. If that is one in all, the outputs are ``outputs_B``.
 """
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 
 class DenseNet(nn.Module):
-    """``head(interaction(bottom(dense_BF), pooled_BE))`` gives ``outputs_BO``.
+    """Computes ``outputs_BO = head(interaction(bottom(dense_BF), pooled_BE))``.
 
-    ``pooled_BE`` holds the pooled embeddings of all sparse features, side by side in their order.
+    ``pooled_BE`` holds the pooled embeddings of all sparse features, concatenated in their order.
 
-    The models of this form take ``num_outputs``, O, and ``remote_width``: of what a remote net gives the
-    head, which is then one layer over that; 0 where there is no remote net.
+    Models of this form take ``num_outputs`` (O) and ``remote_width``. The latter is the output width of a
+    remote net, after which the head is a single layer; 0 means that there is no remote net.
     """
 
     def __init__(self, bottom: nn.Module, interaction: nn.Module, head: nn.Module) -> None:
@@ -36,7 +36,7 @@ class DenseNet(nn.Module):
 
 
 class Concatenation(nn.Module):
-    """An interaction that leaves everything to the head: both inputs side by side."""
+    """An interaction that only concatenates its inputs."""
 
     def forward(self, bottom_BH: Tensor, pooled_BE: Tensor) -> Tensor:
         return torch.cat([bottom_BH, pooled_BE], dim=1)

@@ -1,13 +1,13 @@
-"""FinalMLP: two plain nets that see the inputs differently, and a bilinear form of what they make of them.
+"""FinalMLP: two MLPs over differently weighted inputs, and a bilinear form of their outputs.
 
 Mao et al. 2023, "FinalMLP: An Enhanced Two-Stream MLP Model for CTR Prediction" (arXiv 2304.00902), section
-3. Each stream weighs the inputs x by what it is told of a context, such as the user's vector for one and
-the item's for the other, and the outputs o and p of the streams meet in a bilinear form, head by head::
+3. Each stream weights the inputs x by a context, such as the vector of the user or of the item. A
+bilinear form combines the outputs o and p of the streams, head by head::
 
     o = MLP_1(x * gate_1)      gate_1 = 2 * sigmoid(MLP(context_1))                   p likewise
     logit = b + w . o + v . p + sum over heads h of  o_h . (W_h p_h)
 
-o_h and p_h are the h-th part of o and p. A gate of 1, where its MLP gives 0, leaves an input as it is.
+o_h and p_h are the h-th slice of o and p. A gate whose MLP returns 0 leaves the input unchanged.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from hybrid.models.mlp import mlp
 
 
 class FeatureGate(nn.Module):
-    """Weighs each input, between 0 and 2, by a context.
+    """Multiplies each input by a factor between 0 and 2 that depends on a context.
 
     Args:
         context: width of the context.
         width: of the inputs.
-        hidden: width of the layer between.
+        hidden: hidden units.
     """
 
     def __init__(self, context: int, width: int, hidden: int) -> None:
@@ -32,19 +32,19 @@ class FeatureGate(nn.Module):
         self.layers = mlp((context, hidden)).append(nn.Linear(hidden, width))
 
     def forward(self, inputs_BE: Tensor, context_BH: Tensor) -> Tensor:
-        """``weighed_BE``."""
+        """Return ``weighted_BE``."""
         return inputs_BE * 2 * torch.sigmoid(self.layers(context_BH))
 
 
 class BilinearFusion(nn.Module):
-    """Logits of two vectors: a linear form of each, and a bilinear one of each pair of parts.
+    """Logits of two vectors: a linear form of each, and a bilinear form of their slices.
 
     Args:
-        first, second: their widths.
-        num_heads: in how many parts each is cut; divides both widths.
+        first, second: widths of the vectors.
+        num_heads: number of slices of each vector.
 
     Raises:
-        ValueError: it does not.
+        ValueError: ``num_heads`` does not divide both widths.
     """
 
     def __init__(self, first: int, second: int, num_heads: int) -> None:
@@ -59,7 +59,7 @@ class BilinearFusion(nn.Module):
             nn.init.xavier_normal_(products_HG)
 
     def forward(self, first_BH: Tensor, second_BG: Tensor) -> Tensor:
-        """``logits_B``."""
+        """Return ``logits_B``."""
         first_BNH = first_BH.unflatten(1, (self.num_heads, -1))
         second_BNG = second_BG.unflatten(1, (self.num_heads, -1))
         pairs_B = torch.einsum("bnh,nhg,bng->b", first_BNH, self.products_NHG, second_BNG)
@@ -68,14 +68,14 @@ class BilinearFusion(nn.Module):
 
 
 class FinalMLP(nn.Module):
-    """Logits from inputs and two contexts.
+    """The model: logits from inputs and two contexts.
 
     Args:
         width: of the inputs.
         contexts: widths of the two contexts.
-        first, second: widths of the layers of the two streams.
-        gate: width of the layer in each gate.
-        num_heads: parts of the bilinear form; divides the last widths of both streams.
+        first, second: hidden units of the two streams.
+        gate: hidden units of each gate.
+        num_heads: heads of the bilinear form; divides the last widths of both streams.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class FinalMLP(nn.Module):
         self.fusion = BilinearFusion(first[-1], second[-1], num_heads)
 
     def forward(self, inputs_BE: Tensor, first_BH: Tensor, second_BG: Tensor) -> Tensor:
-        """``logits_B``.
+        """Return ``logits_B``.
 
         Args:
             first_BH, second_BG: the contexts.
         """
         contexts = (first_BH, second_BG)
-        weighed = [gate(inputs_BE, context) for gate, context in zip(self.gates, contexts, strict=True)]
-        streams = [stream(x_BE) for stream, x_BE in zip(self.streams, weighed, strict=True)]
+        weighted = [gate(inputs_BE, context) for gate, context in zip(self.gates, contexts, strict=True)]
+        streams = [stream(x_BE) for stream, x_BE in zip(self.streams, weighted, strict=True)]
         logits_B: Tensor = self.fusion(*streams)
         return logits_B

@@ -1,13 +1,12 @@
-"""MMoE, multi-gate mixture of experts: several labels from nets that they share, each as it needs them.
+"""MMoE, multi-gate mixture of experts: several tasks share expert nets, each with its own gate.
 
 Ma et al. 2018, "Modeling Task Relationships in Multi-task Learning with Multi-gate Mixture-of-Experts",
-section 4. Of N expert nets f_n over the same inputs, each task k takes a mixture of its own, and has a
-tower h_k over it::
+section 4. There are N expert nets f_n over the same inputs. Each task k has a gate g_k that mixes their
+outputs, and a tower h_k over the mixture::
 
     logit_k(x) = h_k( sum over n of  g_k(x)_n * f_n(x) )              g_k(x) = softmax(W_k x)
 
-Tasks that agree learn to share experts, and tasks that do not to leave each other's alone; one net for all of
-them (a shared bottom) cannot.
+Related tasks learn to share experts, and unrelated tasks to use different ones.
 """
 
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from hybrid.models.mlp import mlp
 
 
 class Experts(nn.Module):
-    """Nets of one shape over the same inputs.
+    """Nets of the same shape over the same inputs.
 
     Args:
         width: of the inputs.
-        hidden: widths of the layers of each.
-        num_experts: N.
+        hidden: hidden units of each expert.
+        num_experts: N, the number of experts.
     """
 
     def __init__(self, width: int, hidden: Sequence[int], num_experts: int) -> None:
@@ -32,16 +31,16 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(mlp((width, *hidden)) for _ in range(num_experts))
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
-        """``experts_BNH``: what each makes of the inputs."""
+        """Return ``experts_BNH``, the output of each expert."""
         return torch.stack([expert(inputs_BE) for expert in self.experts], dim=1)
 
 
 class Gate(nn.Module):
-    """A mixture of experts, in shares that follow from the inputs and add up to 1.
+    """Mixes the outputs of experts by softmax weights that depend on the inputs.
 
     Args:
         width: of the inputs.
-        num_experts: N.
+        num_experts: N, the number of experts.
     """
 
     def __init__(self, width: int, num_experts: int) -> None:
@@ -49,26 +48,26 @@ class Gate(nn.Module):
         self.shares = nn.Linear(width, num_experts, bias=False)
 
     def forward(self, inputs_BE: Tensor, experts_BNH: Tensor) -> Tensor:
-        """``mixture_BH``."""
-        shares_BN: Tensor = self.shares(inputs_BE).softmax(dim=1)
-        return (shares_BN.unsqueeze(2) * experts_BNH).sum(dim=1)
+        """Return ``mixture_BH``."""
+        weights_BN: Tensor = self.shares(inputs_BE).softmax(dim=1)
+        return (weights_BN.unsqueeze(2) * experts_BNH).sum(dim=1)
 
 
 def towers(width: int, hidden: Sequence[int], task_outputs: Sequence[int]) -> nn.ModuleList:
-    """A net for each task, over its mixture of ``width``; see :class:`MMoE`."""
+    """Return one net per task, over its mixture; see :class:`MMoE`."""
     widths = (width, *hidden)
     return nn.ModuleList(mlp(widths).append(nn.Linear(widths[-1], outputs)) for outputs in task_outputs)
 
 
 class MMoE(nn.Module):
-    """Outputs of several tasks.
+    """The model: outputs of several tasks.
 
     Args:
         width: of the inputs.
-        task_outputs: how many outputs each of the K tasks has: 1, or one for each of its classes.
-        num_experts: N.
-        expert: widths of the layers of each expert.
-        tower: widths of the layers of each task's tower.
+        task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
+        num_experts: N, the number of experts.
+        expert: hidden units of each expert.
+        tower: hidden units of the tower of each task.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class MMoE(nn.Module):
         self.towers = towers(expert[-1], tower, task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
-        """``outputs_BO``, those of each task in turn."""
+        """Return ``outputs_BO``, the outputs of the first task, then of the second, ..."""
         experts_BNH = self.experts(inputs_BE)
         mixed = [gate(inputs_BE, experts_BNH) for gate in self.gates]
         return torch.cat([tower(mixed[task]) for task, tower in enumerate(self.towers)], dim=1)

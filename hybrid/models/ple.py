@@ -1,14 +1,14 @@
-"""PLE, progressive layered extraction: experts that tasks share, and experts of their own, in layers.
+"""PLE, progressive layered extraction: layers of shared and of task-specific experts.
 
 Tang et al. 2020, "Progressive Layered Extraction (PLE): A Novel Multi-Task Learning (MTL) Model for
-Personalized Recommendations", section 4. In MMoE (``mmoe.py``) every expert is every task's, and
-tasks that disagree still meet in each of them. Here, in each layer, a task k has experts E_k that no other
-task sees, beside the shared ones E_s, and its gate mixes these two kinds::
+Personalized Recommendations", section 4. In MMoE (``mmoe.py``), all tasks train all experts, also tasks that
+conflict. In each layer of PLE, a task k has its own experts E_k besides the shared experts E_s, and its gate
+mixes both::
 
     x_k' = sum over n of softmax(W_k x_k)_n * [E_k(x_k), E_s(x_s)]_n
     x_s' = sum over n of softmax(W_s x_s)_n * [E_1(x_1), ..., E_K(x_K), E_s(x_s)]_n
 
-The first layer has x_k = x_s = x. The last has no x_s', for nobody would read it; K towers follow.
+The first layer has x_k = x_s = x. The last layer has no x_s'. K towers follow.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from hybrid.models.mmoe import Experts, Gate, towers
 
 
 class Extraction(nn.Module):
-    """One layer: K inputs of tasks and one that they share, to the same again.
+    """One layer: maps one input per task and a shared one to outputs of the same structure.
 
     Args:
         width: of each input.
-        hidden: widths of the layers of each expert.
-        num_tasks: K.
-        num_experts: of each task, and as many shared ones.
-        is_last: whether the shared output is left out.
+        hidden: hidden units of each expert.
+        num_tasks: K, the number of tasks.
+        num_experts: experts per task, and shared experts.
+        is_last: whether to leave out the shared output.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class Extraction(nn.Module):
         self.shared_gate = None if is_last else Gate(width, (num_tasks + 1) * num_experts)
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
-        """K tensors ``BH``, and the shared one, but for the last layer.
+        """Return K tensors (B, H), and a shared one unless this is the last layer.
 
         Args:
-            inputs: K tensors ``BE``, and the shared one.
+            inputs: K tensors (B, E), and the shared one.
         """
         shared_BNH = self.shared(inputs[-1])
         own = [experts(inputs[task]) for task, experts in enumerate(self.own)]
@@ -58,14 +58,14 @@ class Extraction(nn.Module):
 
 
 class PLE(nn.Module):
-    """Outputs of several tasks.
+    """The model: outputs of several tasks.
 
     Args:
         width: of the inputs.
-        task_outputs: how many outputs each of the K tasks has: 1, or one for each of its classes.
-        num_experts: in a layer, of each task, and as many shared ones.
-        layers: widths of each layer's experts, one layer of the net each.
-        tower: widths of the layers of each task's tower.
+        task_outputs: the number of outputs of each of the K tasks: 1, or one per class.
+        num_experts: experts per task in a layer, and shared experts in a layer.
+        layers: output width of the experts of each layer.
+        tower: hidden units of the tower of each task.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class PLE(nn.Module):
         self.towers = towers(widths[-1], tower, task_outputs)
 
     def forward(self, inputs_BE: Tensor) -> Tensor:
-        """``outputs_BO``, those of each task in turn."""
+        """Return ``outputs_BO``, the outputs of the first task, then of the second, ..."""
         extracted = [inputs_BE] * (self.num_tasks + 1)
         for layer in self.layers:
             extracted = layer(extracted)

@@ -1,15 +1,15 @@
-"""Self-attention over a history, to tell the next item; SASRec, but for its dropout.
+"""SASRec without dropout: self-attention over a history predicts the next item.
 
-Kang and McAuley 2018, "Self-Attentive Sequential Recommendation" (arXiv 1808.09781), equations 1 to 7. Items
-and positions make up the first layer; each block then lets every item look at itself and those before it::
+Kang and McAuley 2018, "Self-Attentive Sequential Recommendation" (arXiv 1808.09781), equations 1 to 7. The
+first layer adds item and position embeddings. In each block, an item attends to itself and to earlier items::
 
     x_t  = item_t + position_t
-    x   := x + Attention(LayerNorm(x))          Attention = softmax(Q K^T / sqrt(D), no look ahead) V
+    x   := x + Attention(LayerNorm(x))          Attention = softmax(Q K^T / sqrt(D), causal) V
     x   := x + W_2 relu(W_1 LayerNorm(x))
     score of item i after t items = LayerNorm(x)_t . item_i
 
-The table of items is that of the scores, too. Training compares the next item with one that was drawn at
-random, at every position (equation 7). Dropout is left out: every trainer would drop others.
+Inputs and scores share the item embeddings. At every position, training compares the next item with an item
+drawn at random (equation 7). There is no dropout: its masks would depend on the number of trainers.
 """
 
 import torch
@@ -18,14 +18,14 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a net over each position.
+    """A transformer block: causal self-attention, then a net over each position.
 
     Args:
-        dim: D; the number of heads divides it.
-        num_heads: in how many parts vectors attend by themselves.
+        dim: D, the width of the vectors.
+        num_heads: number of attention heads.
 
     Raises:
-        ValueError: it does not.
+        ValueError: ``num_heads`` does not divide ``dim``.
     """
 
     def __init__(self, dim: int, num_heads: int) -> None:
@@ -37,11 +37,11 @@ class Block(nn.Module):
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.net = nn.Sequential(nn.Linear(dim, dim), nn.ReLU(), nn.Linear(dim, dim))
 
-    def forward(self, x_BTD: Tensor, may_look_BTT: Tensor) -> Tensor:
-        """``x_BTD``.
+    def forward(self, x_BTD: Tensor, mask_BTT: Tensor) -> Tensor:
+        """Return the new ``x_BTD``.
 
         Args:
-            may_look_BTT: whether a position (the row) looks at another; each does at itself.
+            mask_BTT: whether a position (the row) attends to another; each attends to itself.
         """
         normed_BTD = self.attention_norm(x_BTD)
         # (B, heads, T, D / heads)
@@ -49,20 +49,20 @@ class Block(nn.Module):
             layer(normed_BTD).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for layer in (self.query, self.key, self.value)
         )
-        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=may_look_BTT.unsqueeze(1))
-        x_BTD = x_BTD + seen.transpose(1, 2).flatten(2)
-        after_BTD: Tensor = x_BTD + self.net(self.net_norm(x_BTD))
-        return after_BTD
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask_BTT.unsqueeze(1))
+        x_BTD = x_BTD + attended.transpose(1, 2).flatten(2)
+        output_BTD: Tensor = x_BTD + self.net(self.net_norm(x_BTD))
+        return output_BTD
 
 
 class SelfAttention(nn.Module):
-    """What a user wants next, after each item of his history.
+    """The model: a query for the next item, after each item of a history.
 
     Args:
-        dim: D, of the items' vectors.
-        longest: T at most.
-        num_blocks: how many.
-        num_heads: of each block.
+        dim: D, the width of the item vectors.
+        longest: the largest T.
+        num_blocks: number of transformer blocks.
+        num_heads: attention heads of each block.
     """
 
     def __init__(self, dim: int, longest: int, num_blocks: int = 2, num_heads: int = 1) -> None:
@@ -72,46 +72,45 @@ class SelfAttention(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, history_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-        """``wanted_BTD``: its dot product with an item's vector is the item's score.
+        """Return ``queries_BTD``; the score of an item is the dot product of its vector and a query.
 
         Args:
             history_BTD: the oldest item first.
-            is_item_BT: False where a history is padded; nothing looks there, and what comes out there means
-                nothing.
+            is_item_BT: False for padding. No position attends to padding, and its queries are meaningless.
         """
         length = history_BTD.size(1)
         is_past_TT = torch.ones(length, length, dtype=torch.bool, device=history_BTD.device).tril()
-        # Padding looks at itself, for a softmax over nothing has no value.
+        # Padding attends to itself, since a softmax over nothing is NaN.
         is_self_TT = torch.eye(length, dtype=torch.bool, device=history_BTD.device)
-        may_look_BTT = (is_past_TT & is_item_BT.unsqueeze(1)) | is_self_TT
+        mask_BTT = (is_past_TT & is_item_BT.unsqueeze(1)) | is_self_TT
         x_BTD = history_BTD + self.positions_TD[:length]
         for block in self.blocks:
-            x_BTD = block(x_BTD, may_look_BTT)
-        wanted_BTD: Tensor = self.norm(x_BTD)
-        return wanted_BTD
+            x_BTD = block(x_BTD, mask_BTT)
+        queries_BTD: Tensor = self.norm(x_BTD)
+        return queries_BTD
 
 
-def last_of(wanted_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
-    """``wanted_BD`` after the last item of each history, to score candidates by; zeros after none."""
+def last_of(queries_BTD: Tensor, is_item_BT: Tensor) -> Tensor:
+    """Return the query after the last item of each history, (B, D); zeros for an empty history."""
     is_last_BT = is_item_BT & (is_item_BT.flip(1).cumsum(1).flip(1) == 1)
-    return (wanted_BTD * is_last_BT.unsqueeze(2)).sum(dim=1)
+    return (queries_BTD * is_last_BT.unsqueeze(2)).sum(dim=1)
 
 
 def next_item_loss(
-    wanted_BTD: Tensor, next_BTD: Tensor, other_BTD: Tensor, is_item_BT: Tensor
+    queries_BTD: Tensor, next_BTD: Tensor, other_BTD: Tensor, is_item_BT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The log loss of the next item against another one, as ``cluster.backward`` takes it.
+    """Return the log loss of the next item against a negative item, as ``cluster.backward`` takes it.
 
     Args:
-        next_BTD: vectors of the items that came next.
-        other_BTD: vectors of items drawn at random, one for each.
+        next_BTD: vector of the next item at each position.
+        other_BTD: vector of an item drawn at random at each position.
         is_item_BT: which positions count.
 
     Returns:
-        ``(losses_B, weights_B)``: the mean over the positions of each sample, and how many there are, so that
-        the weighted mean is that over all positions of the batch.
+        ``(losses_B, weights_B)``: the mean over the positions of each sample, and their number. The weighted
+        mean over samples is the mean over all positions of the batch.
     """
-    next_BT, other_BT = (wanted_BTD * next_BTD).sum(dim=2), (wanted_BTD * other_BTD).sum(dim=2)
+    next_BT, other_BT = (queries_BTD * next_BTD).sum(dim=2), (queries_BTD * other_BTD).sum(dim=2)
     losses_BT = (F.softplus(-next_BT) + F.softplus(other_BT)) * is_item_BT
     weights_B = is_item_BT.sum(dim=1).to(losses_BT)
     return losses_BT.sum(dim=1) / weights_B.clamp(min=1), weights_B

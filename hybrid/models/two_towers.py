@@ -1,19 +1,18 @@
-"""Two towers for retrieval: users and items as vectors of one space, trained against the batch's other items.
+"""Two towers for retrieval: user and item vectors in one space, trained with in-batch negatives.
 
 Yi et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations", section 3.
-A user's tower u() and an item's tower v() meet in a dot product, so that the best of millions of items
-are found by an index of nearest neighbours. A softmax over all items would cost too much; the items of the
-other samples of the batch stand for them. They come as often as they are popular, q(i), so an item is pushed
-away the more, the more popular it is. Taking log q off the scores in training makes up for that::
+A score is the dot product of the outputs of a user tower u() and an item tower v(). A nearest-neighbor index
+thus finds the best of millions of items. A softmax over all items would be too expensive, so the items of the
+other samples of the batch serve as negatives. Popular items are negatives more often, with probability q(i).
+Subtracting log q from the scores in training corrects this bias::
 
-    s(x, i)  = u(x) . v(i) / temperature                     what is served
+    s(x, i)  = u(x) . v(i) / temperature                     for serving
     loss(x, i) = -log  exp(s(x, i) - log q(i)) / sum over j of exp(s(x, j) - log q(j))
 
-Here q(i) is the share of item i in the training data, which :func:`log_popularity` counts. (The paper
-estimates it from the gaps between an item's appearances, for data without end; any estimate can be given.)
-The sum is over the sample's own item and all others of the batch that are not the same item; of a batch that
-several trainers share, over the items of all of them: ``gather=cluster.gather`` fetches these, and brings
-their gradients back. So the loss does not depend on the number of trainers.
+Here q(i) is the frequency of item i in the training data, which :func:`log_popularity` counts. The paper
+estimates it from a stream; any estimate can be passed. The sum is over the sample's own item and all other
+items of the batch that differ from it. ``gather=cluster.gather`` fetches the items of the other trainers and
+returns their gradients, so that the loss does not depend on the number of trainers.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +25,12 @@ from hybrid.models.mlp import mlp
 
 
 class Tower(nn.Module):
-    """Inputs of one side to a vector of length 1.
+    """Maps the inputs of one side to a vector of norm 1.
 
     Args:
         width: of the inputs.
-        hidden: widths of the layers; the vector's own comes after them.
-        dim: D, of the vector.
+        hidden: hidden units.
+        dim: D, the width of the vector.
     """
 
     def __init__(self, width: int, hidden: Sequence[int], dim: int) -> None:
@@ -44,12 +43,12 @@ class Tower(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Both towers.
+    """The model: both towers.
 
     Args:
-        user_width, item_width: of the inputs of each side.
-        hidden: widths of the layers of each tower.
-        dim: D, of the vectors that meet.
+        user_width, item_width: width of the inputs of each side.
+        hidden: hidden units of each tower.
+        dim: D, the width of the output vectors.
     """
 
     def __init__(
@@ -60,14 +59,14 @@ class TwoTowers(nn.Module):
         self.item = Tower(item_width, hidden, dim)
 
     def forward(self, users_BH: Tensor, items_BH: Tensor) -> tuple[Tensor, Tensor]:
-        """``(users_BD, items_BD)``."""
+        """Return ``(users_BD, items_BD)``."""
         return self.user(users_BH), self.item(items_BH)
 
 
 def log_popularity(ids: Tensor, num_items: int) -> Tensor:
-    """``log_q_I``: the logarithm of each item's share of the training data's ``ids``.
+    """Return ``log_q_I``, the logarithm of the frequency of each item in the training data's ``ids``.
 
-    An item that is not in the data counts as if it had been there once.
+    An item that is not in the data counts as if it occurred once.
     """
     counts_I = torch.bincount(ids.flatten(), minlength=num_items).clamp(min=1)
     return torch.log(counts_I / ids.numel())
@@ -81,14 +80,14 @@ def in_batch_softmax(
     temperature: float = 0.1,
     gather: Callable[[Tensor], Tensor] = lambda values: values,
 ) -> Tensor:
-    """The corrected loss of each sample, ``losses_B``.
+    """Return ``losses_B``, the corrected loss of each sample.
 
     Args:
-        users_BD, items_BD: what the towers make of each sample's user and item.
-        ids_B: of the items; another sample with the same one is no negative.
-        log_q_B: logarithm of how often each item comes; zeros for no correction.
-        temperature: what scores are divided by.
-        gather: from this trainer's share to the whole batch, with gradients: ``cluster.gather``.
+        users_BD, items_BD: the outputs of the towers for each sample.
+        ids_B: item ids; a sample with the same item is not a negative.
+        log_q_B: logarithm of the frequency of each item; zeros for no correction.
+        temperature: divides the scores.
+        gather: differentiably gathers the slices of all trainers: ``cluster.gather``.
     """
     items_ND, ids_N, log_q_N = (gather(each).to(users_BD.device) for each in (items_BD, ids_B, log_q_B))
     own_B = (users_BD * items_BD).sum(dim=1) / temperature - log_q_B.to(users_BD)

@@ -1,11 +1,11 @@
-"""Wide & Deep: a linear model that remembers, and a deep net that generalises.
+"""Wide & Deep: a linear model that memorizes, and a deep net that generalizes.
 
 Cheng et al. 2016, "Wide & Deep Learning for Recommender Systems" (arXiv 1606.07792), equation 3. Feature k
 has an embedding v_k and a weight w_k in the wide part::
 
     logit = sum of w_k + a . dense + deep([dense, v_1, ..., v_K])
 
-Where a sample has several outputs, the wide part is a part of each.
+With several outputs per sample, the wide part is added to each.
 """
 
 # No postponed annotations here: TorchScript checks those of buffers, as types.
@@ -21,11 +21,11 @@ from hybrid.models.mlp import output_mlp
 
 
 class LinearTerm(nn.Module):
-    """First-order term of a sample: its features' own weights plus a linear map of its dense features."""
+    """The wide part: the weights of the sparse features, plus a linear map of the dense features."""
 
     def __init__(self, num_dense: int) -> None:
         super().__init__()
-        # torch warns when it initialises an empty weight.
+        # torch warns when it initializes an empty weight.
         self.dense_weights = nn.Linear(num_dense, 1, bias=False) if num_dense else None
 
     def forward(self, dense_BF: Tensor, weights_BK: Tensor) -> Tensor:
@@ -34,9 +34,9 @@ class LinearTerm(nn.Module):
 
 
 class WideAndDeepInputs(nn.Module):
-    """The wide score in column 0, then the deep inputs.
+    """Returns the wide score in column 0, then the inputs of the deep net.
 
-    A feature's vector is its embedding, of any width, followed by its weight in the wide part.
+    The vector of a feature is its embedding, of any width, followed by its weight in the wide part.
     """
 
     wide_K: Tensor
@@ -56,7 +56,7 @@ class WideAndDeepInputs(nn.Module):
 
 
 class WideHead(nn.Module):
-    """Outputs of a net with a wide part: column 0, plus what ``deep`` makes of the others, in each."""
+    """Adds the wide score in column 0 to each output of ``deep``, which takes the other columns."""
 
     def __init__(self, deep: nn.Module) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class WideHead(nn.Module):
 
 
 class WideAndDeep(DenseNet):
-    """Called with ``dense_BF`` and ``pooled_BE``, gives ``outputs_BO``; see :class:`DenseNet`.
+    """The model; see :class:`DenseNet` for inputs and outputs.
 
     Args:
-        num_dense: F; may be 0.
-        dims: of each feature's embedding; its weight comes after it, so tables are wider by 1.
-        deep: widths of the layers of the deep net.
+        num_dense: F, the number of dense features; may be 0.
+        dims: width of the embedding of each feature. Its weight follows, so tables are wider by 1.
+        deep: hidden units of the deep net.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The same training in one process of plain torch: what the cluster is measured against.
+"""Training in one process of plain torch, which the cluster is compared with.
 
-No arithmetic is shared with the system: ordinary autograd, ``F.embedding`` and ``F.embedding_bag``,
-``torch.optim`` and its schedulers, ``clip_grad_norm_``. Only the nets are given, and with them their layers'
-products, those of ``dense.matmul``. Every trainer's share of a step is computed here, one after another, and
-one backward pass goes through all of them. Rows that a step touches are leaves of their own, so that tables
-of millions of rows have no gradients of their size, unless all of their rows take every step.
+It shares no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
+``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products of
+their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and takes
+one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of millions
+of rows has no gradient of its size, unless its optimizer updates all rows in every step.
 """
 
 import copy

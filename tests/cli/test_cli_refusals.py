@@ -52,11 +52,6 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
             "nothing",
         ),
         ("compare --steps 0", "compare: --steps = 0: must be at least 1"),
-        (
-            "compare --set dense.matmul=onednn",
-            "compare: dense.matmul = 'onednn': must be torch or auto where train.dtype is float64: oneDNN "
-            "has none of it",
-        ),
         ("run own_loop", "run: SCRIPT = 'own_loop': is not a file"),
         ("launch --resume nothing", "launch: --resume = 'nothing': holds no run"),
         (

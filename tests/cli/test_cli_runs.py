@@ -18,7 +18,6 @@ from support.traces import ROUNDING, slices
 from hybrid.checkpoint.checkpoint_files import MANIFEST_FILE, write_text
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
 from hybrid.checkpoint.checkpoint_manifest import Manifest
-from hybrid.config.loading import load_config
 from hybrid.data.dataset import dataset_manifest
 from hybrid.data.encode import feature_encoder
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -49,24 +48,6 @@ def test_a_run_leaves_everything_behind(trained: TrainedRun) -> None:
     assert outcome["best"] == {"step": 16, "auc": outcome["auc"]}
     for command in ("evaluate", "launch --resume", "predict"):
         assert f" {command} '{trained.folder}'" in said, "with its blank, for a shell"
-
-
-def products_of(folder: Path) -> str:
-    return load_config(folder / "config.toml").dense.matmul
-
-
-def test_a_run_records_whose_products_it_takes_and_goes_on_with_them(
-    trained: TrainedRun, tmp_path: Path
-) -> None:
-    """Those of so small a net are torch's; another machine may have measured otherwise."""
-    assert products_of(trained.folder) == products_of(step_folder(trained.folder, 16)) == "torch"
-    folder = trained.copy(tmp_path)
-    elsewhere = (folder / "config.toml").read_text().replace('matmul = "torch"', 'matmul = "onednn"')
-    (folder / "config.toml").write_text(elsewhere)
-    output_of(
-        ["launch", "--resume", folder, *settings(dense={"matmul": "auto"}, train={"epochs": 2})], tmp_path
-    )
-    assert products_of(folder) == products_of(step_folder(folder, 32)) == "onednn"
 
 
 def test_nobody_else_can_look_into_a_run(trained: TrainedRun) -> None:

@@ -1,6 +1,5 @@
 """Training on a cluster equals one process of plain torch: every parameter, every optimizer's state."""
 
-import dataclasses
 from collections.abc import Iterator
 from operator import attrgetter
 
@@ -12,6 +11,7 @@ from support.matrix import Case, Outcome, check_against_one_process, train_case
 
 from hybrid.config.sections import SCHEDULES
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.dense.matmul import prefers_onednn
 from hybrid.transport.shared_memory.host_aggregation import pays
 
 LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
@@ -91,14 +91,9 @@ def trained(clusters: Clusters, case: Case) -> Outcome:
     return cluster.run(train_case, case)
 
 
-@pytest.mark.parametrize("case", SAME_BITS, ids=lambda case: case.name)
-def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters) -> None:
-    check_against_one_process(case, trained(clusters, case), bits=True)
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As roles have; products of this size depend on it."""
+    """As roles have: bits of torch's operators may depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -106,14 +101,23 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(clusters: Clusters) -> None:
-    by_onednn = Case(trainers=1, matmul="onednn", dtype="float32", top_mlp=LARGE, shared_table=False)
-    by_torch = dataclasses.replace(by_onednn, matmul="torch")
-    outcome = trained(clusters, by_onednn)
-    check_against_one_process(by_onednn, outcome, bits=True)
-    check_against_one_process(by_torch, outcome)
+@pytest.mark.parametrize("case", SAME_BITS, ids=lambda case: case.name)
+def test_one_trainer_has_the_bits_of_plain_torch(case: Case, clusters: Clusters) -> None:
+    check_against_one_process(case, trained(clusters, case), bits=True)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.skipif(not prefers_onednn(), reason="torch's own products are faster on this processor")
+def test_one_trainer_has_the_bits_of_onednns_products_and_the_numbers_of_torchs(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(trainers=1, dtype="float32", top_mlp=LARGE, shared_table=False)
+    outcome = trained(clusters, case)
+    check_against_one_process(case, outcome, bits=True)
+    monkeypatch.setattr("hybrid.dense.net_builder.prefers_onednn", lambda: False)
+    check_against_one_process(case, outcome)
     with pytest.raises(AssertionError):
-        check_against_one_process(by_torch, outcome, bits=True)
+        check_against_one_process(case, outcome, bits=True)
 
 
 @pytest.mark.parametrize(

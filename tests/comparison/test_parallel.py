@@ -33,8 +33,8 @@ CASES = [
     ),
     Case(parallel="replicas", net="deepfm", inputs="uneven", micro_batches=2),
     Case(parallel="replicas", net="wide_deep", compile="script", ddp="inside", remote=True),
-    Case(parallel="replicas", compile="script", matmul="onednn", dtype="float32", top_mlp=LARGE),
-    Case(remote=True, matmul="onednn", dtype="float32", remote_mlp=LARGE),
+    Case(parallel="replicas", compile="script", dtype="float32", top_mlp=LARGE),
+    Case(remote=True, dtype="float32", remote_mlp=LARGE),
     Case(parallel="replicas", net="ple", tasks="several", compile="script"),
 ]
 LONG_CASES = [

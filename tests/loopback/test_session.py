@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import small_config
-from support.products import noted_products
 from torch import Tensor
 from torch.testing import assert_close
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.checkpoint.checkpoint_files import shard_file
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
-from hybrid.config.loading import CONFIG_FILE, load_config
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.prepared_batches import features_of
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine import matmul_trial
 from hybrid.inference.trained_module import TrainedModule, load
 from hybrid.inference.trained_run import Trained
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -117,32 +114,6 @@ def test_a_profile_has_the_updates_that_are_still_on_their_way(
         assert spans.count("apply") == 1
 
 
-@pytest.mark.parametrize(
-    ("gain", "taken", "decisions"),
-    [
-        (1.09, "torch", []),
-        (1.25, "onednn", ['dense.matmul is "onednn": large layers take 80% of their time by torch']),
-    ],
-)
-def test_one_trainer_measures_for_all_and_what_is_saved_says_what(
-    gain: float,
-    taken: str,
-    decisions: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of five samples, a layer of 2048 is large enough."""
-    monkeypatch.setattr(matmul_trial, "measured_gain", lambda shapes, num_samples: gain)
-    computed = noted_products(monkeypatch)
-    with opened("sync", dense={"top_mlp": (2048, 2048)}) as session:
-        assert session.decisions == decisions
-        session.train_on(make_batches, 0)
-        session.save(tmp_path / "saved", STEPS, 0)
-    products = {(SIZE, 2048, 2048), (2048, SIZE, 2048)}  # forward, and of the input; of the weight
-    assert set(computed) == (products if taken == "onednn" else set())
-    assert load_config(tmp_path / "saved" / CONFIG_FILE).dense.matmul == taken
-
-
 # What no feature says: that of those with bags the ids of one will have weights.
 BAGS = InputSpec(
     ("x",), (FeatureSpec("ids", ROWS), FeatureSpec("tags", 4, multi_hot=True), FeatureSpec("seen", 5, True))
@@ -210,11 +181,3 @@ def test_weights_that_were_there_before_stay(tmp_path: Path) -> None:
         session.save(tmp_path / "again", STEPS, 0)
     sparse = FeatureEncoder.load(tmp_path / "again").sparse
     assert {each.name for each in sparse if each.weighted} == {"tags"}
-
-
-def test_what_is_told_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_trial, "layer_shapes", None)
-    for told in ("torch", "onednn"):
-        with opened("sync", dense={"matmul": told}) as session:
-            assert session.config.dense.matmul == told
-            assert session.decisions == []

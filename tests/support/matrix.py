@@ -74,7 +74,6 @@ class Case:
     all_rows: bool = False  # of the optimizers that can have it
     dense_optimizer: str = "SGD"
     autocast: str = "none"
-    matmul: str = "auto"
     shared_table: bool = True
     net: str = "dcn_v2"
     top_mlp: tuple[int, ...] = (6,)
@@ -126,7 +125,6 @@ class Case:
                 "compile": self.compile,
                 "ddp": self.ddp,
                 "autocast": self.autocast,
-                "matmul": self.matmul,
                 "optimizer": self.dense_optimizer,
                 "optimizer_options": options,
                 "learning_rate": 0.05,

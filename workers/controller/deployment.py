@@ -12,7 +12,6 @@ from hybrid.checkpoint.checkpoint_files import Files
 from hybrid.config import RunConfig
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.engine.matmul_trial import MatmulTrial
 from hybrid.engine.model_builder import Blueprint, host_remote_net
 from hybrid.primitives.step_timings import Span
 from hybrid.protocol.update_rules import UpdateRules
@@ -29,7 +28,7 @@ BULK_TIMEOUT_SECONDS = 3600.0
 
 def local_constructors(settings: Sequence[str]) -> list[partial[Any]]:
     """Return constructors of the objects to which a role adds its own settings; see :func:`with_own`."""
-    classes: tuple[Callable[..., Any], ...] = (MatmulTrial, Script, Trainer)
+    classes: tuple[Callable[..., Any], ...] = (Script, Trainer)
     return [partial(each, settings=settings) for each in classes]
 
 
@@ -107,15 +106,6 @@ def deploy_tables(
 def table_holders(topology: Topology, placement: Placement) -> list[Role]:
     """The workers that hold rows."""
     return [worker for worker in topology.workers if placement.of_worker(worker.index)]
-
-
-def measure_matmul(topology: Topology, blueprint: Blueprint) -> float:
-    """See :meth:`MatmulTrial.gain`; on trainer 0, which has nothing else to do yet."""
-    role = topology.trainers[0]
-    trial = transport.create(
-        role, MatmulTrial, role.index, blueprint, timeout_seconds=BULK_TIMEOUT_SECONDS
-    ).wait()
-    return trial.call(MatmulTrial.gain, timeout_seconds=BULK_TIMEOUT_SECONDS).wait()
 
 
 def _create_tables(

@@ -1,6 +1,5 @@
 """A job on a cluster, from the master's side: what it has created where, and the calls to it."""
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,15 +28,13 @@ from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
 from hybrid.topology import Role, Topology
 from hybrid.user_code.run_signature import signed_toml
-from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, measure_matmul, table_holders
+from workers.controller.deployment import BULK_TIMEOUT_SECONDS, Called, deploy, table_holders
 from workers.controller.distributed_checkpoint import NOTHING_COUNTED, Counted, Saving, hold, load
 from workers.controller.job_messages import Report
 from workers.controller.memory_check import check_memory, has_memory_for_copies
 from workers.controller.remote_trainer import Trainer
 from workers.step_profile import Profile
 
-# What oneDNN's products must gain to be taken: more than two times of the same thing differ by.
-_LEAST_GAIN = 1.1
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
@@ -47,7 +44,7 @@ class Session:
 
     Args:
         topology: the roles of the cluster.
-        config: the job; ``dense.matmul = "auto"`` is decided here, by a measurement on trainer 0.
+        config: the job.
         input_spec: what the batches hold.
         total_steps: that the run will take in all; learning rates may depend on it.
         ids_per_sample: mean number of ids of the multi-hot features, for the placement of tables.
@@ -57,7 +54,7 @@ class Session:
         HybridError: a worker's host has no memory for its tables.
 
     Attributes:
-        config: the job, with what has been decided.
+        config: the job.
         decisions: what the user should know before training: choices and warnings, a line each.
         blueprint: of its nets and tables.
         placement: where the tables' rows are.
@@ -87,23 +84,11 @@ class Session:
         self.blueprint = Blueprint(config, input_spec, tables)
         check_memory(self.placement, table_holders(topology, self.placement))
         self.decisions: list[str] = []
-        if config.dense.matmul == "auto":
-            self._decide_matmul(topology)
         rules = UpdateRules.of(config, Schedule.of(config.schedule, total_steps))
         self._deployed = deploy(topology, self.blueprint, self.placement, rules, source)
         if warning := self.trainers[0].call(Trainer.batch_norm_warning).wait():
             self.decisions.append(warning)
         self._start_recording()
-
-    def _decide_matmul(self, topology: Topology) -> None:
-        """Whose products the dense nets take; every role is told, and what is saved says so."""
-        gain = measure_matmul(topology, self.blueprint)
-        matmul = "onednn" if gain >= _LEAST_GAIN else "torch"
-        if matmul == "onednn":
-            share = f"large layers take {1 / gain:.0%} of their time by torch"
-            self.decisions.append(f'dense.matmul is "onednn": {share}')
-        self.config = self.config.replace(dense=dataclasses.replace(self.config.dense, matmul=matmul))
-        self.blueprint = dataclasses.replace(self.blueprint, config=self.config)
 
     @property
     def trainers(self) -> Sequence[transport.Remote[Trainer]]:

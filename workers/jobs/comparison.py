@@ -60,7 +60,6 @@ class Comparison:
         reach.check_data(data_folder)
         view.status("placing tables and building nets")
         session = DatasetSession(topology, self._config, data_folder)
-        self._config = session.config
         for line in session.decisions:
             view.note(line)
         reference = self._reference(session, data_folder)

@@ -28,7 +28,6 @@ from workers.jobs.checkpoint_schedule import Checkpoints, Moment
 from workers.jobs.early_stopping import Patience
 from workers.jobs.run_counters import Interval, Tally
 from workers.run_folder.remote_run import checkpoint_root
-from workers.run_folder.resume import with_measured_matmul
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_paths import RESULT_FILE, command_name
 from workers.signals import Stop
@@ -72,9 +71,7 @@ class Training:
         reach.check_data(data_folder)
         reach.check_checkpoints(checkpoint_folders.checkpoints_folder(self._run))
         view.status("placing tables and building nets")
-        config = with_measured_matmul(self._task.folder, self._config) if self._task.resume else self._config
-        session = DatasetSession(topology, config, data_folder)
-        self._config = session.config
+        session = DatasetSession(topology, self._config, data_folder)
         for line in session.decisions:
             view.note(line)
         for line in session.describe_model():

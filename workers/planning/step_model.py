@@ -6,7 +6,6 @@ at the same time, so the slowest of them limits a step; in ``sync`` they wait fo
 assigned to hosts in turn, trainers first.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hybrid.config import RunConfig
+from hybrid.dense.matmul import use_torch
 from hybrid.dense.net_builder import build_dense_net
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import TableSpec, tables_of
@@ -231,8 +231,8 @@ def _unknown_costs(config: RunConfig) -> str:
 
 def _dense_work(config: RunConfig, input_spec: InputSpec, widths: list[int]) -> tuple[float, int]:
     """Return the floating-point operations per sample, forward and backward, and the number of parameters."""
-    plain = config.replace(dense=dataclasses.replace(config.dense, matmul="torch"))
-    net = build_dense_net(plain, input_spec, widths)
+    net = build_dense_net(config, input_spec, widths)
+    use_torch(net)  # since FlopCounterMode knows torch's own operators only
     dtype = next((parameter.dtype for parameter in net.parameters()), torch.float32)
     dense_BF = torch.zeros(1, len(input_spec.dense_features), dtype=dtype)
     pooled_BE = torch.zeros(1, sum(widths), dtype=dtype, requires_grad=True)

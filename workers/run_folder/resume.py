@@ -1,13 +1,10 @@
 """Which run goes on, and what it may change. Free of torch, so that a wrong key is refused at once."""
 
-import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE, fixed_values, load_config
 from hybrid.config.sections import NAMED_KEYS
-from hybrid.config.validation import why_not_onednn
 from hybrid.errors import ConfigError
 from hybrid.storage import files
 from hybrid.storage.remote_path import StoragePath, parse_path
@@ -51,17 +48,6 @@ def _left_out(dotted: str) -> object:
     key = NAMED_KEYS.get(kind, {}).get(rest.rpartition(".")[2])
     default = None if key is None else key.default
     return list(default) if isinstance(default, tuple) else default
-
-
-def with_measured_matmul(run: Path, config: RunConfig) -> RunConfig:
-    """``config`` with whose products ``run`` has measured and taken, where it leaves that to be measured.
-
-    A launcher starts a failed run again with the configuration that it was given itself.
-    """
-    if config.dense.matmul != "auto" or why_not_onednn(config) or not (run / CONFIG_FILE).is_file():
-        return config
-    decided = load_config(run / CONFIG_FILE, is_stored=True).dense.matmul
-    return config.replace(dense=dataclasses.replace(config.dense, matmul=decided))
 
 
 def newest_run(config: RunConfig) -> StoragePath | None:

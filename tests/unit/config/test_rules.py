@@ -28,7 +28,7 @@ def test_forms_that_go_together_pass() -> None:
     validate(config(parallel="tensor", tensor_size=4))
     validate(config(parallel="tensor", net="mine:net", tensor_plan=("head.0 = colwise_gathered",)))
     validate(config(compile="inductor", optimizer="Muon"))
-    validate(config(matmul="onednn", parallel="replicas", devices=("cpu",), compile="script"))
+    validate(config(parallel="replicas", devices=("cpu",), compile="script"))
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,6 @@ def test_forms_that_go_together_pass() -> None:
          "dense.device = 'cpu': leave it out"),
         ({"parallel": "both"}, "dense.parallel = 'both': must be one of none, replicas, tensor"),
         ({"compile": "jit"}, "dense.compile = 'jit': must be one of none, script, trace"),
-        ({"matmul": "onednn", "parallel": "tensor"},
-         "dense.matmul = 'onednn': must be torch or auto where dense.parallel is \"tensor\""),
-        ({"matmul": "onednn", "autocast": "bfloat16"},
-         "dense.matmul = 'onednn': must be torch or auto with dense.autocast"),
     ],
 )  # fmt: skip
 def test_forms_that_do_not_are_refused(dense: dict[str, Any], message: str) -> None:
@@ -69,12 +65,6 @@ def test_metrics_are_weighted_by_a_column_only() -> None:
     validate(RunConfig(data=DataSection(weight="weight", weighted_metrics=True)))
     with pytest.raises(ConfigError, match=r"^data\.weighted_metrics = True: needs data\.weight, the column"):
         validate(RunConfig(data=DataSection(weighted_metrics=True)))
-
-
-def test_onednn_has_no_products_of_float64() -> None:
-    in_float64 = config(matmul="onednn").replace(train=TrainSection(dtype="float64"))
-    with pytest.raises(ConfigError, match=r"dense.matmul = .onednn.: .* where train.dtype is float64"):
-        validate(in_float64)
 
 
 def test_lanes_shuffle_rows_and_not_groups() -> None:

@@ -1,6 +1,5 @@
 """What the master may construct on other roles."""
 
-from hybrid.engine.matmul_trial import MatmulTrial
 from workers.controller.deployment import local_constructors
 from workers.controller.remote_trainer import Trainer
 from workers.controller.trainer_script import Script
@@ -9,4 +8,4 @@ from workers.controller.trainer_script import Script
 def test_objects_that_read_the_configuration_get_the_settings_of_their_role() -> None:
     settings = ["dense.device=cpu"]
     completed = {each.func: each.keywords for each in local_constructors(settings)}
-    assert completed == {each: {"settings": settings} for each in (MatmulTrial, Script, Trainer)}
+    assert completed == {each: {"settings": settings} for each in (Script, Trainer)}

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from hybrid.config import DenseSection, RunConfig, RunSection, TaskSection
 from hybrid.config.sections import NET_CALLS, NETS
 from hybrid.dense.compilation import compiled
-from hybrid.dense.matmul import Linear
+from hybrid.dense.matmul import Linear, use_torch
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -76,6 +76,7 @@ def _mlp_shapes(module: nn.Module) -> list[tuple[int, int]]:
 def test_dlrm_has_the_shape_of_the_kaggle_benchmark() -> None:
     config = RunConfig(dense=DenseSection(net="dlrm", bottom_mlp=(512, 256, 64), top_mlp=(512, 256)))
     net = build_dense_net(config, _input_spec(13, 26), [16] * 26)
+    use_torch(net)
     assert _mlp_shapes(net.bottom) == [(13, 512), (512, 256), (256, 64), (64, 16)]
     assert [type(layer) for layer in net.bottom.children()] == [nn.Linear, nn.ReLU] * 4
     assert _mlp_shapes(net.head) == [(367, 512), (512, 256), (256, 1)]
@@ -99,9 +100,15 @@ def test_a_net_is_the_model_of_that_name_in_the_sizes_of_the_configuration(net_n
     assert _shapes(found) == _shapes(model)
 
 
-@pytest.mark.parametrize(("choice", "kind"), [("auto", nn.Linear), ("torch", nn.Linear), ("onednn", Linear)])
-def test_a_net_takes_the_products_that_the_configuration_says(choice: str, kind: type[nn.Module]) -> None:
-    config = _config("dlrm", matmul=choice, remote_mlp=(8, 8))
+@pytest.mark.parametrize(
+    ("is_preferred", "precision", "kind"),
+    [(True, "none", Linear), (False, "none", nn.Linear), (True, "bfloat16", nn.Linear)],
+)
+def test_a_net_takes_the_products_that_are_faster_here(
+    is_preferred: bool, precision: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid.dense.net_builder.prefers_onednn", lambda: is_preferred)
+    config = _config("dlrm", autocast=precision, remote_mlp=(8, 8))
     for net in (f(config, _input_spec(2), _widths("dlrm")) for f in (build_dense_net, build_remote_net)):
         kinds = {type(m) for m in net.modules() if isinstance(m, nn.Linear) and m.out_features > 1}
         assert kinds == {kind}
@@ -200,7 +207,7 @@ def test_a_remote_net_fits_between_interaction_and_head(net_name: str) -> None:
     net = build_dense_net(config, _input_spec(2), widths).double()
     remote = build_remote_net(config, _input_spec(2), widths).double()
     assert _mlp_shapes(remote) == [(HIDDEN_WIDTHS[net_name], 7), (7, 9)]
-    assert [type(layer) for layer in remote.children()] == [nn.Linear, nn.ReLU] * 2
+    assert [isinstance(layer, nn.ReLU) for layer in remote.children()] == [False, True] * 2
     assert _mlp_shapes(net.head)[0][0] == 9
     assert isinstance(net.head, MMoE | PLE) or _mlp_shapes(net.head) == [(9, 1)]
     for batch_size in (0, 4):

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain, repeat
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from hybrid.dense import matmul
 from hybrid.dense.compilation import compiled
 from hybrid.dense.data_parallel.replicas import DataParallel
 from hybrid.dense.layer_names import name_layer
-from hybrid.dense.matmul import layer_shapes, measured_gain, use_onednn
+from hybrid.dense.matmul import Linear, use_onednn, use_torch
 from hybrid.dense.parameter_substitution import shadow
-from hybrid.errors import ConfigError
 
 SIZE, INPUTS, HIDDEN, OUTPUTS = 300, 128, 256, 192  # both layers are large enough
 FORMS = ["script", "trace", "aot_eager", pytest.param("inductor", marks=pytest.mark.long)]
@@ -74,14 +72,14 @@ class TestTorchsOwnOperator:
     @pytest.mark.parametrize("layout", [lambda x: x, lambda x: x.t().contiguous().t(), lambda x: x[:, ::2]])
     def test_computes_products_of_tensors_of_any_strides(self, layout: Callable[[Tensor], Tensor]) -> None:
         x_BF, weight_HF, bias_H = layout(random(64, 32)), layout(random(16, 32, seed=1)), random(16, seed=2)
-        found = matmul._onednn(x_BF, weight_HF, bias_H)
+        found = matmul.multiply_by_onednn(x_BF, weight_HF, bias_H)
         assert type(found) is Tensor
         assert found.is_contiguous()
         assert_rounded(found, F.linear(x_BF, weight_HF, bias_H))
 
     def test_has_no_float64(self) -> None:
         with pytest.raises(RuntimeError, match="expects float"):
-            matmul._onednn(random(4, 4).double(), random(4, 4).double(), None)
+            matmul.multiply_by_onednn(random(4, 4).double(), random(4, 4).double(), None)
 
     def test_fused_with_a_relu_hides_what_is_not_a_number(self) -> None:
         """The reason why it is not; once this fails, it may be."""
@@ -255,12 +253,6 @@ class TestLayers:
         expected_note = f"in 0 of the net, Linear(in_features={INPUTS}, out_features={HIDDEN}, bias=True)"
         assert caught.value.__notes__ == [expected_note]
 
-    def test_are_refused_where_torch_has_no_onednn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-        with pytest.raises(ConfigError, match=r"dense.matmul = .onednn.: this build of torch has no oneDNN"):
-            use_onednn(layers())
-        assert layer_shapes(layers(), SIZE) == []
-
 
 @pytest.mark.parametrize("how", FORMS)
 def test_a_compiled_form_takes_the_products_of_the_net(how: str, products: list[tuple[int, ...]]) -> None:
@@ -292,46 +284,8 @@ def test_replicas_and_shadows_have_the_bits_of_the_net(products: list[tuple[int,
     assert sorted(products) == [(SIZE, INPUTS, HIDDEN)] * 2 + [(SIZE, HIDDEN, OUTPUTS)] * 2
 
 
-class TestMeasuring:
-    def test_is_for_the_layers_that_are_large_enough(self) -> None:
-        assert layer_shapes(layers(), SIZE) == [(INPUTS, HIDDEN), (HIDDEN, OUTPUTS)]
-        assert layer_shapes(layers(), 200) == [(HIDDEN, OUTPUTS)]
-        assert layer_shapes(layers(), 10) == []
-        assert layer_shapes(by_onednn(layers()), SIZE) == []
-
-    def test_compares_the_best_times_of_all_layers_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By torch 4 + 8 seconds, by oneDNN 2 + 4."""
-        late = chain([0, 9, 5, 0, 3, 0, 7, 7, 9, 9, 0, 9], repeat(9))  # others on the machine
-
-        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
-            of_torch = 4 if operands[0].size(1) == INPUTS else 8
-            return (of_torch if linear is F.linear else of_torch / 2) + next(late)
-
-        monkeypatch.setattr(matmul, "_seconds", seconds)
-        assert measured_gain([(INPUTS, HIDDEN), (HIDDEN, OUTPUTS)], SIZE) == 2.0
-
-    def test_takes_fewer_samples_of_a_large_net(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        sizes = set()
-
-        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
-            sizes.add(len(grad_BH))
-            return 1.0
-
-        monkeypatch.setattr(matmul, "_seconds", seconds)
-        for width in (64, 1024, 4096):
-            measured_gain([(width, width)], 1000)
-        assert sizes == {1000, 128, 64}
-
-    def test_goes_on_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        taken = []
-
-        def seconds(linear: object, operands: list[Tensor], grad_BH: Tensor) -> float:
-            taken.append(linear)
-            return 1.0
-
-        monkeypatch.setattr(matmul, "_seconds", seconds)
-        measured_gain([(INPUTS, HIDDEN)], SIZE)
-        assert len(taken) > 100
-
-    def test_is_of_both(self) -> None:
-        assert 0.01 < measured_gain([(INPUTS, HIDDEN)], SIZE) < 100
+def test_undoing_leaves_torchs_own_layers() -> None:
+    net = by_onednn(layers())
+    assert any(type(layer) is Linear for layer in net)
+    use_torch(net)
+    assert not any(isinstance(layer, Linear) for layer in net.modules())

@@ -9,13 +9,7 @@ import pytest
 from hybrid.config import RunConfig
 from hybrid.config.loading import load_config, to_toml
 from hybrid.errors import ConfigError
-from workers.run_folder.resume import (
-    check_same_model,
-    is_finished,
-    load_resumed_config,
-    newest_run,
-    with_measured_matmul,
-)
+from workers.run_folder.resume import check_same_model, is_finished, load_resumed_config, newest_run
 from workers.run_folder.run_paths import run_path
 
 
@@ -116,7 +110,7 @@ OF_THE_RUN = """
     train.epochs=3 train.max_steps=9 train.update="async" train.clip_norm=1 train.micro_batches=2
     cluster.trainers=3 cluster.workers=5 embedding.learning_rate=0.5 embedding.placement="row"
     dense.learning_rate=0.5 dense.compile="inductor" schedule.kind="cosine" tables.C1.learning_rate=0.5
-    tables.C1.workers=1 checkpoint.keep_last=9 run.name=other dense.matmul="onednn"
+    tables.C1.workers=1 checkpoint.keep_last=9 run.name=other
 """
 
 
@@ -138,32 +132,6 @@ def test_what_the_tensors_depend_on_stays(setting: str, was_set_before: bool) ->
 def test_the_rest_may_change(setting: str) -> None:
     run = make_run("run-20260101-000000")
     load_resumed_config(run, [setting])
-
-
-@pytest.mark.parametrize(
-    ("recorded", "asked", "taken"),
-    [
-        ("onednn", "auto", "onednn"),
-        ("torch", "auto", "torch"),
-        ("onednn", "torch", "torch"),
-        ("torch", "onednn", "onednn"),
-    ],
-)
-def test_a_run_keeps_the_products_that_it_has_measured(recorded: str, asked: str, taken: str) -> None:
-    run = make_run("run-20260101-000000")
-    (run / "config.toml").write_text(to_toml(load_config(None, [f"dense.matmul={recorded}"])))
-    asked_for = load_config(None, [f"dense.matmul={asked}", "train.epochs=3"])
-    now = with_measured_matmul(run, asked_for)
-    assert (now.dense.matmul, now.train.epochs) == (taken, 3)
-
-
-def test_a_run_measures_where_it_has_not_or_what_it_has_cannot_be(tmp_path: Path) -> None:
-    run = make_run("run-20260101-000000")
-    asked_for = load_config(None, [])
-    assert with_measured_matmul(tmp_path, asked_for) == asked_for
-    (run / "config.toml").write_text(to_toml(load_config(None, ["dense.matmul=onednn"])))
-    split = load_config(None, ['dense.parallel="tensor"'])
-    assert with_measured_matmul(run, split) == split
 
 
 def test_a_column_stays_as_it_was_made() -> None:
