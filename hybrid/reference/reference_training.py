@@ -1,10 +1,10 @@
 """Training in one process of plain torch, which the cluster is compared with.
 
 It shares no arithmetic with the rest of the system: it uses autograd, ``F.embedding``, ``F.embedding_bag``,
-``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products of
-their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and takes
-one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of millions
-of rows has no gradient of its size, unless its optimizer updates all rows in every step.
+``torch.optim``, its schedulers and ``clip_grad_norm_``. Only the nets are the same, with the matrix products
+of their layers (``hybrid.dense.matmul``). A step computes the slices of all trainers one after another, and
+takes one backward pass through all of them. The rows that a step reads are leaf tensors, so that a table of
+millions of rows has no gradient of its size, unless its optimizer updates all rows in every step.
 """
 
 import copy
