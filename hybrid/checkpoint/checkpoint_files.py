@@ -91,7 +91,7 @@ def damage_error(path: StoragePath) -> CheckpointError:
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
     """The first file that is missing, or has another size than it had; None where all are right."""
     if isinstance(folder, RemotePath):
-        there = {each.place: each.size for each in storage.list_entries(folder, is_deep=True)}
+        there = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
         return next(
             (folder / name for name, (size, _) in files.items() if there.get(folder / name) != size), None
         )

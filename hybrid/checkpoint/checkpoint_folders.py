@@ -45,7 +45,7 @@ def list_checkpoints(run: StoragePathT) -> list[StoragePathT]:
         HybridError: their folder is a link.
     """
     if isinstance(run, RemotePath):
-        named = [each.place for each in files.list_entries(checkpoints_folder(run)) if each.is_folder]
+        named = [each.path for each in files.list_entries(checkpoints_folder(run)) if each.is_folder]
         folders = [f for f in _of_steps(named) if files.is_file(f / MANIFEST_FILE)]
     else:
         refuse_link(checkpoints_folder(run))
@@ -186,8 +186,8 @@ def _unfinished_parts(run: RemotePath) -> list[StoragePath]:
     """What is in the folders of checkpoints and of none of them."""
     whole = list_checkpoints(run)
     kept = {folder / Manifest.read(folder / MANIFEST_FILE).parts for folder in whole}
-    inside = [each.place for folder in whole for each in files.list_entries(folder) if each.is_folder]
-    beside = [each.place for each in files.list_entries(checkpoints_folder(run)) if each.place not in whole]
+    inside = [each.path for folder in whole for each in files.list_entries(folder) if each.is_folder]
+    beside = [each.path for each in files.list_entries(checkpoints_folder(run)) if each.path not in whole]
     return [*beside, *(parts for parts in inside if parts not in kept)]
 
 

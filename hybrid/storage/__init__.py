@@ -1,6 +1,6 @@
-"""Where things lie: paths of this machine, and places in stores that are reached by a URL. Free of torch.
+"""Files of this machine and of object stores. Free of torch.
 
-Begin with ``places``: what may be named. ``files`` reads, writes, lists and removes either kind, with the
-streams of ``remote_files``; ``stores`` asks a store and knows what its errors mean, ``clients`` how it is
-reached. docs/storage.md has what a user needs.
+``remote_path`` parses paths and URLs. ``files`` reads, writes, lists and removes files at either.
+``object_stores`` sends requests through ``pyarrow.fs`` and explains its errors; ``store_clients`` sets up the
+clients. ``private_files`` makes folders and files that only their owner can read.
 """

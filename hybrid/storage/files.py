@@ -1,7 +1,8 @@
-"""Reading, writing, listing and removing: files of this machine and of stores alike.
+"""Read, write, list and remove files of this machine and of object stores by the same functions.
 
-What is missing is FileNotFoundError, all else that goes wrong an OSError, as of the disk; a store's is a
-StorageError, whose text says what to do. A file of a store is visible once it is complete, at its name.
+A missing file is a FileNotFoundError, any other failure an OSError. Failures of a store, and paths that the
+system refuses, are StorageErrors, whose text says what to do. A file of a store becomes visible once it is
+complete.
 """
 
 from __future__ import annotations
@@ -18,284 +19,294 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 from hybrid.errors import StorageError
-from hybrid.storage.object_stores import asking, content_of, listed
-from hybrid.storage.remote_files import RemoteFile, writing_remote
+from hybrid.storage.object_stores import RemoteReader, list_store, open_remote_writer, store_request
 from hybrid.storage.remote_path import RemotePath, StoragePath
 
-# What is asked for at a time, and how many such requests are under way: a request takes some 50 ms to begin.
+if TYPE_CHECKING:
+    from pyarrow import fs
+
+# The bytes of one request, and the number of concurrent requests: each takes some 50 ms to begin.
 _BLOCK_BYTES = 16 << 20
 _REQUESTS = 6
-_WAITING = 16  # small requests, most of which is waiting
+_SMALL_REQUESTS = 16  # concurrent requests that mostly wait
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class Writer(Protocol):
-    """What a file is written by, which pyarrow can do, too."""
+    """A file being written; pyarrow can write to it, too."""
 
     @property
     def closed(self) -> bool: ...
 
     def write(self, content: bytes | memoryview, /) -> int:
-        """Add to it."""
+        """Append bytes to the file."""
         ...
 
 
 class Entry(NamedTuple):
-    """A file or folder in a folder.
+    """A file or folder in a listing.
 
     Attributes:
-        place: where it is.
-        size: in bytes; 0 of a folder.
-        mtime_ns: when it was last written; 0 where the store does not say.
-        is_folder: whether it is one.
+        path: its path.
+        size: in bytes; 0 for a folder.
+        mtime_ns: time of the last write; 0 if the store does not report it.
+        is_folder: whether it is a folder.
     """
 
-    place: StoragePath
+    path: StoragePath
     size: int
     mtime_ns: int
     is_folder: bool
 
 
-def find_entry(place: StoragePath) -> Entry | None:
-    """What there is at a place; None for nothing, but StorageError where its bucket is not there."""
-    if not isinstance(place, RemotePath):
+def find_entry(path: StoragePath) -> Entry | None:
+    """Return the file or folder at a path, or None if there is none.
+
+    Raises:
+        StorageError: the bucket does not exist, or the system or the store refuses.
+    """
+    if not isinstance(path, RemotePath):
         try:
-            status = place.stat()
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last of a text that names no file
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the last: the text names no file
             return None
         except OSError as error:
-            raise _unusable(place, error) from error
+            raise _path_error(path, error) from error
         is_folder = stat.S_ISDIR(status.st_mode)
-        return Entry(place, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
-    with asking(place, "found") as (filesystem, path):
-        found = _entry(place, filesystem.get_file_info(path))
-    if found is None:
-        _remote_entries(place, is_deep=False)  # of which a bucket that is not there makes an error
-    return found
+        return Entry(path, 0 if is_folder else status.st_size, status.st_mtime_ns, is_folder)
+    with store_request(path, "found") as (filesystem, key):
+        entry = _to_entry(path, filesystem.get_file_info(key))
+    if entry is None:
+        _list_remote(path, is_deep=False)  # raises an error if the bucket does not exist
+    return entry
 
 
-def _unusable(path: Path, error: OSError) -> StorageError:
+def _path_error(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     return StorageError(f"{path}: cannot be used: {reason}; correct the path, or its permissions", reason)
 
 
-def exists(place: StoragePath) -> bool:
-    """Whether there is something."""
-    return find_entry(place) is not None
+def exists(path: StoragePath) -> bool:
+    """Return whether there is a file or folder at a path."""
+    return find_entry(path) is not None
 
 
-def is_file(place: StoragePath) -> bool:
-    """Whether there is a file."""
-    found = find_entry(place)
-    return found is not None and not found.is_folder
+def is_file(path: StoragePath) -> bool:
+    """Return whether there is a file at a path."""
+    entry = find_entry(path)
+    return entry is not None and not entry.is_folder
 
 
-def require_file(place: StoragePath) -> Entry:
-    """A file; FileNotFoundError where there is none."""
-    found = find_entry(place)
-    if found is None or found.is_folder:
-        raise FileNotFoundError(2, "No such file", str(place))
-    return found
+def require_file(path: StoragePath) -> Entry:
+    """Return the entry of a file; FileNotFoundError if there is none."""
+    entry = find_entry(path)
+    if entry is None or entry.is_folder:
+        raise FileNotFoundError(2, "No such file", str(path))
+    return entry
 
 
-def file_size(place: StoragePath) -> int:
-    """The size of a file in bytes; FileNotFoundError where there is none."""
-    return require_file(place).size
+def file_size(path: StoragePath) -> int:
+    """Return the size of a file in bytes; FileNotFoundError if there is none."""
+    return require_file(path).size
 
 
 def list_entries(folder: StoragePath, *, is_deep: bool = False) -> list[Entry]:
-    """What is in a folder, by name; nothing where there is none.
+    """Return the entries of a folder, sorted by name; none if there is no such folder.
 
     Args:
-        is_deep: all files below it, and no folders.
+        is_deep: list all files below the folder instead, without folders.
     """
-    if not isinstance(folder, RemotePath):
-        is_there = (found := find_entry(folder)) is not None and found.is_folder
-        try:
-            paths = list(folder.rglob("*") if is_deep else folder.iterdir()) if is_there else []
-        except OSError as error:
-            raise _unusable(folder, error) from error
-        every = [each for path in paths if (each := find_entry(path)) is not None]
+    if isinstance(folder, RemotePath):
+        entries = _list_remote(folder, is_deep)
     else:
-        every = _remote_entries(folder, is_deep)
-    return sorted((e for e in every if not (is_deep and e.is_folder)), key=lambda each: str(each.place))
+        entry = find_entry(folder)
+        try:
+            paths = (
+                list(folder.rglob("*") if is_deep else folder.iterdir()) if entry and entry.is_folder else []
+            )
+        except OSError as error:
+            raise _path_error(folder, error) from error
+        entries = [each for path in paths if (each := find_entry(path)) is not None]
+    return sorted((e for e in entries if not (is_deep and e.is_folder)), key=lambda each: str(each.path))
 
 
-def _remote_entries(folder: RemotePath, is_deep: bool) -> list[Entry]:
-    with asking(folder, "listed") as (filesystem, path):
-        infos = listed(filesystem, path, is_deep)
-    start = len(path.rstrip("/")) + 1
-    named = {info.path[start:].rstrip("/"): info for info in infos}
-    found = [_entry(folder / name, info) for name, info in named.items() if is_deep or "/" not in name]
-    if not is_deep:  # folders by what is in them, where a store lists no others
-        inside = {name.partition("/")[0] for name in named if "/" in name} - named.keys()
-        found += [Entry(folder / name, 0, 0, True) for name in inside]
-    return [each for each in found if each is not None]
+def _list_remote(folder: RemotePath, is_deep: bool) -> list[Entry]:
+    with store_request(folder, "listed") as (filesystem, key):
+        infos = list_store(filesystem, key, is_deep)
+    start = len(key.rstrip("/")) + 1
+    by_name = {info.path[start:].rstrip("/"): info for info in infos}
+    entries = [_to_entry(folder / name, info) for name, info in by_name.items() if is_deep or "/" not in name]
+    if not is_deep:  # some stores list no folders: derive them from the names of the files below
+        folders = {name.partition("/")[0] for name in by_name if "/" in name} - by_name.keys()
+        entries += [Entry(folder / name, 0, 0, True) for name in folders]
+    return [each for each in entries if each is not None]
 
 
-def _entry(place: RemotePath, info: Any) -> Entry | None:
+def _to_entry(path: RemotePath, info: fs.FileInfo) -> Entry | None:
     if info.type.name == "NotFound":
         return None
-    return Entry(place, info.size or 0, info.mtime_ns or 0, info.type.name == "Directory")
+    return Entry(path, info.size or 0, info.mtime_ns or 0, info.type.name == "Directory")
 
 
-def content_tag(place: RemotePath) -> str:
-    """What a store calls the content that a file has now, of S3 its ETag; empty where it calls it nothing."""
-    with asking(place, "read") as (filesystem, path), filesystem.open_input_file(path) as file:
-        return content_of(file.metadata() or {}, filesystem.type_name)
+def content_tag(path: RemotePath) -> str:
+    """Return the store's name for the current content of a file, such as S3's ETag; empty if it has none."""
+    with store_request(path, "read") as (filesystem, key), filesystem.open_input_file(key) as file:
+        metadata = file.metadata() or {}
+    keys = {"s3": ("ETag",), "gcs": ("md5Hash", "crc32c"), "abfs": ("Content-Hash",)}
+    tags = (metadata.get(name) for name in keys.get(filesystem.type_name, ()))
+    return next((tag.decode() for tag in tags if tag), "")
 
 
-def map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What ``work``, which mostly waits for files, makes of each item, in their order; of some at a time."""
-    with ThreadPoolExecutor(_WAITING, "files") as threads:
-        return list(threads.map(work, items))
+def map_concurrently(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the results of a function, which mostly waits for files, in the order of the items."""
+    with ThreadPoolExecutor(_SMALL_REQUESTS, "files") as threads:
+        return list(threads.map(function, items))
 
 
-def read_bytes(place: StoragePath) -> bytes:
-    """All of a file, which is small."""
-    with open_reader(place) as file:
+def read_bytes(path: StoragePath) -> bytes:
+    """Return the content of a small file."""
+    with open_reader(path) as file:
         return file.read()
 
 
-def read_text(place: StoragePath) -> str:
-    """All of a text, which is small."""
-    return read_bytes(place).decode()
+def read_text(path: StoragePath) -> str:
+    """Return the content of a small text file."""
+    return read_bytes(path).decode()
 
 
 @contextmanager
-def open_reader(place: StoragePath, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
-    """Open a file for reading: from its beginning to its end, or wherever one seeks.
+def open_reader(path: StoragePath, ahead: int = _BLOCK_BYTES) -> Iterator[IO[bytes]]:
+    """Open a file for reading.
 
     Args:
-        ahead: how many bytes are fetched from a store at least; 0 for those that are asked for.
+        ahead: least number of bytes to fetch from a store at a time; 0 for exactly those requested.
     """
-    if not isinstance(place, RemotePath):
-        with place.open("rb") as local_file:
+    if not isinstance(path, RemotePath):
+        with path.open("rb") as local_file:
             yield local_file
         return
-    with RemoteFile(place) as raw:
+    with RemoteReader(path) as raw:
         yield io.BufferedReader(raw, ahead) if ahead else cast(IO[bytes], raw)
 
 
-def read_range(place: StoragePath, start: int, length: int) -> bytes:
-    """Some bytes of a file, from ``start`` on; fewer where it ends before."""
-    return next(read_ranges(place, [(start, length)]))
+def read_range(path: StoragePath, start: int, length: int) -> bytes:
+    """Return ``length`` bytes of a file from ``start`` on; fewer at its end."""
+    return next(read_ranges(path, [(start, length)]))
 
 
-def read_ranges(place: StoragePath, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """Ranges of a file, starts and lengths, in their order; of a store, some at a time ahead of need."""
-    if not isinstance(place, RemotePath):
-        with place.open("rb", buffering=0) as local_file:
+def read_ranges(path: StoragePath, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """Yield ranges of a file, given as starts and lengths; a store gets several requests in advance."""
+    if not isinstance(path, RemotePath):
+        with path.open("rb", buffering=0) as local_file:
             for start, length in ranges:
                 yield os.pread(local_file.fileno(), length, start)
         return
-    with asking(place, "read") as (filesystem, path):
-        file = filesystem.open_input_file(path)
+    with store_request(path, "read") as (filesystem, key):
+        file = filesystem.open_input_file(key)
 
     def read(start: int, length: int) -> bytes:
-        with asking(place, "read"):
-            content: bytes = file.read_at(length, start)
-            return content
+        with store_request(path, "read"):
+            return bytes(file.read_at(length, start))
 
     with file, ThreadPoolExecutor(_REQUESTS, "store") as threads:
-        wanted, under_way = iter(ranges), deque[Future[bytes]]()
+        remaining, pending = iter(ranges), deque[Future[bytes]]()
         try:
             while True:
-                more = islice(wanted, _REQUESTS - len(under_way))
-                under_way.extend(threads.submit(read, *each) for each in more)
-                if not under_way:
+                more = islice(remaining, _REQUESTS - len(pending))
+                pending.extend(threads.submit(read, *each) for each in more)
+                if not pending:
                     return
-                yield under_way.popleft().result()
+                yield pending.popleft().result()
         finally:
-            for each in under_way:
+            for each in pending:
                 each.cancel()
 
 
-def read_blocks(place: StoragePath) -> Iterator[bytes]:
-    """All of a file, in its order, in blocks of some MiB."""
-    num_bytes = file_size(place)
+def read_blocks(path: StoragePath) -> Iterator[bytes]:
+    """Yield the content of a file in blocks of some MiB."""
+    num_bytes = file_size(path)
     starts = range(0, num_bytes, _BLOCK_BYTES)
-    return read_ranges(place, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
+    return read_ranges(path, ((start, min(_BLOCK_BYTES, num_bytes - start)) for start in starts))
 
 
-def compute_checksum(place: StoragePath) -> str:
-    """The SHA-256 of a file."""
+def compute_checksum(path: StoragePath) -> str:
+    """Return the SHA-256 of a file."""
     digest = hashlib.sha256()
-    for block in read_blocks(place):
+    for block in read_blocks(path):
         digest.update(block)
     return digest.hexdigest()
 
 
 @contextmanager
-def local_copy(place: StoragePath, sha256: str | None = None) -> Iterator[Path]:
-    """A path of this machine where a file can be read, and mapped into memory.
+def local_copy(path: StoragePath, sha256: str | None = None) -> Iterator[Path]:
+    """Yield a path of this machine where a file can be read and mapped into memory.
 
-    That of a file here is its own. Another is fetched into the folder of temporary files (``TMPDIR``), where
-    it has no name: its path is good in here only, maps of it last, and nothing is left of it after a kill.
+    A remote file is fetched into the folder of temporary files (``TMPDIR``), without a name: the path is
+    valid only inside the context, maps of it stay valid, and a kill leaves nothing behind.
 
     Args:
-        sha256: that a file which is fetched must have.
+        sha256: the checksum that a fetched file must have.
 
     Raises:
-        ValueError: it has another checksum.
+        ValueError: the checksum differs.
     """
-    if not isinstance(place, RemotePath):
-        yield place
+    if not isinstance(path, RemotePath):
+        yield path
         return
     digest = hashlib.sha256()
     with tempfile.TemporaryFile(prefix="hybrid-") as file:
-        for block in read_blocks(place):
+        for block in read_blocks(path):
             digest.update(block)
             file.write(block)
         file.flush()
         if sha256 is not None and digest.hexdigest() != sha256:
-            raise ValueError("it is not as it was written")
+            raise ValueError("the checksum differs")
         yield Path(f"/proc/self/fd/{file.fileno()}")
 
 
 @contextmanager
-def open_writer(place: StoragePath) -> Iterator[Writer]:
-    """Write a file, and see it safely stored at the end; where that fails, nothing is left of it."""
-    if isinstance(place, RemotePath):
-        with writing_remote(place) as stream:
+def open_writer(path: StoragePath) -> Iterator[Writer]:
+    """Open a file for writing, and flush it to the disk at the end; a failure leaves no file."""
+    if isinstance(path, RemotePath):
+        with open_remote_writer(path) as stream:
             yield stream
         return
     try:
-        with place.open("wb") as file:
+        with path.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
         with suppress(OSError):
-            place.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
 
 
-def write_bytes(place: StoragePath, content: bytes) -> None:
-    """Write a small file: of a store in one request, so that readers see the old one or the new one."""
-    with open_writer(place) as file:
+def write_bytes(path: StoragePath, content: bytes) -> None:
+    """Write a small file; in a store by one request, so that readers see the old or the new content."""
+    with open_writer(path) as file:
         file.write(content)
 
 
-def remove(place: StoragePath) -> None:
-    """Remove a file, or a folder with all that is in it; nothing where there is none."""
-    if not isinstance(place, RemotePath):
-        if place.is_dir():
-            shutil.rmtree(place)
+def remove(path: StoragePath) -> None:
+    """Remove a file, or a folder with its content, if there is one."""
+    if not isinstance(path, RemotePath):
+        if path.is_dir():
+            shutil.rmtree(path)
         else:
-            place.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         return
-    with asking(place, "removed") as (filesystem, path), suppress(FileNotFoundError):
-        found = filesystem.get_file_info(path)
-        if found.type.name == "Directory":
-            filesystem.delete_dir(path)
-        elif found.type.name == "File":
-            filesystem.delete_file(path)
+    with store_request(path, "removed") as (filesystem, key), suppress(FileNotFoundError):
+        kind = filesystem.get_file_info(key).type.name
+        if kind == "Directory":
+            filesystem.delete_dir(key)
+        elif kind == "File":
+            filesystem.delete_file(key)
 
 
 def copy(source: StoragePath, target: StoragePath) -> None:
@@ -303,9 +314,3 @@ def copy(source: StoragePath, target: StoragePath) -> None:
     with open_writer(target) as file:
         for block in read_blocks(source):
             file.write(block)
-
-
-def make_folder(folder: StoragePath) -> None:
-    """Make a folder, in one that is there; a store has folders by their files alone."""
-    if not isinstance(folder, RemotePath):
-        folder.mkdir()

@@ -1,8 +1,7 @@
-"""Folders and files that belong to the user alone. Free of torch.
+"""Folders and files that only their owner can read. Free of torch.
 
-What a run leaves behind holds the user's data, and others on the machine are not to read it: folders that are
-made are their owner's alone. One that is there already stays as it is, since whoever made it has decided who
-may look into it; what is made in it is private again.
+A run's files contain the user's data. New folders are private; an existing folder keeps its mode, since its
+owner has decided who may read it, and new folders in it are private again.
 """
 
 import errno
@@ -12,32 +11,31 @@ from pathlib import Path
 
 from hybrid.errors import HybridError
 
-_OWNERS_ALONE = stat.S_IRWXU
-
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, for their owner alone.
+    """Make a private folder, and private ones for the missing folders above it.
 
     Raises:
-        OSError: it cannot be made, or is there and no folder.
+        OSError: it cannot be made, or is a file.
     """
     try:
-        path.mkdir(mode=_OWNERS_ALONE, exist_ok=True)
+        path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     except FileNotFoundError:
         make_folder(path.parent)
-        path.mkdir(mode=_OWNERS_ALONE, exist_ok=True)
+        path.mkdir(mode=stat.S_IRWXU, exist_ok=True)
 
 
 def open_file(path: str | Path, flags: int) -> int:
-    """A descriptor of a file; one of a link there is not, since it may lead anywhere.
-
-    It can be the ``opener`` of Python's :func:`open`.
+    """Open a file that is not a symbolic link; usable as the ``opener`` of Python's :func:`open`.
 
     Args:
         flags: of :func:`os.open`.
 
+    Returns:
+        The descriptor.
+
     Raises:
-        HybridError: it is a link.
+        HybridError: the file is a link.
         OSError: it cannot be opened.
     """
     try:
@@ -49,55 +47,56 @@ def open_file(path: str | Path, flags: int) -> int:
 
 
 def refuse_link(path: str | Path) -> None:
-    """Raise HybridError if a file or folder is a symbolic link, which may lead anywhere."""
+    """Raise HybridError if a path is a symbolic link, since it may lead to files of another run."""
     if os.path.islink(path):
-        raise HybridError(f"{path}: is a link, and nothing is written through one; remove it")
+        raise HybridError(f"{path}: is a symbolic link, and nothing is written through one; remove it")
 
 
 def private_user_folder(variable: str, default: str, name: str = "") -> Path | None:
-    """A folder of this project among the user's own, made where it is missing.
+    """Return a folder of this project in the user's home, which is made if it is missing.
 
     Args:
-        variable: names where such folders are, as the XDG Base Directory Specification says.
-        default: where they are otherwise, below the user's home.
-        name: of a folder in that of this project.
+        variable: environment variable of the XDG Base Directory Specification with the folder's location.
+        default: the location below the user's home if the variable is not set.
+        name: of a folder inside the project's folder.
 
     Returns:
-        None where there is no such place, or others could change what is in it.
+        The folder; None if it cannot be made, or other users could change its content.
     """
     base = os.environ.get(variable, "")
-    if not os.path.isabs(base):  # the specification wants it to be
+    if not os.path.isabs(base):  # the specification ignores relative paths
         base = os.path.expanduser(f"~/{default}")
     folder = Path(base, "hybrid", name)
-    if not folder.is_absolute():  # who has no home
+    if not folder.is_absolute():  # the user has no home
         return None
     try:
         make_folder(folder)
-        return folder if _is_own(folder.resolve()) else None
+        resolved = folder.resolve()
+        is_private = resolved.stat().st_uid == os.geteuid() and not _is_writable_by_others(resolved)
+        # In a folder with the sticky bit, other users cannot replace the user's folders.
+        is_safe = not any(_is_writable_by_others(f, stat.S_ISVTX) for f in resolved.parents)
     except OSError:
         return None
+    return folder if is_private and is_safe else None
 
 
-def _is_own(folder: Path) -> bool:
-    """Whether nobody else can write to a folder, nor put another one in its place."""
-    if folder.stat().st_uid != os.geteuid():
-        return False
-    return not _is_writable(folder, 0) and not any(_is_writable(f, stat.S_ISVTX) for f in folder.parents)
+def _is_writable_by_others(folder: Path, safe_mode: int = 0) -> bool:
+    """Return whether other users than this one and root can write to a folder.
 
-
-def _is_writable(folder: Path, harmless: int) -> bool:
-    """Whether others than its owner, the user, and root can write to a folder."""
+    Args:
+        safe_mode: mode bits that make shared write access harmless.
+    """
     status = folder.stat()
-    # Who is given a group of his own, of the same number, is alone in it.
+    # A group with the number of the owner has no other members.
     group = stat.S_IWGRP if status.st_gid != status.st_uid else 0
-    is_shared = status.st_mode & (group | stat.S_IWOTH) and not status.st_mode & harmless
+    is_shared = status.st_mode & (group | stat.S_IWOTH) and not status.st_mode & safe_mode
     return bool(is_shared) or status.st_uid not in (0, os.geteuid(), _unmapped_uid())
 
 
 def _unmapped_uid() -> int:
-    """The user id of root's files in a user namespace without root, such as that of a launch; else 0.
+    """Return the user id of root's files in a user namespace without root, such as a launch's; else 0.
 
-    Files of other users have this id there, too, which is why only their modes count.
+    Files of other users have this id there, too, so only their modes count.
     """
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -109,7 +108,7 @@ def _unmapped_uid() -> int:
 
 
 def sync(path: Path) -> None:
-    """See a file, or the names in a folder, safely on the disk."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -68,9 +68,7 @@ def refused(*arguments: object) -> str:
 
 
 def content_of(folder: StoragePath) -> dict[str, bytes]:
-    return {
-        each.place.name: files.read_bytes(each.place) for each in files.list_entries(folder, is_deep=True)
-    }
+    return {each.path.name: files.read_bytes(each.path) for each in files.list_entries(folder, is_deep=True)}
 
 
 @pytest.mark.parametrize("name", [pytest.param("p.csv", marks=pytest.mark.long), "p.parquet"])

@@ -155,7 +155,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
         )
         assert killed == ["master", "trainer 0", "worker 1"]
         parts = f"{base}/run/checkpoints/step-00000010"
-        assert [each.place.name[:6] for each in files.list_entries(parse_path(parts))] == ["parts-"]
+        assert [each.path.name[:6] for each in files.list_entries(parse_path(parts))] == ["parts-"]
         strikes.left = [("PUT .*step-00000015/parts", "trainer 1")]
         with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
             said = strikes.command.wait(150.0)
@@ -164,7 +164,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
     assert rows_of(parse_path(f"{base}/run/checkpoints/step-00000016")) == rows_of(
         trained.folder / "checkpoints/step-00000016"
     )
-    left = [each.place.name for each in files.list_entries(parse_path(f"{base}/run/checkpoints"))]
+    left = [each.path.name for each in files.list_entries(parse_path(f"{base}/run/checkpoints"))]
     assert left == ["step-00000015", "step-00000016"]
 
 
@@ -194,7 +194,7 @@ def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     expected = [json.loads(line) for line in (trained.folder / "metrics.jsonl").read_text().splitlines()]
     losses = [[each["loss"] for each in some if each["kind"] == "train"] for some in (lines, expected)]
     assert losses[0] == losses[1]
-    assert {"config.toml", "result.json", "logs"} <= {each.place.name for each in files.list_entries(there)}
+    assert {"config.toml", "result.json", "logs"} <= {each.path.name for each in files.list_entries(there)}
     shown = [output_of(["evaluate", each], tmp_path, afresh=True) for each in (RUN, trained.folder)]
     numbers = [re.findall(r"\d\.\d{4}", text) for text in shown]
     assert numbers[0] == numbers[1] != []

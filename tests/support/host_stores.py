@@ -33,7 +33,7 @@ for path in Path(sys.argv[2]).iterdir():
 """
 _LIST = f"""{_BEGIN}
 for each in entries(folder, is_deep=True):
-    print(each.place, tag(each.place), each.mtime_ns)
+    print(each.path, tag(each.path), each.mtime_ns)
 """
 
 

@@ -94,7 +94,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
 
     with pytest.raises(HybridError) as told:
         write_all()
-    assert str(told.value) == f"{link}: is a link, and nothing is written through one; remove it"
+    assert str(told.value) == f"{link}: is a symbolic link, and nothing is written through one; remove it"
     assert (tmp_path / "mine").read_text() == "kept"
 
 
@@ -103,7 +103,7 @@ def test_a_record_of_a_restart_is_not_written_through_a_link_and_the_run_goes_on
     link = tmp_path / "restarts.jsonl"
     link.symlink_to("mine")
     said = Restarts(tmp_path, 3).after(Outcome("killed", Cause.KILLED))
-    assert f"; {link}: is a link, and nothing is written through one; remove it" in said
+    assert f"; {link}: is a symbolic link, and nothing is written through one; remove it" in said
     assert (tmp_path / "mine").read_text() == "kept"
 
 

@@ -92,9 +92,9 @@ def _folder_here(run: RemotePath) -> Path:
 def _fetch(here: Path, store: RemotePath) -> None:
     for found in files.list_entries(store):
         if not found.is_folder:
-            content = files.read_bytes(found.place)
+            content = files.read_bytes(found.path)
             with run_write_errors(here):
-                (here / found.place.name).write_bytes(content)
+                (here / found.path.name).write_bytes(content)
 
 
 def _send_after(here: Path, error: BaseException) -> None:
@@ -114,8 +114,8 @@ def upload(here: Path) -> None:
     store = checkpoint_root(here)
     if not isinstance(store, RemotePath):
         return
-    there = {each.place: each for each in files.list_entries(store)}
-    there |= {each.place: each for each in files.list_entries(store / "logs")}
+    there = {each.path: each for each in files.list_entries(store)}
+    there |= {each.path: each for each in files.list_entries(store / "logs")}
     for path in sorted(here.rglob("*")):
         within = path.relative_to(here)
         if any(part.startswith(".") for part in within.parts) or not path.is_file():

@@ -41,7 +41,7 @@ from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import DataError
 from hybrid.primitives.progress import Progress, ignore_progress
 from hybrid.storage.files import open_writer, read_bytes
-from hybrid.storage.object_stores import asking
+from hybrid.storage.object_stores import store_request
 from hybrid.storage.remote_path import RemotePath
 
 FILE_NAME = "chunks.json"
@@ -77,7 +77,7 @@ class StoreFolder:
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Return some bytes of a file."""
-        with asking(self._folder / name, "read"):
+        with store_request(self._folder / name, "read"):
             data: bytes = self._opened(name).read_at(stop - start, start)
             return data
 
@@ -88,7 +88,7 @@ class StoreFolder:
                 file.write(block)
 
     def _open(self, name: str) -> pa.NativeFile:
-        with asking(self._folder / name, "read") as (filesystem, path):
+        with store_request(self._folder / name, "read") as (filesystem, path):
             return filesystem.open_input_file(path)
 
 

@@ -104,7 +104,7 @@ def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
 
 def _files_in(folder: StoragePath, key: str) -> list[StoragePath]:
     if isinstance(folder, RemotePath):
-        inside = {each.place: each.is_folder for each in storage.list_entries(folder)}
+        inside = {each.path: each.is_folder for each in storage.list_entries(folder)}
     else:
         inside = {path: path.is_dir() for path in folder.iterdir()}
     files = {path: is_folder for path, is_folder in inside.items() if path.name[0] not in "._"}

@@ -115,7 +115,7 @@ def test_checkpoints_of_another_run_are_not_reached_through_a_link(tmp_path: Pat
         lambda: checkpoint_folders.drop_later(tmp_path / "run", 0),
         lambda: Checkpoint.newest_valid(tmp_path / "run", print),
     ):
-        with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a link"):
+        with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a symbolic link"):
             use()
     assert len(checkpoint_folders.list_checkpoints(tmp_path / "mine")) == 2
 

@@ -36,7 +36,7 @@ def proxy(store: Store) -> Iterator[Proxy]:
 
 
 def all_files(run: RemotePath) -> list[RemotePath]:
-    found = [each.place for each in files.list_entries(run, is_deep=True)]
+    found = [each.path for each in files.list_entries(run, is_deep=True)]
     return [each for each in found if isinstance(each, RemotePath)]
 
 

@@ -129,7 +129,7 @@ def test_data_that_were_removed_are_told_in_a_line(tmp_path: Path, cache: Remote
     config = config_of(tmp_path, str(cache))
     folder = ensure_prepared(config, cache)
     target = parse_path(source_of(folder))
-    (attempt,) = [each.place for each in list_entries(target) if each.is_folder]
+    (attempt,) = [each.path for each in list_entries(target) if each.is_folder]
     remove(attempt / "train" / "samples.index")
     with pytest.raises(
         DataError, match=r"^s3://.*: lacks train/samples\.index; delete it, and it is prepared anew$"

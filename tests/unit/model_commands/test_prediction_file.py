@@ -34,7 +34,7 @@ def test_it_is_not_there_before_its_end(folder: StoragePath, name: str) -> None:
         file.write({"row": pa.array([1]), "tags": pa.array([["a", "b"]])})
         assert not files.exists(folder / name)
         file.write({"row": pa.array([2]), "tags": pa.array([None], pa.list_(pa.string()))})
-    assert [each.place.name for each in files.list_entries(folder)] == [name]
+    assert [each.path.name for each in files.list_entries(folder)] == [name]
 
 
 @pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.long), NAMES[1]])

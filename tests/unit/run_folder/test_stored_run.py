@@ -95,6 +95,6 @@ def test_a_folder_of_this_machine_is_itself(tmp_path: Path) -> None:
 def test_a_folder_that_leads_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path)
-    with pytest.raises(HybridError, match=rf"^{tmp_path}/run/{name}: is a link"):
+    with pytest.raises(HybridError, match=rf"^{tmp_path}/run/{name}: is a symbolic link"):
         with hold_run(tmp_path / "run", is_resumed=False):
             raise AssertionError

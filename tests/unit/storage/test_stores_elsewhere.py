@@ -6,7 +6,7 @@ import pytest
 
 from hybrid.errors import OutageError, StorageError
 from hybrid.storage import files, store_clients
-from hybrid.storage.object_stores import _error
+from hybrid.storage.object_stores import _store_error
 from hybrid.storage.remote_path import RemotePath, parse_path
 
 
@@ -38,7 +38,7 @@ def test_a_file_is_the_old_one_until_the_new_one_is_whole(other_store: RemotePat
         file.write(bytes(65 << 20))
         assert files.read_bytes(folder / "a") == b"old"
     assert files.file_size(folder / "a") == 65 << 20
-    assert [each.place for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
+    assert [each.path for each in files.list_entries(folder, is_deep=True)] == [folder / "a"]
 
 
 def test_of_google_a_tag_is_of_the_content(google: RemotePath) -> None:
@@ -64,7 +64,7 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
 @pytest.mark.long
 def test_nobody_listens_for_azure(monkeypatch: pytest.MonkeyPatch, unused: str) -> None:
     monkeypatch.setenv("AZURE_STORAGE_KEY", "AAAA")
-    with pytest.raises(OutageError, match="see that the account in the URL is right and can be reached"):
+    with pytest.raises(OutageError, match="account in the URL"):
         files.read_bytes(parse_path(f"abfs://me@{unused}/box/a?enable_tls=false"))
 
 
@@ -72,11 +72,11 @@ def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPat
     for key in ("AAAA", "!"):
         monkeypatch.setenv("AZURE_STORAGE_KEY", key)
         store_clients._client.cache_clear()
-        with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
+        with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
             files.read_bytes(azure / "a")
     monkeypatch.delenv("AZURE_STORAGE_KEY")
     store_clients._client.cache_clear()
-    with pytest.raises(StorageError, match=r"; set AZURE_STORAGE_KEY, or what else"):
+    with pytest.raises(StorageError, match="; set AZURE_STORAGE_KEY"):
         files.read_bytes(azure / "a")
     store_clients._client.cache_clear()
 
@@ -91,7 +91,7 @@ def test_a_wrong_key_is_refused(azure: RemotePath, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_a_url_of_azure_has_an_account(authority: str, account: str, prefix: str) -> None:
-    assert store_clients._azure_names(authority)[:2] == (account, prefix)
+    assert store_clients._split_azure_authority(authority)[:2] == (account, prefix)
 
 
 def test_a_url_of_azure_without_an_account_is_refused() -> None:
@@ -125,7 +125,7 @@ STATUS = "google::cloud::Status(%s: Permanent error, with a last message of %s e
     ],
 )
 def test_what_helps_is_said(scheme: str, said: str, remedy: str, kind: type[StorageError]) -> None:
-    error = _error(RemotePath(f"{scheme}://b", "a"), "read", said)
+    error = _store_error(RemotePath(f"{scheme}://b", "a"), "read", said)
     assert remedy in str(error)
     assert type(error) is kind
     assert "error_info" not in str(error)
