@@ -12,7 +12,7 @@ from hybrid.errors import StorageError
 from hybrid.storage.remote_path import StoragePath, parse_path
 from hybrid.topology import RoleKind
 from workers.console.messages import Verbosity
-from workers.rendezvous.address import DEFAULT_PORT
+from workers.rendezvous.master_address import DEFAULT_PORT
 
 _RUN, _COMPARE, _SCRIPT_ARGUMENTS = "run", "compare", "--"
 COMPARED_DTYPE = DTYPES[-1]

@@ -108,7 +108,7 @@ class ClusterSection:
         above=0,
     )
     heartbeat_timeout_seconds: float = option(
-        10.0, "a role that gives no sign of life for so long is taken for frozen", above=0
+        10.0, "a role that sends no heartbeat for so long is considered frozen", above=0
     )
     max_restarts: int = option(
         3, "how often in a row launch starts a failed cluster again without a new checkpoint", minimum=0

@@ -29,7 +29,7 @@ from support.commands import (
 from support.tables import write_csv
 
 from workers.cli import main
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import listen
 
 STOP_SECONDS = 5.0
 

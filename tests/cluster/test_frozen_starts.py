@@ -19,14 +19,13 @@ from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind
 from hybrid.transport.rpc import rpc_group
-from workers.rendezvous.address import Address
 from workers.rendezvous.bootstrap import join, lead
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import MasterAddress, listen
 
 START_SECONDS = 20.0
 HEARTBEAT_SECONDS = 1.0
 TRAINER, WORKER = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
-SILENCE = r"is frozen: no sign of life for 1 s \(cluster.heartbeat_timeout_seconds\)"
+SILENCE = r"is frozen: no heartbeat for 1 s \(cluster.heartbeat_timeout_seconds\)"
 
 
 def take_part(
@@ -34,7 +33,7 @@ def take_part(
     is_freezing: bool,
     config: RunConfig,
     secret: Secret,
-    listener: socket | Address,
+    listener: socket | MasterAddress,
     said: Connection,
 ) -> None:
     """Join a cluster and say why that failed; one that freezes does so before all are connected."""
@@ -51,7 +50,7 @@ def take_part(
         try:
             with (
                 join(role, listener, secret)
-                if isinstance(listener, Address)
+                if isinstance(listener, MasterAddress)
                 else lead(config, secret, listener)
             ):
                 said.send("joined")
@@ -71,7 +70,7 @@ def endings(frozen: Role) -> dict[Role, str]:
                 "heartbeat_timeout_seconds": HEARTBEAT_SECONDS,
             }
         )
-        address = Address(*listener.getsockname())
+        address = MasterAddress(*listener.getsockname())
         for role in config.cluster.topology.roles:
             said[role], theirs = context.Pipe()
             rest = (config, secret, listener if role == MASTER else address, theirs)

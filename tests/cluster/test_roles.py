@@ -16,9 +16,8 @@ from hybrid import transport
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.address import Address
 from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import MasterAddress, listen
 from workers.roles.role_main import serve
 
 SECONDS = 10.0
@@ -87,10 +86,10 @@ def live(
     config: RunConfig,
     secret: Secret,
     told: SimpleQueue[tuple[str, Any]],
-    listener: socket | Address,
+    listener: socket | MasterAddress,
 ) -> None:
     """Be a role from start to end, and tell which process group is left; the master, who was in one."""
-    if not isinstance(listener, Address):
+    if not isinstance(listener, MasterAddress):
         with lead(config, secret, listener) as cluster:
             members = [place.call(Place.membership) for place in places(cluster).values()]
             told.put(("during", transport.gather(members)))
@@ -112,7 +111,7 @@ def test_trainers_form_a_group_until_the_master_says_stop() -> None:
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
         config = small_config(cluster={"trainers": 2, "workers": 1})
-        address = Address(*listener.getsockname())
+        address = MasterAddress(*listener.getsockname())
         processes = [
             context.Process(
                 target=live, args=(role, config, secret, told, listener if role == MASTER else address)

@@ -9,7 +9,7 @@ from support.cluster import Clusters, running_cluster, small_config
 from hybrid import transport
 from hybrid.transport import Vitals
 from workers.rendezvous.bootstrap import Cluster
-from workers.rendezvous.file_limit import files_needed
+from workers.rendezvous.host_requirements import files_needed
 
 # Eight run calls of RPC; the others are torch's loops, signs of life, the rendezvous, readers of the carrier.
 MOST_THREADS = 22

@@ -129,7 +129,7 @@ def test_a_firewall_before_the_master(hosts: list[Host], job: list[str]) -> None
         ended = endings(placed(hosts[:2]), job, {"worker 0": wait})
     reason = (
         r"no master at host-0:29300 after 2 s: nothing comes back to host host-1; check the address, and "
-        "whether a firewall keeps out port 29300"
+        "whether a firewall blocks port 29300"
     )
     check_one_line({"worker 0": ended["worker 0"]}, reason, by=("worker 0",), code=ExitCode.AGAIN)
     missing = r"missing after 8 s \(cluster\.start_timeout_seconds\): worker 0"

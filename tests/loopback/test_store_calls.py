@@ -11,19 +11,19 @@ from support.rendezvous import SECONDS, Meeting, meeting
 
 from hybrid import transport
 from hybrid.topology import MASTER, Topology
-from workers.rendezvous.rendezvous_store import Store
+from workers.rendezvous.rendezvous_store import RendezvousStore
 
 
-class Noted(Store):
+class Noted(RendezvousStore):
     """Notes what it is asked."""
 
     def __init__(self, opened: Meeting) -> None:
         super().__init__(opened.channel, SECONDS)
         self.asked: set[str] = set()
 
-    def _ask(self, *question: str | bytes, seconds: float = 0.0) -> bytes:
+    def _request(self, *question: str | bytes, seconds: float = 0.0) -> bytes:
         self.asked.add(str(question[0]))
-        return super()._ask(*question, seconds=seconds)
+        return super()._request(*question, seconds=seconds)
 
 
 def test_groups_and_rpc_ask_five_questions() -> None:

@@ -22,9 +22,8 @@ from support.fork_context import fork_context
 from hybrid.config import RunConfig
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role
-from workers.rendezvous.address import Address
 from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import MasterAddress, listen
 from workers.roles.role_main import serve
 
 P = ParamSpec("P")
@@ -71,7 +70,7 @@ def _serve(
     role: Role,
     config: RunConfig,
     secret: Secret,
-    listener: socket | Address,
+    listener: socket | MasterAddress,
     cases: Connection | None,
     has_own_host: bool,
 ) -> None:
@@ -79,7 +78,7 @@ def _serve(
     if has_own_host:
         patch("hybrid.transport.shared_memory.shared_block.own_host", lambda: str(role)).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if isinstance(listener, Address):
+    if isinstance(listener, MasterAddress):
         serve(role, listener, secret)
     else:
         assert cases is not None
@@ -107,7 +106,7 @@ def running_cluster(config: RunConfig, has_many_hosts: bool = False) -> Iterator
     ours, theirs = context.Pipe()
     secret = Secret.fresh()
     with listen("127.0.0.1", 0) as listener:
-        address = Address(*listener.getsockname())
+        address = MasterAddress(*listener.getsockname())
         processes = []
         for role in config.cluster.topology.roles:
             extra = (listener, theirs) if role == MASTER else (address, None)

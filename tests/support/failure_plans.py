@@ -72,7 +72,7 @@ class Row:
     def _frozen(self) -> str:
         timeout = rf"{HEARTBEAT_SECONDS} s \(cluster\.heartbeat_timeout_seconds\)"
         who = "the master" if self.role == "master" else rf"{self.role} \(host \S+, pid \d+\)"
-        said = f"{who} is frozen: no sign of life for {timeout}"
+        said = f"{who} is frozen: no heartbeat for {timeout}"
         if self.role == "master" or self.phase == "shutdown":
             return said
         return f"{said} {_DOING[self.phase]}; its log says why, if it could"

@@ -9,22 +9,21 @@ from dataclasses import dataclass, field
 from hybrid.errors import ClusterError, HybridError
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from workers.rendezvous.channel import GREETING, KEY_BYTES, Channel
-from workers.rendezvous.heartbeat import Pulse, claim_place
-from workers.rendezvous.heartbeat_interval import Rhythm
-from workers.rendezvous.listener import listen
-from workers.rendezvous.registration import Admission, Claim, Welcome
-from workers.rendezvous.rendezvous_server import Rendezvous
-from workers.rendezvous.rendezvous_store import Store
+from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, register
+from workers.rendezvous.master_address import listen
+from workers.rendezvous.registration import Acceptance, Registration, RegistrationPolicy
+from workers.rendezvous.rendezvous_server import RendezvousServer
+from workers.rendezvous.rendezvous_store import RendezvousStore
+from workers.rendezvous.secure_channel import GREETING, KEY_BYTES, Channel
 
 SECONDS = 5.0
 ADDRESS = "127.0.0.1"
 WORKER = Role(RoleKind.WORKER)
 TOPOLOGY = Topology(2, 2)
-WELCOME = Welcome("", "there", "network", "lo")
+ACCEPTANCE = Acceptance("", "there", "network", "lo")
 
 
-class Quick(Rhythm):
+class Quick(HeartbeatInterval):
     """Signs of life every 10 ms, of which thousands may be missing: a busy machine is not frozen."""
 
     @property
@@ -41,10 +40,10 @@ class Meeting:
         heard: what its roles have found out.
     """
 
-    rendezvous: Rendezvous
+    rendezvous: RendezvousServer
     secret: Secret
     port: int
-    rhythm: Rhythm
+    interval: HeartbeatInterval
     lost: list[HybridError] = field(default_factory=list)
     heard: list[ClusterError] = field(default_factory=list)
 
@@ -54,29 +53,29 @@ class Meeting:
         Args:
             patience_seconds: how long the master may be silent from now on, where that is another time.
         """
-        channel = Channel(ADDRESS, self.port, self.secret, self.rhythm)
+        channel = Channel(ADDRESS, self.port, self.secret, self.interval)
         if patience_seconds is not None:
-            channel.rhythm = Rhythm(patience_seconds)
+            channel.interval = HeartbeatInterval(patience_seconds)
         return channel
 
     @contextmanager
-    def store(self, timeout_seconds: float = SECONDS) -> Iterator[Store]:
+    def store(self, timeout_seconds: float = SECONDS) -> Iterator[RendezvousStore]:
         """A role's store."""
-        store = Store(self.channel, timeout_seconds)
+        store = RendezvousStore(self.channel, timeout_seconds)
         try:
             yield store
         finally:
             store.close()
 
-    def pulse(self, role: Role = WORKER, patience_seconds: float | None = None) -> Pulse:
-        """A role's signs of life, once its place is its own."""
+    def pulse(self, role: Role = WORKER, patience_seconds: float | None = None) -> HeartbeatSender:
+        """A role's heartbeats, after its registration."""
         channel = self.channel(patience_seconds)
         try:
-            claim_place(channel, Claim.of(role))
+            register(channel, Registration.of(role))
         except BaseException:
             channel.close()
             raise
-        return Pulse(channel, self.heard.append)
+        return HeartbeatSender(channel, self.heard.append)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -97,12 +96,12 @@ class Meeting:
 
 
 @contextmanager
-def meeting(timeout_seconds: float | None = None, welcome: Welcome = WELCOME) -> Iterator[Meeting]:
-    """An open rendezvous; its roles may be silent for so long, or for a minute, with quick signs of life."""
-    rhythm = Quick(60.0) if timeout_seconds is None else Rhythm(timeout_seconds)
+def meeting(timeout_seconds: float | None = None, acceptance: Acceptance = ACCEPTANCE) -> Iterator[Meeting]:
+    """An open rendezvous; its roles may be silent for so long, or for a minute, with frequent heartbeats."""
+    interval = Quick(60.0) if timeout_seconds is None else HeartbeatInterval(timeout_seconds)
     secret, lost = Secret.fresh(), list[HybridError]()
-    admission = Admission(TOPOLOGY, welcome, lost.append)
+    policy = RegistrationPolicy(TOPOLOGY, acceptance, lost.append)
     with listen(ADDRESS, 0) as listener:
         port = listener.getsockname()[1]
-        with Rendezvous(listener, secret, admission, rhythm, lost.append) as rendezvous:
-            yield Meeting(rendezvous, secret, port, rhythm, lost)
+        with RendezvousServer(listener, secret, policy, interval, lost.append) as rendezvous:
+            yield Meeting(rendezvous, secret, port, interval, lost)

@@ -26,9 +26,9 @@ from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ToldError, exit_code
 from workers.launching.forked_roles import end_with_parent
 from workers.launching.scheduler_rank import ends_with_starter, index_of, master_host, role_of
-from workers.rendezvous.address import Address
-from workers.rendezvous.file_limit import allow_open_files
-from workers.rendezvous.shutdown_notice import dismiss
+from workers.rendezvous.host_requirements import allow_open_files
+from workers.rendezvous.master_address import MasterAddress
+from workers.rendezvous.rendezvous_server import report_end
 from workers.run_folder.remote_run import hold_run
 
 
@@ -38,7 +38,7 @@ def master_role(options: argparse.Namespace, started_at: float) -> None:
     config, folder, is_resumed, over = requested_run(options)
     secret = _shared_secret(config.cluster)
     if over:  # the others do not know yet
-        dismiss(config, secret, over)
+        report_end(config, secret, over)
         return
     allow_open_files(config.cluster)
     with importing_torch():
@@ -61,7 +61,7 @@ def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
     config = RunConfig() if both_given else _wanted_config(options)
     counts = load_config(None, overrides(options)).cluster if both_given else config.cluster
     role = role_of(os.environ, counts.topology)
-    address = Address.parse(_master_of(options))
+    address = MasterAddress.parse(_master_of(options))
     options.command, options.script = role.kind.value, None
     if role == MASTER:
         options.set += [f"cluster.master_address={address.host}", f"cluster.master_port={address.port}"]
@@ -108,7 +108,7 @@ def other_role(options: argparse.Namespace, started_at: float) -> None:
     kind = RoleKind(options.command)
     if options.index is None:
         options.index = index_of(os.environ, kind)
-    address = Address.parse(_master_of(options))
+    address = MasterAddress.parse(_master_of(options))
     if options.index < 0:
         raise ConfigError("--index", "must be at least 0", options.index)
     secret = _shared_secret(with_own(RunConfig(), options.set).cluster)

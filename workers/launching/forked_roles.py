@@ -16,7 +16,7 @@ from multiprocessing.context import ForkProcess
 from hybrid.errors import ClusterError, ConfigError
 from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.preloading import lasting_imports
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import listen
 from workers.signals import ASK_SIGNAL, HEARD
 
 MARKER = b"."  # ancillary data needs a byte to travel with

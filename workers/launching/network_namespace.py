@@ -16,8 +16,8 @@ from pathlib import Path
 
 from hybrid.config import RunConfig
 from hybrid.storage.remote_path import StoragePath, is_url
-from workers.rendezvous.address import is_loopback
-from workers.rendezvous.network_interface import AUTO, LOOPBACK
+from workers.rendezvous.host_requirements import AUTO, LOOPBACK
+from workers.rendezvous.master_address import is_loopback
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h

@@ -23,8 +23,8 @@ from workers.exit_codes import Cause, ExitCode, Interrupt, exit_code
 from workers.launching.fork_server import ForkServer
 from workers.launching.forked_roles import Ended, Started
 from workers.launching.role_outcome import Child, Outcome, outcome_pipe
-from workers.rendezvous.address import Address
 from workers.rendezvous.interrupt import end_now
+from workers.rendezvous.master_address import MasterAddress
 from workers.run_folder.run_paths import log_path, run_write_errors
 from workers.signals import ASK_SIGNAL
 
@@ -68,7 +68,7 @@ class RoleProcesses:
         logs = log_path(self._folder, MASTER).parent
         with run_write_errors(logs):
             make_folder(logs)
-        address = Address(self._config.cluster.master_address, listener.getsockname()[1])
+        address = MasterAddress(self._config.cluster.master_address, listener.getsockname()[1])
         for role in self._config.cluster.topology.roles:
             place, files = (self._config, [listener.fileno()]) if role == MASTER else (address, [])
             outcomes, writer = outcome_pipe()
@@ -161,7 +161,7 @@ class RoleProcesses:
 
 def _role_main(
     role: Role,
-    place: RunConfig | Address,
+    place: RunConfig | MasterAddress,
     folder: Path,
     task: Task,
     secret: Secret,
@@ -207,11 +207,13 @@ def _role_main(
             end_now(exit_code(error))  # threads of torch may wait for a role that is gone
 
 
-def _be(role: Role, place: RunConfig | Address, task: Task, secret: Secret, listener: int | None) -> None:
+def _be(
+    role: Role, place: RunConfig | MasterAddress, task: Task, secret: Secret, listener: int | None
+) -> None:
     from workers.roles import master
     from workers.roles.role_main import serve
 
-    if isinstance(place, Address):
+    if isinstance(place, MasterAddress):
         serve(role, place, secret)  # the launcher knows what to end with
     else:
         master.run(place, task, secret, None if listener is None else socket.socket(fileno=listener))

@@ -1,9 +1,8 @@
-"""A role's way into a cluster and out of it, and how it learns that another one is gone.
+"""How roles find each other, form a cluster and leave it, and how they notice that another role is gone.
 
-Begin with ``bootstrap``. A role has the master's ``address``, and gets the rest by ``connecting``: members
-speak through a ``channel`` that asks for the secret; the master's side of it is the ``rendezvous`` (``keys``,
-``listener``), which torch sees as a ``store``. ``admission`` is what a role says of itself and is told,
-``interface`` and ``open_files`` what its host must have, ``ways`` how hosts must reach each other.
-``heartbeat`` gives signs of life, by which a role is known to be there (``presence``), ``alarm`` raises what
-they tell in the main thread. Every role calls it.
+Start with ``bootstrap``, which every role calls. A role connects to the ``master_address`` through a
+``secure_channel``, and sends its ``registration``. The ``rendezvous_server`` of the master accepts it, stores
+the keys of the ``rendezvous_store``, and receives every role's ``heartbeat``. ``host_requirements`` and
+``reachability`` check hosts before torch starts. ``interrupt`` raises errors of other threads in the main
+thread.
 """

@@ -1,21 +1,22 @@
-"""Signs of life between the master and every other role. Free of torch.
+"""Heartbeats between the master and every other role. Free of torch.
 
-Each role has a thread that sends the master a sign of life over a connection of its own; the answer says
-whether the run has failed. The first is its claim of its place in the cluster (``admission``), so that every
-member is heard from the beginning.
+Each role has a thread that sends heartbeats to the master over a connection of its own; the response reports
+whether the run has failed. The first heartbeat is the registration of the role (``registration``), so the
+master monitors every member from the start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybrid.errors import ClusterError, HybridError, first_line
 from workers.exit_codes import ExitCode, Word, exit_code
-from workers.rendezvous.channel import Channel, MasterChannel
-from workers.rendezvous.heartbeat_interval import Rhythm
 from workers.rendezvous.interrupt import (
     EndedRoleError,
     LostHostError,
@@ -23,57 +24,139 @@ from workers.rendezvous.interrupt import (
     StoppedError,
     last_words,
 )
-from workers.rendezvous.membership import Presence, name_hosts
-from workers.rendezvous.registration import LIFE, OVER, REFUSED, TAKEN, Claim, Welcome
+from workers.rendezvous.registration import (
+    HEARTBEATS,
+    REJECTED,
+    RUN_ENDED,
+    TAKEN,
+    Acceptance,
+    Registration,
+)
 
+if TYPE_CHECKING:  # which needs HeartbeatInterval
+    from workers.rendezvous.secure_channel import Channel, MasterChannel
+
+_FEWEST_TURNS = 5
 _FAREWELL_SECONDS = 1.0
-_ALIVE, _ASKED, _FAREWELL, _UNHEARD = b"alive", b"asked", b"farewell", b"unheard"
-# Roles of a host that fall silent together: their last signs of life are so far apart at most.
+_ALIVE, _SIGNALED, _FAREWELL, _MASTER_SILENT = b"alive", b"asked", b"farewell", b"unheard"
+# The last heartbeats of roles whose host falls silent differ by at most so many turns.
 _TURNS_APART = 2
-# And whose connections end together, with their host.
+# The connections of roles whose host ends break within this time.
 _TOGETHER_SECONDS = 0.3
 
 
-def claim_place(channel: Channel, claim: Claim) -> Welcome:
-    """Claim a role's place, over the connection of its signs of life, which are due from then on.
+@dataclass(frozen=True, slots=True)
+class HeartbeatInterval:
+    """How often heartbeats are sent, and how many may be missing.
 
-    Raises:
-        ClusterError: the place is taken, or the master is gone or frozen.
-        HybridError: the cluster has no such place, or not for a role of these versions.
-        StoppedError: there is nothing to do, and all is well.
-    """
-    try:
-        channel.send(LIFE, claim.packed())
-        answer, *more = channel.receive()
-    except OSError as error:
-        raise _went_away(error) from error
-    if answer == TAKEN:
-        raise ClusterError(f"{claim.role} is already taken in this cluster: was it started twice?")
-    if answer == REFUSED:
-        raise HybridError(more[0].decode())
-    if answer == OVER:
-        raise StoppedError(more[0].decode(), ExitCode.DONE)
-    return Welcome.unpacked(more[0])
-
-
-class Pulse:
-    """A role's side: tells the master that it lives as long as a ``with`` block.
+    Silence is counted in turns, each of which waits anew. So neither a clock that is set nor a time in which
+    the local process was stopped looks like the silence of another process.
 
     Args:
-        channel: a connection of its own, by which the role has claimed its place; it is closed at the end.
-        ring: called once if the master is gone or frozen, or the run has failed.
+        timeout_seconds: silence after which a process is considered frozen.
     """
 
-    def __init__(self, channel: Channel, ring: Callable[[ClusterError], None]) -> None:
-        self._channel = channel
-        self._turn_seconds = channel.rhythm.turn_seconds
-        self._ring = ring
-        self._leaving = threading.Event()
-        self._asked_by = b""
-        self._last_words = [b"", b""]
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+    timeout_seconds: float
 
-    def __enter__(self) -> Pulse:
+    @property
+    def turns(self) -> int:
+        """The number of turns, of at most one second, in the timeout."""
+        return max(_FEWEST_TURNS, math.ceil(self.timeout_seconds))
+
+    @property
+    def turn_seconds(self) -> float:
+        return self.timeout_seconds / self.turns
+
+    @property
+    def timeout(self) -> str:
+        """The timeout and its key."""
+        return f"{self.timeout_seconds:g} s (cluster.heartbeat_timeout_seconds)"
+
+    def describe_frozen(self, who: str) -> str:
+        """Return the message for a silent process whose host is alive."""
+        return f"{who} is frozen: no heartbeat for {self.timeout}"
+
+    def describe_unreachable(self, who: str, verb: str = "is") -> str:
+        """Return the message for a silent process that may be frozen, gone or cut off."""
+        return f"{who} {verb} unreachable: no heartbeat for {self.timeout}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedRole:
+    """A role that sends heartbeats.
+
+    Attributes:
+        role: its name, such as "worker 0".
+        host: name of its host; hosts may share a name.
+        address: from which it connected.
+        is_local: whether it is on the master's host.
+    """
+
+    role: str
+    host: str
+    pid: int
+    address: str
+    is_local: bool
+
+    @property
+    def machine(self) -> tuple[str, str]:
+        """The same for all roles of a host."""
+        return self.host, self.address
+
+    def __str__(self) -> str:
+        return f"{self.role} (host {self.host}, pid {self.pid})"
+
+
+def name_hosts(roles: Iterable[ConnectedRole]) -> str:
+    """Name each host once, with its roles: "host b (trainer 1, worker 1) and host c (worker 0)"."""
+    by_machine: dict[tuple[str, str], list[str]] = {}
+    for each in roles:
+        by_machine.setdefault(each.machine, []).append(each.role)
+    return " and ".join(
+        f"host {host} ({', '.join(sorted(names))})" for (host, _), names in by_machine.items()
+    )
+
+
+def register(channel: Channel, registration: Registration) -> Acceptance:
+    """Register a role over the connection of its heartbeats, which are due from then on.
+
+    Raises:
+        ClusterError: the role is registered already, or the master is gone or frozen.
+        HybridError: the cluster has no such role, or other versions.
+        StoppedError: the run has ended.
+    """
+    try:
+        channel.send(HEARTBEATS, registration.packed())
+        response, *more = channel.receive()
+    except OSError as error:
+        raise _master_is_gone(error) from error
+    if response == TAKEN:
+        raise ClusterError(f"{registration.role} is already taken in this cluster: was it started twice?")
+    if response == REJECTED:
+        raise HybridError(more[0].decode())
+    if response == RUN_ENDED:
+        raise StoppedError(more[0].decode(), ExitCode.DONE)
+    return Acceptance.unpacked(more[0])
+
+
+class HeartbeatSender:
+    """Sends a role's heartbeats for the length of a ``with`` block.
+
+    Args:
+        channel: over which the role has registered; closed at the end.
+        on_failure: called once if the master is gone or frozen, or the run has failed.
+    """
+
+    def __init__(self, channel: Channel, on_failure: Callable[[ClusterError], None]) -> None:
+        self._channel = channel
+        self._turn_seconds = channel.interval.turn_seconds
+        self._on_failure = on_failure
+        self._leaving = threading.Event()
+        self._signal = b""
+        self._last_words = [b"", b""]
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> HeartbeatSender:
         self._thread.start()
         return self
 
@@ -83,158 +166,160 @@ class Pulse:
         self._leaving.set()
         self._thread.join(_FAREWELL_SECONDS)
 
-    def pass_on(self, number: int) -> None:
-        """Tell the master that this role was asked to stop by a signal; called in its handler."""
-        self._asked_by = b"%d" % number
+    def forward_signal(self, number: int) -> None:
+        """Report to the master that a signal asked this role to stop; called by the signal's handler."""
+        self._signal = b"%d" % number
 
     def _run(self) -> None:
         try:
             if text := self._beat().decode():
                 word = Word.parse(text)
-                self._ring(StoppedError(f"stopped by the master: {word.reason}", word.code))
+                self._on_failure(StoppedError(f"stopped by the master: {word.reason}", word.code))
                 self._leaving.wait()
             self._channel.send(_FAREWELL, *self._last_words)
         except ClusterError as error:
-            self._ring(error)
-            with suppress(OSError, ClusterError):  # a master that was stopped hears it when it goes on
-                self._channel.send(_UNHEARD)
+            self._on_failure(error)
+            with suppress(OSError, ClusterError):  # a master that was stopped receives it when it resumes
+                self._channel.send(_MASTER_SILENT)
         except OSError as error:
             if not self._leaving.is_set():
-                self._ring(_went_away(error))
+                self._on_failure(_master_is_gone(error))
         finally:
             self._channel.close()
 
     def _beat(self) -> bytes:
-        """Send signs of life until this role leaves, or the run has failed; the master's word of that."""
+        """Send heartbeats until this role leaves or the run has failed; return the reason of the failure."""
         word = b""
         while not word and not self._leaving.wait(self._turn_seconds):
-            asked_by, self._asked_by = self._asked_by, b""
-            self._channel.send(*((_ASKED, asked_by) if asked_by else (_ALIVE,)))
-            # The turn before the question counts: the master has not been heard in it.
+            number, self._signal = self._signal, b""
+            self._channel.send(*((_SIGNALED, number) if number else (_ALIVE,)))
+            # The master was silent during the turn before the heartbeat, too.
             word = self._channel.receive(-self._turn_seconds)[0]
         return word
 
 
-def _went_away(error: OSError) -> StoppedError:
+def _master_is_gone(error: OSError) -> StoppedError:
     return StoppedError(f"the master went away: {first_line(error)}")
 
 
-class Watch:
-    """The master's side: who is there, and who is not any more. Belongs to an event loop.
+class HeartbeatMonitor:
+    """The master's side: knows the connected roles, and reports lost ones. Belongs to an event loop.
 
     Args:
-        lost: called with the error of a role that is gone, frozen, or says that it has failed.
-        asked: called with the number of the signal by which a role was asked to stop.
+        on_loss: called with the error of a role that is gone, frozen, or has failed.
+        on_signal: called with the number of a signal that asked a role to stop.
     """
 
     def __init__(
-        self, rhythm: Rhythm, lost: Callable[[LostRoleError], None], asked: Callable[[int], None]
+        self,
+        interval: HeartbeatInterval,
+        on_loss: Callable[[LostRoleError], None],
+        on_signal: Callable[[int], None],
     ) -> None:
-        self._rhythm = rhythm
-        self._lost = lost
-        self._asked = asked
-        self._silent_turns: dict[Presence, int] = {}
-        self._gone: list[Presence] = []
+        self._interval = interval
+        self._on_loss = on_loss
+        self._on_signal = on_signal
+        self._silent_turns: dict[ConnectedRole, int] = {}
+        self._gone: list[ConnectedRole] = []
         self._arriving: set[object] = set()
-        self._waiting: list[Callable[[], None]] = []
+        self._departure_callbacks: list[Callable[[], None]] = []
 
     @contextmanager
     def arrival(self) -> Iterator[Callable[[], None]]:
-        """Somebody has proved the secret: not all have left, until it has said who it is, or gone.
+        """Count an authenticated peer as present until it has registered, or its connection has ended.
 
-        What it yields is to be called once it has; a role is to be attended to at once.
+        The block gets a function to call after the registration.
         """
-        visit = object()
-        self._arriving.add(visit)
+        arrival = object()
+        self._arriving.add(arrival)
 
-        def arrived() -> None:
-            self._arriving.discard(visit)
-            asyncio.get_running_loop().call_soon(self._tell)  # once a role is attended to
+        def end_arrival() -> None:
+            self._arriving.discard(arrival)
+            asyncio.get_running_loop().call_soon(self._report_departures)  # after monitor() has begun
 
         try:
-            yield arrived
+            yield end_arrival
         finally:
-            arrived()
+            end_arrival()
 
-    async def attend(
-        self, channel: MasterChannel, who: Presence, answer: Sequence[bytes], word: Callable[[], bytes]
+    async def monitor(
+        self,
+        channel: MasterChannel,
+        role: ConnectedRole,
+        response: Sequence[bytes],
+        failure: Callable[[], bytes],
     ) -> None:
-        """Listen to a role until it leaves.
+        """Receive the heartbeats of a role until it leaves.
 
         Args:
-            answer: to its claim, which is its first sign of life.
-            word: what is to be told it, where the run has failed; else empty.
+            response: to its registration, which is its first heartbeat.
+            failure: returns the reason if the run has failed, else nothing.
         """
         try:
             message = [_ALIVE]
-            while message[0] in (_ALIVE, _ASKED):
-                if message[0] == _ASKED:
-                    self._asked(int(message[1]))
-                self._silent_turns[who] = 0
-                await channel.send(*answer)
+            while message[0] in (_ALIVE, _SIGNALED):
+                if message[0] == _SIGNALED:
+                    self._on_signal(int(message[1]))
+                self._silent_turns[role] = 0
+                await channel.send(*response)
                 message = await channel.receive()
-                answer = (word(),)
-            if message[0] == _UNHEARD:
-                self._lost(self._unheard(who))
+                response = (failure(),)
+            if message[0] == _MASTER_SILENT:
+                cause = "the master was stopped" + ("" if role.is_local else ", or out of reach")
+                unheard = f"has ended, since it had received nothing from it for {self._interval.timeout}"
+                self._on_loss(LostHostError(f"{cause}: {role} {unheard}"))
             elif reason := message[1].decode():
-                self._lost(EndedRoleError(f"{who} has ended: {reason}", ExitCode(int(message[2]))))
+                self._on_loss(EndedRoleError(f"{role} has ended: {reason}", ExitCode(int(message[2]))))
         except (OSError, EOFError):
-            self._forget(who)
-            self._lost(await self._gone_with_its_host(who))
+            self._forget(role)
+            self._on_loss(await self._gone_with_its_host(role))
         finally:
-            self._forget(who)
+            self._forget(role)
 
-    def _unheard(self, by: Presence) -> LostHostError:
-        cause = "the master was stopped" if by.is_here else "the master was stopped, or out of reach"
-        unheard = f"has ended, since it had heard nothing of it for {self._rhythm.timeout}"
-        return LostHostError(f"{cause}: {by} {unheard}")
-
-    async def _gone_with_its_host(self, who: Presence) -> LostRoleError:
-        """What is said of a role whose connection has ended: its host is named where all of that have."""
-        self._gone.append(who)
-        if not who.is_here:
+    async def _gone_with_its_host(self, role: ConnectedRole) -> LostRoleError:
+        """Return the error for a broken connection: it names the host if all its connections broke."""
+        self._gone.append(role)
+        if not role.is_local:
             await asyncio.sleep(_TOGETHER_SECONDS)
-        together = [each for each in self._gone if each.machine == who.machine]
-        is_host_there = any(each.machine == who.machine for each in self._silent_turns)
-        if who.is_here or is_host_there or len(together) == 1:
-            return LostRoleError(f"lost {who}")
+        together = [each for each in self._gone if each.machine == role.machine]
+        is_host_there = any(each.machine == role.machine for each in self._silent_turns)
+        if role.is_local or is_host_there or len(together) == 1:
+            return LostRoleError(f"lost {role}")
         return LostHostError(f"lost {name_hosts(together)}")
 
-    async def count(self) -> None:
-        """Count everybody's silence; does not return."""
+    async def count_silence(self) -> None:
+        """Count every role's silent turns; does not return."""
         while True:
-            await asyncio.sleep(self._rhythm.turn_seconds)
-            for who in self._silent_turns:
-                self._silent_turns[who] += 1
-            while late := [who for who, turns in self._silent_turns.items() if turns >= self._rhythm.turns]:
+            await asyncio.sleep(self._interval.turn_seconds)
+            for role in self._silent_turns:
+                self._silent_turns[role] += 1
+            while late := [
+                role for role, turns in self._silent_turns.items() if turns >= self._interval.turns
+            ]:
                 self._give_up(late[0])
 
-    def _give_up(self, who: Presence) -> None:
-        unreachable = self._on_silent_hosts()
-        if who in unreachable:
-            verb = "is" if len({each.machine for each in unreachable}) == 1 else "are"
-            error: LostRoleError = LostHostError(self._rhythm.unreachable(name_hosts(unreachable), verb))
+    def _give_up(self, role: ConnectedRole) -> None:
+        longest = self._interval.turns - _TURNS_APART
+        alive = {each.machine for each, turns in self._silent_turns.items() if turns < longest}
+        lost = [each for each in self._silent_turns if not each.is_local and each.machine not in alive]
+        if role in lost:
+            verb = "is" if len({each.machine for each in lost}) == 1 else "are"
+            error: LostRoleError = LostHostError(self._interval.describe_unreachable(name_hosts(lost), verb))
         else:
-            error, unreachable = LostRoleError(self._rhythm.frozen(str(who))), [who]
-        for each in unreachable:
+            error, lost = LostRoleError(self._interval.describe_frozen(str(role))), [role]
+        for each in lost:
             self._forget(each)
-        self._lost(error)
+        self._on_loss(error)
 
-    def _on_silent_hosts(self) -> list[Presence]:
-        """Who is on other hosts of which nobody is heard."""
-        longest = self._rhythm.turns - _TURNS_APART
-        heard = {who.machine for who, turns in self._silent_turns.items() if turns < longest}
-        return [who for who in self._silent_turns if not who.is_here and who.machine not in heard]
+    def call_after_departures(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once no role is left, except frozen ones."""
+        self._departure_callbacks.append(callback)
+        self._report_departures()
 
-    def when_all_left(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called once nobody is there any more but those who are frozen."""
-        self._waiting.append(call)
-        self._tell()
+    def _forget(self, role: ConnectedRole) -> None:
+        self._silent_turns.pop(role, None)
+        self._report_departures()
 
-    def _forget(self, who: Presence) -> None:
-        self._silent_turns.pop(who, None)
-        self._tell()
-
-    def _tell(self) -> None:
-        while self._waiting and not self._silent_turns and not self._arriving:
-            self._waiting.pop()()
+    def _report_departures(self) -> None:
+        while self._departure_callbacks and not self._silent_turns and not self._arriving:
+            self._departure_callbacks.pop()()

@@ -1,4 +1,4 @@
-"""Errors found out by another thread, raised in the main thread; and an end by all means. Free of torch."""
+"""Errors of other threads, raised in the main thread, and a certain end of the process. Free of torch."""
 
 import atexit
 import os
@@ -15,15 +15,15 @@ from hybrid.errors import ClusterError, HybridError, first_line
 from workers.console.messages import print_line
 from workers.exit_codes import ExitCode, ToldError, exit_code
 
-_SIGNAL = signal.SIGRTMIN  # SIGUSR1 is what schedulers warn with
+_SIGNAL = signal.SIGRTMIN  # schedulers use SIGUSR1 as a warning
 
 
 class StoppedError(ToldError):
-    """The run failed, or had ended, elsewhere; this role is only told so."""
+    """Another role reported that the run has failed or ended."""
 
 
 class LostRoleError(ClusterError):
-    """A role is gone, or gives no sign of life."""
+    """A role is gone, or sends no heartbeats."""
 
 
 class LostHostError(LostRoleError):
@@ -31,19 +31,19 @@ class LostHostError(LostRoleError):
 
 
 class EndedRoleError(ToldError, LostRoleError):
-    """A role has ended with an error, and tells it itself."""
+    """A role has ended with an error, which it reported."""
 
 
-class Alarm:
-    """Raises an error in the main thread, wherever it waits; where it cannot be reached, the process ends.
+class Interrupter:
+    """Raises an error in the main thread, wherever it waits, or else ends the process.
 
-    A call into torch that waits for a frozen role notices no signal, and neither do torch's own threads, for
-    which Python would wait at its end. So a process whose block has failed ends as soon as Python does, and
-    ``seconds`` after the error at the latest; it says the error then.
+    A call into torch that waits for a frozen role notices no signal. Nor do torch's own threads, for which
+    Python would wait at its end. So a process whose ``with`` block has failed ends as soon as Python does,
+    and prints the error and ends ``seconds`` after the error at the latest.
 
     Args:
-        name: of the process, for that.
-        code_of: the exit code of a process that is ended by an error.
+        name: of the process, for the message.
+        code_of: exit code of a process that an error ends.
     """
 
     def __init__(
@@ -54,49 +54,49 @@ class Alarm:
         self._code_of = code_of
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._last_resort: threading.Timer | None = None
-        self._is_armed = False
+        self._timer: threading.Timer | None = None
+        self._is_enabled = False
 
     @contextmanager
-    def armed(self) -> Iterator[None]:
-        """The length in which it can be rung; entered by the main thread."""
+    def enabled(self) -> Iterator[None]:
+        """Accept interrupts during a ``with`` block of the main thread."""
         previous = signal.signal(_SIGNAL, self._raise)
-        self._is_armed = True
+        self._is_enabled = True
         try:
             yield
         except BaseException as error:
-            self._disarm(previous)
-            self._end_soon(error)
+            self._disable(previous)
+            self._end_later(error)
             atexit.register(end_now, self._code_of(error))
             raise
         else:
-            self._disarm(previous)
-            if self._last_resort is not None:
-                self._last_resort.cancel()
+            self._disable(previous)
+            if self._timer is not None:
+                self._timer.cancel()
 
-    def ring(self, error: HybridError) -> None:
+    def interrupt(self, error: HybridError) -> None:
         """Raise ``error`` in the main thread; called by another thread. Only the first error counts."""
         with self._lock:
-            if not self._is_armed or self._error is not None:
+            if not self._is_enabled or self._error is not None:
                 return
-            self._end_soon(error)
+            self._end_later(error)
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
-        if self._is_armed and self._error is not None:
+        if self._is_enabled and self._error is not None:
             raise self._error
 
-    def _disarm(self, previous: Any) -> None:
+    def _disable(self, previous: Any) -> None:
         with self._lock:
-            self._is_armed = False
+            self._is_enabled = False
         signal.signal(_SIGNAL, previous)
 
-    def _end_soon(self, error: BaseException) -> None:
+    def _end_later(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
-            self._last_resort = threading.Timer(self._seconds, self._end)
-            self._last_resort.daemon = True
-            self._last_resort.start()
+            self._timer = threading.Timer(self._seconds, self._end)
+            self._timer.daemon = True
+            self._timer.start()
 
     def _end(self) -> None:
         assert self._error is not None
@@ -107,16 +107,16 @@ class Alarm:
 
 
 def run_interruptibly(function: Callable[[], None]) -> None:
-    """Run a function that may wait in torch, where the main thread would hear no alarm.
+    """Run a function that may wait in torch, where the main thread would not notice an interrupt.
 
-    It gets a thread of its own, which after an alarm is left to itself until the process ends.
+    It runs in a thread of its own. After an interrupt, nobody waits for that thread.
     """
     ended: Future[None] = Future()
 
     def run() -> None:
         try:
             function()
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # raised in the main thread
             ended.set_exception(error)
         else:
             ended.set_result(None)
@@ -126,13 +126,13 @@ def run_interruptibly(function: Callable[[], None]) -> None:
 
 
 def last_words(error: BaseException) -> str:
-    """What a process says to others of the error that ends it."""
+    """Return the line that a process reports to others about the error that ends it."""
     return "interrupted" if isinstance(error, KeyboardInterrupt) else first_line(error)
 
 
 def end_now(code: int) -> NoReturn:
-    """End this process, whatever its threads wait for."""
+    """End this process at once, even if its threads wait."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk, or nobody who reads it
+        with suppress(OSError):  # a full disk, or a closed pipe
             stream.flush()
     os._exit(code)

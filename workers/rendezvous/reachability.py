@@ -1,8 +1,8 @@
-"""The ways between hosts, tried before torch takes them: where one is closed, it waits long and names nobody.
+"""A check before torch starts that the roles of different hosts can connect to each other.
 
-Process groups and RPC connect every role to every other, on ports that the system hands out. So does each
-role here, once, to the roles of other hosts. The master hears what came of it, and says go, or which two
-roles do not reach each other; until then everybody can be reached.
+Process groups and RPC connect every pair of roles, on ports that the system chooses. If a firewall blocks
+them, torch waits long and names nobody. So each role first connects once to each role of another host. The
+master collects the results, and starts the cluster or names a pair that is blocked.
 """
 
 import json
@@ -17,51 +17,53 @@ from hybrid.topology import MASTER, Role
 from hybrid.transport.socket.connection_setup import address_of
 from workers.rendezvous.interrupt import StoppedError
 
-# By role: its host, and what own_network() says there.
-Places: TypeAlias = Mapping[str, tuple[str, str]]
+# By role: the name of its host, and its own_network().
+Hosts: TypeAlias = Mapping[str, tuple[str, str]]
 
-_PLACES, _FOUND = "places", "ways"
-_MOST_WAITING = 1024
-_LONGEST_SECONDS = 10.0  # of one attempt, in which the system asks four times
-
-
-def tell_places(store: dist.Store, places: Places) -> None:
-    """Tell all roles where each is; called by the master."""
-    store.set(_PLACES, json.dumps(places))
+_HOSTS, _FAILURE = "places", "ways"
+_BACKLOG = 1024
+_LONGEST_SECONDS = 10.0  # of one attempt, in which the system sends four packets
 
 
-def try_ways(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
-    """Return once every role has reached those of other hosts; at once where all are on one host.
+def publish_hosts(store: dist.Store, hosts: Hosts) -> None:
+    """Tell all roles where each one is; called by the master."""
+    store.set(_HOSTS, json.dumps(hosts))
+
+
+def check_connections(role: Role, store: dist.Store, interface: str, timeout_seconds: float) -> None:
+    """Return once every role has reached those of other hosts; at once if all are on one host.
 
     Args:
-        interface: on which this role is reached.
-        timeout_seconds: of an attempt, if that is not long.
+        interface: on which others reach this role.
+        timeout_seconds: of an attempt, up to ten seconds.
 
     Raises:
-        ClusterError: two roles do not reach each other.
+        ClusterError: two roles cannot connect.
     """
-    places: Places = json.loads(store.get(_PLACES))
-    if len({network for _, network in places.values()}) == 1:
+    hosts: Hosts = json.loads(store.get(_HOSTS))
+    if len({network for _, network in hosts.values()}) == 1:
         return
     family, address = address_of(interface)
-    with socket.create_server((address, 0), family=family, backlog=_MOST_WAITING) as listener:
+    with socket.create_server((address, 0), family=family, backlog=_BACKLOG) as listener:
         store.set(f"way/{role}", json.dumps(listener.getsockname()[:2]))
-        failure = _failure(str(role), places, store, address, min(timeout_seconds, _LONGEST_SECONDS))
+        failure = _find_failure(str(role), hosts, store, address, min(timeout_seconds, _LONGEST_SECONDS))
         store.set(f"tried/{role}", failure)
         if role == MASTER:
-            all_failures = [store.get(f"tried/{each}").decode() for each in places]
-            store.set(_FOUND, next(filter(None, all_failures), ""))
-        found = store.get(_FOUND).decode()
-    if found and role == MASTER:
-        raise ClusterError(found)
-    if found:  # the master knows it already
-        raise StoppedError(failure or f"stopped by the master: {found}")
+            all_failures = [store.get(f"tried/{each}").decode() for each in hosts]
+            store.set(_FAILURE, next(filter(None, all_failures), ""))
+        first_failure = store.get(_FAILURE).decode()
+    if first_failure and role == MASTER:
+        raise ClusterError(first_failure)
+    if first_failure:  # the master reports it
+        raise StoppedError(failure or f"stopped by the master: {first_failure}")
 
 
-def _failure(role: str, places: Places, store: dist.Store, own_address: str, timeout_seconds: float) -> str:
-    """Whom a role does not reach, of those on other hosts, and where; empty where it reaches all."""
-    here, network = places[role]
-    for other, (there, others_network) in places.items():
+def _find_failure(
+    role: str, hosts: Hosts, store: dist.Store, own_address: str, timeout_seconds: float
+) -> str:
+    """Return a message about the first role of another host that is out of reach; empty if there is none."""
+    here, network = hosts[role]
+    for other, (there, others_network) in hosts.items():
         if others_network == network:
             continue
         address, port = json.loads(store.get(f"way/{other}"))

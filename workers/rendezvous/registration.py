@@ -1,8 +1,7 @@
-"""What a role says of itself when it claims its place, and what the master answers. Free of torch.
+"""What a role sends to register, and the master's response. Free of torch.
 
-The answer is "taken", "refused" with the reason, "over" where the run has come to its end, or "welcome" with
-all that the role is to know: it has come with the master's address, the secret and its name, and nothing
-else.
+A role starts with the master's address, the secret and its own name. The response is "taken", "rejected" with
+the reason, "ended" if the run has ended, or "accepted" with everything else that the role needs.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from hybrid import __version__
 from hybrid.errors import HybridError
 from hybrid.topology import MASTER, Role, Topology
 
-LIFE = b"life"  # what the connection of a claim is for
-TAKEN, REFUSED, OVER, WELCOME = b"taken", b"refused", b"over", b"welcome"
+HEARTBEATS = b"life"  # purpose of the connection over which a role registers
+TAKEN, REJECTED, RUN_ENDED, ACCEPTED = b"taken", b"refused", b"over", b"welcome"
 
 
 def own_versions() -> dict[str, str]:
-    """What must be the same wherever a cluster has a role; builds of torch for other devices are."""
+    """Return the versions that all roles of a cluster share; torch's build for a device may differ."""
     torch, _, _ = metadata.version("torch").partition("+")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {"hybrid-parallel": __version__, "torch": torch, "Python": python}
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """A role that wants its place.
+class Registration:
+    """A role that registers.
 
     Attributes:
         role: its name, such as "worker 0".
-        versions: as of :func:`own_versions`.
+        versions: see :func:`own_versions`.
     """
 
     role: str
@@ -47,28 +46,25 @@ class Claim:
     versions: Mapping[str, str]
 
     @classmethod
-    def of(cls, role: Role) -> Claim:
-        """This process's."""
+    def of(cls, role: Role) -> Registration:
+        """Return the registration of this process."""
         return cls(str(role), socket.gethostname(), os.getpid(), own_versions())
 
     def packed(self) -> bytes:
-        """As it travels."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Claim:
-        """What has travelled."""
+    def unpacked(cls, data: bytes) -> Registration:
         return cls(**json.loads(data))
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """What the master tells a role whose place this is.
+class Acceptance:
+    """What an accepted role learns.
 
     Attributes:
         config: the run's configuration, as TOML.
-        host, network, interface: of the master: its name, what :func:`own_network` says there, and the
-            interface by which it is reached.
+        host, network, interface: of the master: its name, its :func:`own_network`, and its interface.
     """
 
     config: str
@@ -77,42 +73,41 @@ class Welcome:
     interface: str
 
     def packed(self) -> bytes:
-        """As it travels: small, since a configuration has many keys for each of many columns."""
+        """Return compressed bytes: a configuration may have many keys for each of many columns."""
         return zlib.compress(json.dumps(dataclasses.asdict(self)).encode())
 
     @classmethod
-    def unpacked(cls, data: bytes) -> Welcome:
-        """What has travelled."""
+    def unpacked(cls, data: bytes) -> Acceptance:
         return cls(**json.loads(zlib.decompress(data)))
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """Answers claims, but for whether a place is taken.
+class RegistrationPolicy:
+    """Decides whether a role may register; the server knows which ones are taken.
 
     Attributes:
-        welcome: for every role of the cluster.
-        fail: called with the error of a claim that the cluster cannot start with.
-        over: why nobody has anything to do, of a run that has come to its end; else empty.
+        acceptance: response to every role of the cluster.
+        on_mismatch: called with an error that prevents the cluster from starting.
+        end_reason: of a run that has ended, else empty.
     """
 
     topology: Topology
-    welcome: Welcome
-    fail: Callable[[HybridError], None]
-    over: str = ""
+    acceptance: Acceptance
+    on_mismatch: Callable[[HybridError], None]
+    end_reason: str = ""
 
-    def refusal(self, claim: Claim) -> str | None:
-        """Why a claim is refused; None where it is not."""
-        if claim.role == str(MASTER) or claim.role not in map(str, self.topology.roles):
-            return f"there is no {claim.role} in a cluster of {self.topology}"
+    def rejection_reason(self, registration: Registration) -> str | None:
+        """Return why a registration is rejected; None if it is not."""
+        if registration.role == str(MASTER) or registration.role not in map(str, self.topology.roles):
+            return f"there is no {registration.role} in a cluster of {self.topology}"
         own = own_versions()
-        for name in sorted(own.keys() | claim.versions.keys()):
-            theirs, ours = claim.versions.get(name, "none"), own.get(name, "none")
+        for name in sorted(own.keys() | registration.versions.keys()):
+            theirs, ours = registration.versions.get(name, "none"), own.get(name, "none")
             if theirs != ours:
-                why = (
-                    f"{claim.role} on host {claim.host} has {name} {theirs}, the master on host "
-                    f"{self.welcome.host} {ours}; install the same on both"
+                reason = (
+                    f"{registration.role} on host {registration.host} has {name} {theirs}, the master on "
+                    f"host {self.acceptance.host} {ours}; install the same on both"
                 )
-                self.fail(HybridError(why))
-                return why
+                self.on_mismatch(HybridError(reason))
+                return reason
         return None

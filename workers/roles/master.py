@@ -25,10 +25,9 @@ from workers.jobs.comparison import Comparison
 from workers.jobs.script_job import ScriptJob
 from workers.jobs.training_job import Training
 from workers.jobs.user_function import OwnJob
-from workers.rendezvous.address import DEFAULT_PORT
 from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
 from workers.rendezvous.interrupt import LostRoleError, last_words
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import DEFAULT_PORT, listen
 from workers.roles.diagnosis import tell_cause
 from workers.run_folder.run_state import RunState
 

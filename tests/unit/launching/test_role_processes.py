@@ -16,7 +16,7 @@ from workers.console.messages import Verbosity
 from workers.exit_codes import Cause, ExitCode
 from workers.launching.role_outcome import Outcome
 from workers.launching.role_processes import _role_main
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import listen
 from workers.run_folder.run_paths import log_path
 
 SECONDS = 60.0

@@ -9,22 +9,24 @@ from multiprocessing.connection import Connection
 import pytest
 from support.commands import eventually
 from support.fork_context import fork_context
-from support.rendezvous import ADDRESS, SECONDS, WELCOME, WORKER, meeting
+from support.rendezvous import ACCEPTANCE, ADDRESS, SECONDS, WORKER, meeting
 
 from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import HybridError
 from hybrid.security.secret import Secret
 from hybrid.transport.socket.lent_blocks import own_network
-from workers.rendezvous.address import Address
 from workers.rendezvous.bootstrap import join
 from workers.rendezvous.interrupt import end_now
+from workers.rendezvous.master_address import MasterAddress
 
 START_SECONDS = 60.0
-WELCOME_HERE = dataclasses.replace(WELCOME, config=to_toml(RunConfig()), network=own_network())
+LOCAL_ACCEPTANCE = dataclasses.replace(ACCEPTANCE, config=to_toml(RunConfig()), network=own_network())
 
 
-def _join(address: Address, secret: Secret, settings: Sequence[str], files: int, told: Connection) -> None:
+def _join(
+    address: MasterAddress, secret: Secret, settings: Sequence[str], files: int, told: Connection
+) -> None:
     if files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     try:
@@ -55,8 +57,8 @@ def test_what_its_host_lacks_is_told_on_both_sides(
 ) -> None:
     context = fork_context()
     told, theirs = context.Pipe(duplex=False)
-    with meeting(welcome=dataclasses.replace(WELCOME_HERE, network=network)) as opened:
-        address = Address(ADDRESS, opened.port)
+    with meeting(acceptance=dataclasses.replace(LOCAL_ACCEPTANCE, network=network)) as opened:
+        address = MasterAddress(ADDRESS, opened.port)
         process = context.Process(target=_join, args=(address, opened.secret, settings, files, theirs))
         process.start()
         theirs.close()

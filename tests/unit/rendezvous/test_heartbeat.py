@@ -1,46 +1,49 @@
-"""Signs of life: who is taken for gone or frozen, how soon, and who is not."""
+"""Heartbeats: which roles are considered gone or frozen, and how soon."""
 
 import asyncio
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from itertools import chain, repeat
 from typing import cast
 
 import pytest
 from support.commands import eventually
-from support.rendezvous import SECONDS, WELCOME, WORKER, Meeting, meeting
+from support.rendezvous import ACCEPTANCE, SECONDS, WORKER, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
 from workers.exit_codes import ExitCode, Word
-from workers.rendezvous.channel import Channel, MasterChannel
-from workers.rendezvous.heartbeat import Pulse, Watch, claim_place
-from workers.rendezvous.heartbeat_interval import Rhythm
+from workers.rendezvous.heartbeat import (
+    ConnectedRole,
+    HeartbeatInterval,
+    HeartbeatMonitor,
+    HeartbeatSender,
+    name_hosts,
+    register,
+)
 from workers.rendezvous.interrupt import LostHostError, LostRoleError, StoppedError
-from workers.rendezvous.membership import Presence
-from workers.rendezvous.registration import LIFE, WELCOME as WELCOMED, Claim, own_versions
+from workers.rendezvous.registration import ACCEPTED, HEARTBEATS, Registration, own_versions
+from workers.rendezvous.secure_channel import Channel, MasterChannel
 
 TIMEOUT = 0.5
 TRAINER = Role(RoleKind.TRAINER, 1)
-HERE = Presence("trainer 1", "here", 7, "127.0.0.1", is_here=True)
-ALIVE, FAREWELL = [b"alive"], [b"farewell", b"", b""]
+HERE = ConnectedRole("trainer 1", "here", 7, "127.0.0.1", is_local=True)
 
 
 def introduced(opened: Meeting) -> Channel:
     """A role that has said who it is, and says nothing more."""
     channel = opened.channel()
-    channel.send(LIFE, Claim("worker 0", "here", 7, own_versions()).packed())
-    assert channel.receive() == [WELCOMED, WELCOME.packed()]
+    channel.send(HEARTBEATS, Registration("worker 0", "here", 7, own_versions()).packed())
+    assert channel.receive() == [ACCEPTED, ACCEPTANCE.packed()]
     return channel
 
 
 @pytest.fixture
 def await_beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Waits until some more signs of life have been answered."""
+    """Wait until some more heartbeats have been answered."""
     beats, receive = [0], Channel.receive
 
     def counted(channel: Channel, due_seconds: float = 0.0) -> list[bytes]:
@@ -58,7 +61,7 @@ def await_beats(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.mark.parametrize("timeout", [0.1, 1.0, 5.0, 7.5, 10.0, 3600.0])
 def test_several_signs_fit_into_the_timeout(timeout: float) -> None:
-    rhythm = Rhythm(timeout)
+    rhythm = HeartbeatInterval(timeout)
     assert rhythm.turns >= 5
     assert rhythm.turn_seconds <= min(1.0, timeout / 5)
     assert rhythm.turns * rhythm.turn_seconds == pytest.approx(timeout)
@@ -71,7 +74,7 @@ def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], No
             await_beats()
             store.set("stop", str(Word()))
             await_beats()
-        opened.rendezvous.await_left(SECONDS)
+        opened.rendezvous.await_departures(SECONDS)
     assert (opened.lost, opened.heard) == ([], [])
 
 
@@ -83,8 +86,8 @@ def test_a_role_that_arrives_as_the_run_fails_is_told_why() -> None:
         stopping.start()
         assert store.get("stop").decode() == str(failure)
         assert stopping.is_alive()
-        claim_place(arriving, Claim.of(WORKER))
-        with Pulse(arriving, opened.heard.append):
+        register(arriving, Registration.of(WORKER))
+        with HeartbeatSender(arriving, opened.heard.append):
             assert eventually(lambda: opened.heard, SECONDS)
             assert stopping.is_alive()
         stopping.join(SECONDS)
@@ -96,7 +99,7 @@ def test_a_role_that_says_nothing_is_frozen() -> None:
     with meeting(TIMEOUT) as opened:
         channel = introduced(opened)
         assert eventually(lambda: opened.lost, SECONDS)
-        rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
+        rule = f"no heartbeat for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
         assert [str(error) for error in opened.lost] == [f"worker 0 (host here, pid 7) is frozen: {rule}"]
         assert isinstance(opened.lost[0], LostRoleError)
         channel.close()
@@ -131,12 +134,12 @@ def test_a_role_that_fails_says_why() -> None:
             with pytest.raises(type(error)):
                 with opened.pulse(Role(RoleKind.WORKER, index)):
                     raise error
-            opened.rendezvous.await_left(SECONDS)
+            opened.rendezvous.await_departures(SECONDS)
             assert str(opened.lost.pop()).endswith(f") has ended: {words}")
         with pytest.raises(StoppedError):
             with opened.pulse(TRAINER):
                 raise StoppedError("the master knows")
-        opened.rendezvous.await_left(SECONDS)
+        opened.rendezvous.await_departures(SECONDS)
         assert opened.lost == []
 
 
@@ -176,7 +179,7 @@ def test_a_master_that_is_gone_is_noticed() -> None:
 def test_a_master_that_is_frozen_is_noticed() -> None:
     with meeting() as opened, opened.pulse(patience_seconds=TIMEOUT), opened.frozen():
         assert eventually(lambda: opened.heard, SECONDS)
-    rule = f"no sign of life for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
+    rule = f"no heartbeat for {TIMEOUT} s (cluster.heartbeat_timeout_seconds)"
     assert [str(error) for error in opened.heard] == [f"the master is frozen: {rule}"]
     assert not isinstance(opened.heard[0], StoppedError)
 
@@ -184,13 +187,13 @@ def test_a_master_that_is_frozen_is_noticed() -> None:
 def test_a_master_that_is_gone_or_frozen_before_a_role_has_claimed_its_place_is_noticed() -> None:
     with meeting() as opened:
         channel = opened.channel(patience_seconds=TIMEOUT)
-        with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen: no sign of life"):
-            claim_place(channel, Claim.of(TRAINER))
+        with opened.frozen(), pytest.raises(ClusterError, match=r"^the master is frozen: no heartbeat"):
+            register(channel, Registration.of(TRAINER))
         channel.close()
         channel = opened.channel()
         opened.rendezvous.__exit__(None, None, None)
         with pytest.raises(StoppedError, match=r"^the master went away: "):
-            claim_place(channel, Claim.of(TRAINER))
+            register(channel, Registration.of(TRAINER))
         channel.close()
 
 
@@ -210,90 +213,27 @@ def no_signal(number: int) -> None:
     raise AssertionError(number)
 
 
-class Watched:
-    """A watch over trainer 1, whose silence it counts on a clock of the test's own.
-
-    Args:
-        said: what it hears of the trainer, a message a turn of the clock; None for nothing.
-
-    Attributes:
-        turns: how long each turn was that has gone by.
-        lost: after how many turns the trainer was taken for lost, with what words.
-        left: after how many turns nobody was waited for any more.
-    """
-
-    def __init__(self, rhythm: Rhythm, said: Iterator[list[bytes] | None]) -> None:
-        self._said = said
-        self._watch = Watch(rhythm, lambda error: self.lost.append((len(self.turns), str(error))), no_signal)
-        self._news = asyncio.Queue[list[bytes]]()
-        self.turns: list[float] = []
-        self.lost: list[tuple[int, str]] = []
-        self.left: list[int] = []
-
-    async def send(self, *parts: bytes) -> None: ...
-
-    async def receive(self) -> list[bytes]:
-        return await self._news.get()
-
-    async def watch(self, num_turns: int) -> None:
-        """Let that many turns go by, or fewer where the trainer is lost or leaves."""
-        loop_turn = asyncio.sleep
-
-        async def turn(seconds: float) -> None:
-            if (message := next(self._said)) is not None:
-                self._news.put_nowait(message)
-            for _ in range(5):  # enough for a message to be heard
-                await loop_turn(0)
-            self.turns.append(seconds)
-
-        channel = cast(MasterChannel, self)
-        attending = asyncio.create_task(self._watch.attend(channel, HERE, (), lambda: b""))
-        await loop_turn(0)
-        self._watch.when_all_left(lambda: self.left.append(len(self.turns)))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asyncio, "sleep", turn)
-            counting = asyncio.create_task(self._watch.count())
-            while not self.left and len(self.turns) < num_turns:
-                await loop_turn(0)
-        for task in (attending, counting):
-            task.cancel()
+RHYTHM = HeartbeatInterval(7.0)
 
 
-RHYTHM = Rhythm(7.0)
+def elsewhere(role: str, host: str) -> ConnectedRole:
+    return ConnectedRole(role, host, 7, f"address of {host}", is_local=False)
 
 
-@pytest.mark.parametrize("num_signs", [0, 3])
-def test_a_role_is_frozen_after_just_the_turns_of_its_timeout(num_signs: int) -> None:
-    """After its last sign of life; nobody waits for it then."""
-    watched = Watched(RHYTHM, chain(repeat(ALIVE, num_signs), repeat(None)))
-    asyncio.run(watched.watch(30))
-    assert watched.lost == [(num_signs + 6 + (not num_signs), RHYTHM.frozen(str(HERE)))]
-    assert watched.left == [watched.lost[0][0]]
-    assert set(watched.turns) == {1.0}
-
-
-def test_a_role_that_is_heard_of_in_time_is_not_frozen() -> None:
-    watched = Watched(RHYTHM, chain(*repeat([*repeat(None, 5), ALIVE], 3), [FAREWELL]))
-    asyncio.run(watched.watch(60))
-    assert (watched.lost, watched.left) == ([], [18])
-
-
-def elsewhere(role: str, host: str) -> Presence:
-    return Presence(role, host, 7, f"address of {host}", is_here=False)
-
-
-T0, W1 = HERE, Presence("worker 1", "here", 8, "127.0.0.1", is_here=True)
+T0, W1 = HERE, ConnectedRole("worker 1", "here", 8, "127.0.0.1", is_local=True)
 T1, W0, W2 = elsewhere("trainer 1", "b"), elsewhere("worker 0", "b"), elsewhere("worker 2", "c")
-SILENT = "no sign of life for 7 s (cluster.heartbeat_timeout_seconds)"
+SILENT = "no heartbeat for 7 s (cluster.heartbeat_timeout_seconds)"
 HOST_B = f"host b (trainer 1, worker 0) is unreachable: {SILENT}"
 
 
-class Script(Watched):
+class Script:
     """A role that in each turn is (a)live, silent (.), (g)one, or ends since it has heard nothing (u)."""
 
     def __init__(self, letters: str) -> None:
         self._letters = iter(letters)
         self._messages = asyncio.Queue[bytes]()
+
+    async def send(self, *fields: bytes) -> None: ...
 
     async def receive(self) -> list[bytes]:
         if (message := await self._messages.get()) == b"gone":
@@ -306,10 +246,10 @@ class Script(Watched):
             self._messages.put_nowait(word)
 
 
-async def what_is_told(roles: dict[Presence, str]) -> list[LostRoleError]:
+async def what_is_told(roles: dict[ConnectedRole, str]) -> list[LostRoleError]:
     """What a watch tells of roles within twelve turns, whose timeout is seven."""
     lost: list[LostRoleError] = []
-    watch = Watch(RHYTHM, lost.append, no_signal)
+    watch = HeartbeatMonitor(RHYTHM, lost.append, no_signal)
     scripts = {who: Script(letters) for who, letters in roles.items()}
     num_turns, loop_turn = 0, asyncio.sleep
 
@@ -324,9 +264,11 @@ async def what_is_told(roles: dict[Presence, str]) -> list[LostRoleError]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asyncio, "sleep", sleep)
-        tasks = [asyncio.create_task(watch.count())]
+        tasks = [asyncio.create_task(watch.count_silence())]
         for who, script in scripts.items():
-            tasks.append(asyncio.create_task(watch.attend(cast(MasterChannel, script), who, (), lambda: b"")))
+            tasks.append(
+                asyncio.create_task(watch.monitor(cast(MasterChannel, script), who, (), lambda: b""))
+            )
         while num_turns < 12:
             await loop_turn(0)
     for task in tasks:
@@ -368,13 +310,13 @@ async def what_is_told(roles: dict[Presence, str]) -> list[LostRoleError]:
             {T0: "a" * 12, W0: "aaau"},
             [
                 "the master was stopped, or out of reach: worker 0 (host b, pid 7) has ended, since it had "
-                "heard nothing of it for 7 s (cluster.heartbeat_timeout_seconds)"
+                "received nothing from it for 7 s (cluster.heartbeat_timeout_seconds)"
             ],
             id="the master was stopped",
         ),
     ],
 )
-def test_who_is_said_to_be_gone(roles: dict[Presence, str], told: list[str]) -> None:
+def test_who_is_said_to_be_gone(roles: dict[ConnectedRole, str], told: list[str]) -> None:
     lost = asyncio.run(what_is_told(roles))
     assert [str(error) for error in lost] == told
     assert [isinstance(error, LostHostError) for error in lost] == [
@@ -389,22 +331,24 @@ def test_a_role_that_hears_nothing_of_the_master_tells_it_so() -> None:
             assert eventually(lambda: opened.heard, SECONDS)
         assert eventually(lambda: opened.lost, SECONDS)
     who = rf"worker 0 \(host \S+, pid {os.getpid()}\) has ended"
-    assert re.match(f"the master was stopped: {who}, since it had heard nothing of it", str(opened.lost[0]))
+    assert re.match(
+        f"the master was stopped: {who}, since it had received nothing from it", str(opened.lost[0])
+    )
 
 
 def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
     """A time in which its process did nothing is one turn at most."""
 
-    rhythm, lost = Rhythm(0.1), list[ClusterError]()
+    rhythm, lost = HeartbeatInterval(0.1), list[ClusterError]()
 
     async def be_stopped() -> None:
         watch, silent = (
-            Watch(rhythm, lost.append, no_signal),
-            cast(MasterChannel, Watched(rhythm, repeat(None))),
+            HeartbeatMonitor(rhythm, lost.append, no_signal),
+            cast(MasterChannel, Script("")),
         )
         tasks = [
-            asyncio.create_task(watch.attend(silent, HERE, (), lambda: b"")),
-            asyncio.create_task(watch.count()),
+            asyncio.create_task(watch.monitor(silent, HERE, (), lambda: b"")),
+            asyncio.create_task(watch.count_silence()),
         ]
         await asyncio.sleep(0)
         time.sleep(2 * rhythm.timeout_seconds)
@@ -415,3 +359,8 @@ def test_a_master_that_was_stopped_itself_takes_nobody_for_frozen() -> None:
 
     asyncio.run(be_stopped())
     assert lost == []
+
+
+def test_hosts_of_one_name_are_two() -> None:
+    found = [ConnectedRole(f"worker {i}", "b", 7, f"10.0.0.{i}", is_local=False) for i in range(2)]
+    assert name_hosts(found) == "host b (worker 0) and host b (worker 1)"

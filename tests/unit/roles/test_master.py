@@ -14,7 +14,7 @@ from workers.cluster_task import OwnTask
 from workers.controller.shared_folders import own_files
 from workers.rendezvous.bootstrap import Cluster, Member
 from workers.rendezvous.interrupt import LostRoleError
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import listen
 from workers.roles import master
 from workers.roles.master import _Preparation, _reach
 

@@ -16,21 +16,21 @@ from support.rendezvous import ADDRESS, SECONDS, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.security.secret import Secret
-from workers.rendezvous import channel, rendezvous_server
-from workers.rendezvous.channel import (
+from workers.rendezvous import rendezvous_server, secure_channel
+from workers.rendezvous.heartbeat import HeartbeatInterval
+from workers.rendezvous.master_address import listen
+from workers.rendezvous.secure_channel import (
     GREETING,
     KEY_BYTES,
     PROOF_BYTES,
     Channel,
     ChannelError,
+    FrameCipher,
     KeyPair,
-    Seal,
     sealed_length,
 )
-from workers.rendezvous.heartbeat_interval import Rhythm
-from workers.rendezvous.listener import listen
 
-RHYTHM = Rhythm(SECONDS)
+RHYTHM = HeartbeatInterval(SECONDS)
 MOST_STRANGERS = 20
 
 # What there is to send: nothing of it proves anything.
@@ -166,7 +166,7 @@ def test_who_has_heard_everything_and_learns_the_secret_reads_nothing(
             super().__init__()
             pairs.append(self)
 
-    monkeypatch.setattr(channel, "KeyPair", Kept)
+    monkeypatch.setattr(secure_channel, "KeyPair", Kept)
     line = Line(opened)
     ask_through(line, opened.secret, b"get", b"1", b"secret")
     by_role, by_master = line.said
@@ -175,9 +175,9 @@ def test_who_has_heard_everything_and_learns_the_secret_reads_nothing(
     public_keys = masters + by_role[:KEY_BYTES]
     for agreed in (b"", bytes(32), masters, by_role[:KEY_BYTES], KeyPair().agree(masters)):
         with pytest.raises(ChannelError):
-            Seal(opened.secret, public_keys, agreed, "master").open(frame)
+            FrameCipher(opened.secret, public_keys, agreed, "master").open(frame)
     own = next(each for each in pairs if each.public == by_role[:KEY_BYTES])
-    assert Seal(opened.secret, public_keys, own.agree(masters), "master").open(frame) == [b"store"]
+    assert FrameCipher(opened.secret, public_keys, own.agree(masters), "master").open(frame) == [b"store"]
 
 
 @pytest.mark.parametrize("own", [os.urandom(KEY_BYTES), bytes(KEY_BYTES)], ids=["a key", "zeros"])
@@ -231,7 +231,7 @@ def test_a_role_does_not_take_a_stranger_for_its_master(
 @pytest.fixture
 def small(opened: Meeting, monkeypatch: pytest.MonkeyPatch) -> Meeting:
     """Its room for strangers is."""
-    monkeypatch.setattr(rendezvous_server, "_MOST_STRANGERS", MOST_STRANGERS)
+    monkeypatch.setattr(rendezvous_server, "_MOST_UNAUTHENTICATED", MOST_STRANGERS)
     return opened
 
 
@@ -290,9 +290,10 @@ def test_strangers_are_not_remembered(opened: Meeting) -> None:
         tracemalloc.stop()
 
 
-def test_refusals_are_logged_in_a_line_every_so_often(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_said_in_a_line_every_so_often(caplog: pytest.LogCaptureFixture) -> None:
     with meeting() as opened:
         for _ in range(5):
             with opened.stranger() as connection:
                 heard_after(connection, bytes(KEY_BYTES + PROOF_BYTES))
-    assert caplog.messages == ["1 connections refused, the last from 127.0.0.1: wrong secret"]
+    (record,) = caplog.records
+    assert record.getMessage() == ("1 connections refused, the last from 127.0.0.1: wrong secret")

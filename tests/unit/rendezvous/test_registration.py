@@ -6,17 +6,17 @@ from importlib import metadata
 
 import pytest
 from support.commands import eventually
-from support.rendezvous import SECONDS, TOPOLOGY, WELCOME, WORKER, meeting
+from support.rendezvous import ACCEPTANCE, SECONDS, TOPOLOGY, WORKER, meeting
 
 from hybrid.config import ColumnSection, RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import ClusterError, HybridError
 from hybrid.topology import Role, RoleKind
-from workers.rendezvous.channel import LARGEST_FRAME
-from workers.rendezvous.heartbeat import claim_place
-from workers.rendezvous.registration import Admission, Claim, Welcome, own_versions
+from workers.rendezvous.heartbeat import register
+from workers.rendezvous.registration import Acceptance, Registration, RegistrationPolicy, own_versions
+from workers.rendezvous.secure_channel import LARGEST_FRAME
 
-CLAIM = Claim.of(WORKER)
+REGISTRATION = Registration.of(WORKER)
 
 
 @pytest.fixture
@@ -26,48 +26,48 @@ def failed() -> list[HybridError]:
 
 
 @pytest.fixture
-def admission(failed: list[HybridError]) -> Admission:
-    return Admission(TOPOLOGY, WELCOME, failed.append)
+def policy(failed: list[HybridError]) -> RegistrationPolicy:
+    return RegistrationPolicy(TOPOLOGY, ACCEPTANCE, failed.append)
 
 
 def test_what_travels_comes_as_it_was() -> None:
-    assert Claim.unpacked(CLAIM.packed()) == CLAIM
-    assert Welcome.unpacked(WELCOME.packed()) == WELCOME
+    assert Registration.unpacked(REGISTRATION.packed()) == REGISTRATION
+    assert Acceptance.unpacked(ACCEPTANCE.packed()) == ACCEPTANCE
 
 
 def test_the_configuration_of_ten_thousand_columns_fits_into_a_message() -> None:
     columns = {f"feature_{i * 7919 % 100_003}": ColumnSection(kind="buckets") for i in range(10_000)}
     text = to_toml(RunConfig(columns=columns))
     assert len(text) > LARGEST_FRAME
-    assert len(Welcome(text, "a", "b", "c").packed()) < LARGEST_FRAME / 4
+    assert len(Acceptance(text, "a", "b", "c").packed()) < LARGEST_FRAME / 4
 
 
-def test_every_role_of_the_cluster_has_a_place(admission: Admission, failed: list[HybridError]) -> None:
+def test_every_role_of_the_cluster_has_a_place(policy: RegistrationPolicy, failed: list[HybridError]) -> None:
     for role in (*TOPOLOGY.trainers, *TOPOLOGY.workers):
-        assert admission.refusal(Claim.of(role)) is None
+        assert policy.rejection_reason(Registration.of(role)) is None
     assert failed == []
 
 
 @pytest.mark.parametrize("name", ["trainer 2", "worker 02", "master", "bystander 0", ""])
 def test_others_have_none_and_the_master_waits_on(
-    name: str, admission: Admission, failed: list[HybridError]
+    name: str, policy: RegistrationPolicy, failed: list[HybridError]
 ) -> None:
-    claim = dataclasses.replace(CLAIM, role=name)
+    registration = dataclasses.replace(REGISTRATION, role=name)
     rule = f"there is no {name} in a cluster of 1 master, 2 trainer(s), 2 worker(s)"
-    assert admission.refusal(claim) == rule
+    assert policy.rejection_reason(registration) == rule
     assert failed == []
 
 
 @pytest.mark.parametrize("name", ["hybrid-parallel", "torch", "Python"])
 def test_another_version_is_told_with_both_on_both_sides(
-    name: str, admission: Admission, failed: list[HybridError]
+    name: str, policy: RegistrationPolicy, failed: list[HybridError]
 ) -> None:
-    claim = dataclasses.replace(CLAIM, host="b", versions={**own_versions(), name: "1.0"})
+    registration = dataclasses.replace(REGISTRATION, host="b", versions={**own_versions(), name: "1.0"})
     why = (
         f"worker 0 on host b has {name} 1.0, the master on host there {own_versions()[name]}; install "
         "the same on both"
     )
-    assert admission.refusal(claim) == why
+    assert policy.rejection_reason(registration) == why
     assert [str(error) for error in failed] == [why]
 
 
@@ -83,7 +83,7 @@ def test_one_that_comes_twice_ends_nothing_though_its_versions_are_others() -> N
     with meeting() as opened, opened.pulse(), opened.store() as store:
         late = opened.channel()
         with pytest.raises(ClusterError, match=r"^worker 0 is already taken in this cluster"):
-            claim_place(late, dataclasses.replace(CLAIM, versions={}))
+            register(late, dataclasses.replace(REGISTRATION, versions={}))
         late.close()
         assert store.check(["twice/worker 0"])
         assert (opened.lost, opened.heard) == ([], [])
@@ -92,17 +92,17 @@ def test_one_that_comes_twice_ends_nothing_though_its_versions_are_others() -> N
 def test_a_role_is_told_all_or_why_it_is_refused() -> None:
     with meeting() as opened:
         channel = opened.channel()
-        assert claim_place(channel, CLAIM) == WELCOME
-        for claim, words in (
-            (Claim.of(Role(RoleKind.WORKER, 7)), "^there is no worker 7 in a cluster of "),
+        assert register(channel, REGISTRATION) == ACCEPTANCE
+        for registration, words in (
+            (Registration.of(Role(RoleKind.WORKER, 7)), "^there is no worker 7 in a cluster of "),
             (
-                dataclasses.replace(Claim.of(Role(RoleKind.WORKER, 1)), versions={}),
+                dataclasses.replace(Registration.of(Role(RoleKind.WORKER, 1)), versions={}),
                 "has Python none, the master",
             ),
         ):
             refused = opened.channel()
             with pytest.raises(HybridError, match=words):
-                claim_place(refused, claim)
+                register(refused, registration)
             refused.close()
         assert [str(error) for error in opened.lost] == [f"{opened.lost[0]!s}"]
         assert "worker 1 on host" in str(opened.lost[0])

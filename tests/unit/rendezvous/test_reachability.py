@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from hybrid.errors import ClusterError
 from hybrid.topology import MASTER, Role, RoleKind
 from workers.rendezvous.interrupt import StoppedError
-from workers.rendezvous.reachability import tell_places, try_ways
+from workers.rendezvous.reachability import check_connections, publish_hosts
 
 TRAINER, WORKER = Role(RoleKind.TRAINER), Role(RoleKind.WORKER)
 ROLES = (MASTER, TRAINER, WORKER)
@@ -37,7 +37,7 @@ def outcomes(
         error: what comes of those.
     """
     store, own, tries = HashStore(), threading.local(), list[Role]()
-    tell_places(store, {str(role): (f"host {n}", n) for role, n in zip(ROLES, networks, strict=True)})
+    publish_hosts(store, {str(role): (f"host {n}", n) for role, n in zip(ROLES, networks, strict=True)})
 
     def connect(there: tuple[str, int], *args: Any, **kwargs: Any) -> socket.socket:
         tries.append(own.role)
@@ -50,7 +50,7 @@ def outcomes(
 
     def run(role: Role) -> None:
         own.role = role
-        try_ways(role, store, "lo", SECONDS)
+        check_connections(role, store, "lo", SECONDS)
 
     monkeypatch.setattr("workers.rendezvous.reachability.socket.create_connection", connect)
     with ThreadPoolExecutor(len(ROLES)) as threads:

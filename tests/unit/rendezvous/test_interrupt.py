@@ -11,31 +11,31 @@ from support.commands import ROOT
 
 from hybrid.errors import ClusterError
 from workers.exit_codes import ExitCode
-from workers.rendezvous.interrupt import Alarm, run_interruptibly
+from workers.rendezvous.interrupt import Interrupter, run_interruptibly
 
 SECONDS = 5.0
 START = """
 import signal, sys, threading, time
 from hybrid.errors import ClusterError, ConfigError
-from workers.rendezvous.interrupt import Alarm
-alarm = Alarm("hybrid worker 0", {seconds})
-ring = lambda: alarm.ring(ClusterError("the master is frozen"))
+from workers.rendezvous.interrupt import Interrupter
+interrupter = Interrupter("hybrid worker 0", {seconds})
+ring = lambda: interrupter.interrupt(ClusterError("the master is frozen"))
 """
 
 
 def run(program: str, seconds: float = 0.3) -> tuple[int, str, str]:
-    """Exit code and output of a process that has an alarm."""
+    """Exit code and output of a process that can be interrupted."""
     command = [sys.executable, "-c", START.format(seconds=seconds) + program]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
     return ended.returncode, ended.stdout, ended.stderr
 
 
 def test_it_ends_a_wait_of_the_main_thread_with_the_error() -> None:
-    # In a process of its own, since a process whose alarm was rung is to end.
+    # In a process of its own, since a process that was interrupted is to end.
     program = """
 began = time.monotonic()
 try:
-    with alarm.armed():
+    with interrupter.enabled():
         threading.Timer(0.05, ring).start()
         threading.Event().wait(20)
 except ClusterError as error:
@@ -53,7 +53,7 @@ def deaf():
     threading.Timer(0.05, ring).start()
     time.sleep(20)
 try:
-    with alarm.armed():
+    with interrupter.enabled():
         run_interruptibly(deaf)
 except ClusterError as error:
     print(error)
@@ -72,7 +72,7 @@ def test_a_call_of_that_kind_ends_as_any_other() -> None:
 
 def test_where_the_main_thread_hears_nothing_the_process_says_it_and_ends() -> None:
     program = """
-with alarm.armed():
+with interrupter.enabled():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as deaf as in a call into torch
     ring()
     time.sleep(20)
@@ -83,7 +83,7 @@ with alarm.armed():
 def test_a_process_that_has_failed_ends_though_a_thread_is_left() -> None:
     program = """
 threading.Thread(target=time.sleep, args=(20,)).start()
-with alarm.armed():
+with interrupter.enabled():
     raise ValueError("own")
 """
     code, _, told = run(program)
@@ -95,7 +95,7 @@ def test_it_ends_though_the_log_is_full() -> None:
     program = """
 sys.stdout, sys.stderr = open("/dev/full", "w"), open("/dev/full", "w", buffering=1)
 print("not written yet", end="")
-with alarm.armed():
+with interrupter.enabled():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ring()
     time.sleep(20)
@@ -108,7 +108,7 @@ def test_pythons_own_end_is_left_out_after_an_error() -> None:
 import atexit
 atexit.register(print, "the end of Python")
 try:
-    with alarm.armed():
+    with interrupter.enabled():
         raise {error}
 except BaseException:
     print("told")
@@ -120,18 +120,20 @@ except BaseException:
     )
     assert run(program.format(error="ValueError"), SECONDS) == (ExitCode.AGAIN, "told\n", "")
     assert run(program.format(error="KeyboardInterrupt"), SECONDS) == (ExitCode.INTERRUPTED, "told\n", "")
-    in_peace = "import atexit\natexit.register(print, 'the end of Python')\nwith alarm.armed(): pass\n"
+    in_peace = (
+        "import atexit\natexit.register(print, 'the end of Python')\nwith interrupter.enabled(): pass\n"
+    )
     assert run(in_peace) == (0, "the end of Python\n", "")
 
 
-def test_only_an_armed_alarm_rings() -> None:
-    alarm = Alarm("hybrid worker 0", SECONDS)
+def test_outside_of_its_block_it_does_nothing() -> None:
+    interrupter = Interrupter("hybrid worker 0", SECONDS)
     threads = set(threading.enumerate())
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    alarm.ring(ClusterError("too early"))
-    with alarm.armed():
+    interrupter.interrupt(ClusterError("too early"))
+    with interrupter.enabled():
         signal.raise_signal(signal.SIGRTMIN)  # somebody else's
-    alarm.ring(ClusterError("too late"))
+    interrupter.interrupt(ClusterError("too late"))
     time.sleep(0.01)
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == before
     assert set(threading.enumerate()) <= threads
@@ -139,12 +141,12 @@ def test_only_an_armed_alarm_rings() -> None:
 
 def test_only_the_first_error_counts_and_it_is_raised_once() -> None:
     program = """
-with alarm.armed():
+with interrupter.enabled():
     try:
         threading.Thread(target=ring).start()
         threading.Event().wait(20)
     except ClusterError as error:
-        echo = threading.Thread(target=alarm.ring, args=(ClusterError("an echo"),))
+        echo = threading.Thread(target=interrupter.interrupt, args=(ClusterError("an echo"),))
         echo.start()
         echo.join()
         time.sleep(0.05)
@@ -155,7 +157,7 @@ with alarm.armed():
 
 def test_a_process_that_came_to_its_end_all_the_same_goes_on() -> None:
     program = """
-with alarm.armed():
+with interrupter.enabled():
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     ring()
 time.sleep(0.3)

@@ -1,11 +1,61 @@
-"""The rendezvous socket."""
+"""A master's address, as a role is given it on the command line."""
 
 import socket
 
 import pytest
 
 from hybrid.errors import ConfigError
-from workers.rendezvous.listener import listen
+from workers.rendezvous.master_address import DEFAULT_PORT, MasterAddress, is_loopback, listen
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node0", "node0", DEFAULT_PORT),
+        ("node0.example.org:29400", "node0.example.org", 29400),
+        ("10.0.0.1", "10.0.0.1", DEFAULT_PORT),
+        ("10.0.0.1:1", "10.0.0.1", 1),
+        ("[::1]:29400", "::1", 29400),
+        ("[::1]", "::1", DEFAULT_PORT),
+        ("::1", "::1", DEFAULT_PORT),
+        ("[fe80::1%eth0]:65535", "fe80::1%eth0", 65535),
+    ],
+)
+def test_what_is_an_address(text: str, host: str, port: int) -> None:
+    address = MasterAddress.parse(text)
+    assert address == MasterAddress(host, port)
+    assert MasterAddress.parse(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":29400", "node0:", "node0:port", "node0:0", "node0:65536", "a b", "a:1:2"]
+)
+def test_what_is_none(text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--master = '.*': must be HOST or HOST:PORT, an IPv6 address in \["
+    ):
+        MasterAddress.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.3.2.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("localhost.localdomain", True),
+        ("db.localhost", True),
+        ("ip6-localhost", True),
+        ("10.0.0.1", False),
+        ("::", False),
+        ("node0", False),
+        ("node0.localdomain", False),
+        ("notlocalhost", False),
+    ],
+)
+def test_what_means_the_host_that_asks(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
 
 
 class TestListener:
@@ -50,8 +100,8 @@ def test_a_name_that_others_do_not_know_as_this_machine_is_refused(monkeypatch: 
     with pytest.raises(ConfigError) as raised:
         listen("node0", 0)
     assert str(raised.value) == (
-        "cluster.master_address = 'node0': is 127.0.1.1 on this machine, which no other can reach; give "
-        "an address, or mend /etc/hosts, which says so"
+        "cluster.master_address = 'node0': is 127.0.1.1 on this host, which no other host can reach; give "
+        "an address, or edit /etc/hosts"
     )
     listen("localhost", 0).close()
 
