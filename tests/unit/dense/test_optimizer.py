@@ -125,7 +125,7 @@ NOT_A_VALUE = "must be true, false, a finite number, text, or a list"
         ("SGD", ["momentum = -1"], "['momentum = -1']: torch.optim.SGD refuses this: Invalid momentum"),
         ("SGD", ["nesterov = true"], "['nesterov = true']: torch.optim.SGD refuses this: Nesterov momentum"),
         ("Adam", ["betas = [0.9]"], "['betas = [0.9]']: torch.optim.Adam refuses this: "),
-        ("Adam", ["betas = [0.9, 0.9, 0.9]"], "['betas = [0.9, 0.9, 0.9]']: torch.optim.Adam refuses"),
+        ("Adam", ["betas = [2.0, 0.9]"], "['betas = [2.0, 0.9]']: torch.optim.Adam refuses"),
         ("Adam", ['betas = ["a", "b"]'], '[\'betas = ["a", "b"]\']: torch.optim.Adam refuses this: '),
         # torch looks at these only when it steps.
         ("Muon", ["ns_steps = 100"], "['ns_steps = 100']: torch.optim.Muon refuses this: Number of steps"),
