@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid.engine.all_gather_objects import gathered_parts
+from hybrid.engine.uneven_batches import gather_slices
 
 
 def gather(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> Tensor:
@@ -48,5 +48,5 @@ class _Gathered(torch.autograd.Function):
 
 def _gathered(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, int]:
     """The whole, on ``device``, and where this trainer's part of it starts."""
-    parts = gathered_parts(values, group, device)
+    parts = gather_slices(values, group, device)
     return torch.cat(parts), sum(map(len, parts[: group.rank()]))

@@ -38,14 +38,14 @@ from hybrid.dense.custom_net import batch_norm_warning
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.dense.devices import choose_devices
 from hybrid.embedding.trainer.module_lookups import AskedTables
-from hybrid.engine.backward import Graph, recorded_graph
+from hybrid.engine.backward import Graph, record_graph
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.hybrid_model import LocalModel
 from hybrid.engine.losses import weighted_part
 from hybrid.engine.step_feed import Feed, StepInput
-from hybrid.engine.step_seed import seed_step
+from hybrid.engine.train_step import seed_step
 from hybrid.engine.update_guard import Guard
 from hybrid.errors import CheckpointError, DataError
 from hybrid.primitives.step_timings import StepClock
@@ -135,7 +135,7 @@ class Loop:
         if mode is not DdpMode.NONE and dist.get_backend(host.group) == "gloo":
             timeout_seconds = host.config.cluster.timeout_seconds
             shared = SharedMemoryReduce.join(host.group, host.trainer, self.device, timeout_seconds)
-        return DdpModel(module, mode, Arrangement(host.group), self._clock, shared)
+        return DdpModel(module, mode, DensePlacement(host.group), self._clock, shared)
 
     @property
     def _reducing_device(self) -> torch.device:
@@ -197,7 +197,7 @@ class Loop:
         seed_step(self._host.config.run.seed, self._host.trainer, self.step, self._devices)
         is_sync = self._mode is UpdateMode.SYNC
         spans_processes = is_sync and not self._host.is_alone
-        self._graph = self._entered.enter_context(recorded_graph(self.model.net, spans_processes))
+        self._graph = self._entered.enter_context(record_graph(self.model.net, spans_processes))
         purpose = Purpose.TRAIN if is_sync else Purpose.PREFETCH
         ticket = Ticket(self._host.trainer, self.step, self.step, purpose=purpose)
         self._passes.trained = self._passes.begin(share, ticket, start())

@@ -1,6 +1,6 @@
-"""A trainer's step: the model that spans processes, its batches, and how all sides take the step together.
+"""The training step, for configured runs and custom loops.
 
-Begin with ``step``, which fits one screen, and ``model``. ``feed`` brings batches with lookups that started
-in time, ``ddp`` sums gradients over trainers, ``guard`` decides whether a step is applied. ``tables`` and
-``build`` make all of it out of a configuration. The ``Trainer`` of ``workers`` calls it.
+``train_step`` is the step, ``hybrid_model`` the model across processes. ``step_feed`` starts lookups in time,
+``ddp`` and ``gradient_reduction`` sum gradients over trainers, ``update_guard`` clips and skips updates.
+``table_setup`` and ``model_builder`` build tables and nets from a configuration.
 """

@@ -1,8 +1,8 @@
-"""The backward pass of a micro-batch: of the processes that its graph spans, or of this one alone.
+"""The backward pass of a micro-batch: distributed autograd, or torch's local autograd.
 
-Lookups ahead of their step are values where they enter the graph, and their gradients leave by messages of
-their own. Without a remote net such a graph ends in this process, and torch's own backward pass will do: in
-the thread that asks for it, it spares the threads and the bookkeeping of a distributed one.
+The vectors of prefetched lookups enter the graph as values, and separate messages return their gradients.
+Without a remote net, such a graph is local to this process. Local autograd then avoids the threads and the
+bookkeeping of distributed autograd.
 """
 
 from collections.abc import Iterator
@@ -14,31 +14,31 @@ from torch.distributed import autograd as dist_autograd
 
 
 class Graph(Protocol):
-    """What one forward pass has recorded."""
+    """The graph that one forward pass records."""
 
     def backward(self, loss: Tensor) -> None: ...
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        """Those of this process's parameters, after the backward pass."""
+        """Return the gradients of the local parameters, after the backward pass."""
         ...
 
 
 @contextmanager
-def recorded_graph(net: nn.Module, spans_processes: bool) -> Iterator[Graph]:
-    """In here, a forward pass is recorded for the backward pass of what this gives.
+def record_graph(net: nn.Module, spans_processes: bool) -> Iterator[Graph]:
+    """Record the forward pass of the block.
 
     Args:
-        net: whose parameters get gradients.
+        net: the local net, whose parameters get gradients.
         spans_processes: whether a lookup or a remote net is part of the graph.
     """
     if not spans_processes:
-        yield _OwnGraph(net)
+        yield _LocalGraph(net)
         return
     with dist_autograd.context() as context_id:
-        yield _SpanningGraph(context_id)
+        yield _DistributedGraph(context_id)
 
 
-class _OwnGraph:
+class _LocalGraph:
     def __init__(self, net: nn.Module) -> None:
         self._net = net
 
@@ -46,14 +46,14 @@ class _OwnGraph:
         loss.backward()
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = {}
+        gradients: dict[Tensor, Tensor] = {}
         for parameter in self._net.parameters():
             if parameter.grad is not None:
-                found[parameter], parameter.grad = parameter.grad, None
-        return found
+                gradients[parameter], parameter.grad = parameter.grad, None
+        return gradients
 
 
-class _SpanningGraph:
+class _DistributedGraph:
     def __init__(self, context_id: int) -> None:
         self._context_id = context_id
 
@@ -61,5 +61,5 @@ class _SpanningGraph:
         dist_autograd.backward(self._context_id, [loss])
 
     def gradients(self) -> dict[Tensor, Tensor]:
-        found: dict[Tensor, Tensor] = dist_autograd.get_gradients(self._context_id)
-        return found
+        gradients: dict[Tensor, Tensor] = dist_autograd.get_gradients(self._context_id)
+        return gradients

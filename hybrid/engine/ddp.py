@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.dense.dense_optimizer import squared_norm
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.gradient_reduction import GroupReduce, Reduction, SharedMemoryReduce, sum_hook
 from hybrid.engine.hybrid_model import HybridModel, LocalModel
 from hybrid.primitives.step_timings import StepClock
@@ -38,7 +38,7 @@ class DdpModel:
     Args:
         model: what to wrap; its ``stages`` are wrapped in place.
         mode: what to wrap.
-        arrangement: which trainers hold what of the net.
+        placement: which trainers hold which parameters.
         clock: records how long each all-reduce takes.
         shared: sums gradients instead of the process group, where trainers share memory.
 
@@ -52,7 +52,7 @@ class DdpModel:
         self,
         model: LocalModel,
         mode: DdpMode,
-        arrangement: Arrangement,
+        placement: DensePlacement,
         clock: StepClock | None = None,
         shared: SharedMemoryReduce | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class DdpModel:
         self._model = model
         self.module: nn.Module = model
         self.gradients: dict[Tensor, Tensor] = {}
-        self._arrangement = arrangement
+        self._placement = placement
         self._reduction = Reduction(clock or StepClock(), shared, None)
         self._ddp: DistributedDataParallel | None = None
         if mode is DdpMode.OUTSIDE:
@@ -71,7 +71,7 @@ class DdpModel:
         self._reduced = set() if self._ddp is None else set(self._ddp.parameters())
 
     def _wrap(self, module: nn.Module) -> DistributedDataParallel:
-        group = self._arrangement.group
+        group = self._placement.group
         ddp = DistributedDataParallel(
             module,
             process_group=group,
@@ -111,24 +111,24 @@ class DdpModel:
             (self.gradients if is_last else carried)[parameter] = gradient
 
     def raise_of_backward(self) -> None:
-        """Raise what the net's own backward pass raises, if it does and this trainer has all of the net."""
-        if not self._arrangement.layouts:
+        """Repeat the local backward pass to raise its error, if this trainer holds the whole net."""
+        if not self._placement.layouts:
             self._model.raise_of_backward()
 
     def first_not_finite(self) -> str:
-        """What of the last forward pass is the first that is not finite, as a part of a sentence."""
-        return self._model.first_not_finite(is_whole=not self._arrangement.layouts)
+        """Return the first non-finite tensor of the last forward pass, as a clause."""
+        return self._model.first_not_finite(is_whole=not self._placement.layouts)
 
     def gradient_not_finite(self) -> str | None:
-        """The parameter nearest to the loss whose gradient is not finite."""
+        """Return the name of the last parameter with a non-finite gradient."""
         names = [n for n, p in self.net.named_parameters() if p in self.gradients]
         bad = [n for n in names if not self.gradients[self.net.get_parameter(n)].isfinite().all()]
         return bad[-1] if bad else None
 
     def squared_norm(self) -> float:
-        """This trainer's part of the squared norm of all dense gradients; the parts add up to it."""
-        alike: dict[int, list[Tensor]] = {}
+        """Return this trainer's summand of the squared norm of all dense gradients."""
+        by_holders: dict[int, list[Tensor]] = {}
         for parameter, gradient in self.gradients.items():
-            holders = self._arrangement.num_holders(parameter, parameter in self._reduced)
-            alike.setdefault(holders, []).append(gradient)
-        return sum(squared_norm(gradients) / holders for holders, gradients in alike.items())
+            holders = self._placement.num_holders(parameter, parameter in self._reduced)
+            by_holders.setdefault(holders, []).append(gradient)
+        return sum(squared_norm(gradients) / holders for holders, gradients in by_holders.items())

@@ -1,10 +1,10 @@
-"""How a trainer's dense net is computed: as it is, compiled, on several devices, or by several trainers.
+"""Execution backends of the dense net: eager, compiled, replicas on several devices, or tensor parallel.
 
-Each of the three stages is put into the form that is asked for, over the parameters of the net::
+Each of the three stages gets its backend, over the parameters of the net::
 
     "none"      stage
-    "replicas"  scatter ──► copies of the stage, one a device ──► gather
-    "tensor"    samples of the tensor group ──► shards of the stage, one a trainer ──► own samples
+    "replicas"  scatter ──► copies of the stage, one per device ──► gather
+    "tensor"    samples of the tensor group ──► shards of the stage, one per trainer ──► local samples
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,44 +13,43 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.nn.modules.dropout import _DropoutNd
 
 from hybrid.config import DenseSection
 from hybrid.dense.compilation import compiled
 from hybrid.dense.data_parallel.replicas import DataParallel
-from hybrid.dense.tensor_parallel.sharded_module import TensorParallel, trainer_mesh
+from hybrid.dense.tensor_parallel.sharded_module import Layout, TensorParallel, trainer_mesh
 from hybrid.dense.tensor_parallel.sharding_plan import Plan, automatic_plan, parse_plan
 from hybrid.dense.tensor_parallel.shared_stage import SharedStage
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.engine.model_builder import Blueprint
 from hybrid.errors import ConfigError, first_line
 
-# What each stage is called with, by its name.
+# The inputs of each stage, by its name.
 StageInputs = dict[str, tuple[Tensor, ...]]
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
-def arrange(
+def apply_backend(
     model: HybridModel,
     blueprint: Blueprint,
     devices: Sequence[torch.device],
-) -> Arrangement:
-    """Put a model's stages into the form that the configuration says; all trainers call it at once.
+) -> DensePlacement:
+    """Give a model's stages the backend of the configuration; all trainers must call it.
 
     Args:
-        model: changed in place: its ``stages``, and where several trainers hold a net, its parameters.
-        blueprint: that it was made by.
-        devices: of this trainer; the first is where the model is.
+        model: changed in place: its ``stages``, and with tensor parallelism its parameters.
+        blueprint: the blueprint of the model.
+        devices: the devices of this trainer; the model is on the first.
 
     Raises:
-        ConfigError: the net cannot take this form.
+        ConfigError: the backend does not support the net.
     """
     assert dist.group.WORLD is not None, "joining the cluster forms the trainers' process group"
     dense = blueprint.config.dense
-    arrangement = Arrangement(dist.group.WORLD)
+    placement = DensePlacement(dist.group.WORLD)
     if dense.compile == dense.parallel == "none":
-        return arrangement
+        return placement
     inputs = _inputs(model, blueprint, num_samples=max(2, len(devices)))
     if dense.compile != "none":
         for name, stage in _stages(model):
@@ -59,20 +58,20 @@ def arrange(
         for name, stage in _stages(model):
             setattr(model.stages, name, DataParallel(stage, devices))
     elif dense.parallel == "tensor":
-        arrangement = _split(model, dense, devices[0])
-    if dense.parallel != "none":  # what is only compiled has been run already
+        placement = _split(model, dense, devices[0])
+    if dense.parallel != "none":  # compilation has already run the stages
         _try(model, dense, inputs)
-    return arrangement
+    return placement
 
 
 def _stages(model: HybridModel) -> list[tuple[str, nn.Module]]:
-    """The stages that compute something, by name."""
+    """Return the stages that compute something, with their names."""
     named = model.stages.named_children()
     return [(name, stage) for name, stage in named if not isinstance(stage, nn.Identity)]
 
 
 def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> StageInputs:
-    """Samples of random numbers, as each stage takes them in training."""
+    """Return random inputs of each stage, as in training."""
     generator = torch.Generator().manual_seed(0)
 
     def make(width: int) -> Tensor:
@@ -91,22 +90,22 @@ def _inputs(model: HybridModel, blueprint: Blueprint, num_samples: int) -> Stage
 
 @contextmanager
 def _evaluating(model: HybridModel) -> Iterator[None]:
-    """In here, nothing is recorded, and running statistics stay as they are."""
+    """Run the block in evaluation mode without recording."""
     model.eval()
     with torch.no_grad():
         yield
     model.train()
 
 
-def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Arrangement:
+def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> DensePlacement:
     """Split layers over the trainers of each tensor group.
 
-    A stage that has parameters is computed by the group together even where none of them is split: what
-    a trainer holds whole must see the samples of the whole group, as the shards do.
+    The group computes every stage with parameters together, even if none of them is split: full parameters
+    must see the samples of the whole group, as shards do.
     """
     mesh = trainer_mesh(dense.tensor_size, device.type)
     plans = _plans(model, dense)
-    layouts: dict[Tensor, DTensorSpec] = {}
+    layouts: dict[Tensor, Layout] = {}
     for name, stage in _stages(model):
         if not any(True for _ in stage.parameters()):
             continue
@@ -116,7 +115,7 @@ def _split(model: HybridModel, dense: DenseSection, device: torch.device) -> Arr
             part = split = TensorParallel(stage, mesh["tensor"], plan)
             layouts |= split.layouts
         setattr(model.stages, name, SharedStage(part, mesh.get_group("tensor")))
-    return Arrangement(mesh.get_group("data"), dense.tensor_size, layouts)
+    return DensePlacement(mesh.get_group("data"), dense.tensor_size, layouts)
 
 
 def _plans(model: HybridModel, dense: DenseSection) -> dict[str, Plan]:
@@ -129,19 +128,19 @@ def _plans(model: HybridModel, dense: DenseSection) -> dict[str, Plan]:
 
 
 def _refuse_dropout(name: str, stage: nn.Module) -> None:
-    """ConfigError where a stage has dropout, whose masks must be alike where trainers hold the same."""
+    """Raise ConfigError if a stage has dropout, whose masks would differ between trainers."""
     for path, module in stage.named_modules():
-        if isinstance(module, _DropoutNd):
-            rule = f"takes no dropout ({name}.{path}): each trainer would draw a mask of its own"
+        if isinstance(module, _DROPOUTS):
+            rule = f"takes no dropout ({name}.{path}): each trainer would draw a different mask"
             raise ConfigError("dense.parallel", rule, "tensor")
 
 
 def _try(model: HybridModel, dense: DenseSection, inputs: StageInputs) -> None:
-    """ConfigError, before training starts, where the stages fail in their new form."""
+    """Raise ConfigError before training starts if a stage fails in its new backend."""
     for name, stage in model.stages.named_children():
         try:
             with _evaluating(model):
                 stage(*inputs[name])
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            reason = f"{name} of the net fails in this form: {type(error).__name__}: {first_line(error)}"
+            reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
             raise ConfigError("dense.parallel", reason, dense.parallel) from error

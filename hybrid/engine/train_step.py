@@ -1,7 +1,9 @@
 """One training step, and one forward pass without training."""
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from functools import partial
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.dense.dense_optimizer import DenseOptimizer
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.engine.backward import Graph, recorded_graph
+from hybrid.engine.backward import Graph, record_graph
 from hybrid.engine.ddp import DdpModel
 from hybrid.engine.hybrid_model import MicroBatch
 from hybrid.engine.losses import Objective
@@ -31,6 +33,20 @@ class StepResult(NamedTuple):
     loss: float
     outputs: Tensor
     is_skipped: bool
+
+
+def seed_step(seed: int, trainer: int, step: int, devices: Iterable[torch.device]) -> None:
+    """Seed torch's default generators of the CPU and of ``devices`` for one step of one trainer.
+
+    Random numbers, such as dropout masks, are thus a function of the step, and a checkpoint needs no
+    generator state. ``torch.manual_seed`` seeds all kinds of devices, which takes 70 times as long.
+    """
+    packed = struct.pack("<3Q", seed, trainer, step)
+    digest = int.from_bytes(blake2b(packed, digest_size=8).digest(), "little")
+    torch.default_generator.manual_seed(digest)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(digest)
 
 
 def train_step(
@@ -55,7 +71,7 @@ def train_step(
     losses, outputs = [], []
     for micro in micro_batches:
         is_last = micro is micro_batches[-1]
-        with model.reducing(is_last), recorded_graph(model.net, spans_processes) as graph:
+        with model.reducing(is_last), record_graph(model.net, spans_processes) as graph:
             outputs_BO = model.module(micro, clock)
             with clock.phase("dense"), clock.span("loss"):
                 loss = objective(outputs_BO, micro.batch)

@@ -5,15 +5,15 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hybrid.batch import Batch, by_task
-from hybrid.engine.all_gather_objects import gathered_parts
 from hybrid.errors import DataError
 
 _MANY = 1 << 60  # steps, where nobody knows how many
 
 
-def evened(
+def align_batches(
     batches: Iterable[Batch],
     empty: Batch,
     group: dist.ProcessGroup,
@@ -78,7 +78,7 @@ def _sums(batch: Batch | None, num_tasks: int, has_ranking: bool) -> list[float]
     return sums + batch.order_totals(num_tasks).tolist() if has_ranking else sums
 
 
-def _share(batch: Batch | None, empty: Batch, of_step: torch.Tensor, num_tasks: int) -> Batch:
+def _share(batch: Batch | None, empty: Batch, of_step: Tensor, num_tasks: int) -> Batch:
     """A trainer's own batch, which knows of the others; with weights of 1 where only others have some."""
     global_size, totals_T, groups_T = int(of_step[1]), of_step[2 : 2 + num_tasks], of_step[2 + num_tasks :]
     own = batch or empty
@@ -96,7 +96,7 @@ def _refuse_split(batch: Batch | None, group: dist.ProcessGroup, device: torch.d
     """DataError where trainers have samples of one group in a step."""
     groups = None if batch is None else batch.groups
     own_U = torch.empty(0, dtype=torch.int64) if groups is None else groups.unique()
-    parts = gathered_parts(own_U, group, device)
+    parts = gather_slices(own_U, group, device)
     found_U, counts_U = torch.cat(parts).unique(return_counts=True)
     if bool((counts_U > 1).any()):
         split = found_U[counts_U > 1][0]
@@ -112,7 +112,26 @@ def _reduced(
     group: dist.ProcessGroup,
     device: torch.device,
     operation: dist.ReduceOp.RedOpType,
-) -> torch.Tensor:
+) -> Tensor:
     reduced = torch.tensor(values, dtype=dtype, device=device)
     dist.all_reduce(reduced, operation, group=group)
     return reduced.cpu()
+
+
+def gather_slices(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
+    """All trainers' tensors, on ``device``, in the order of the trainers; all of them call it at once.
+
+    Args:
+        values: this trainer's, (n, ...); n may be another with each, and 0.
+        device: where the group's collectives take tensors.
+    """
+    own = torch.tensor([len(values)], device=device)
+    counted = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(counted, own, group=group)
+    sizes = [int(each) for each in counted]
+    # Collectives take tensors of one shape.
+    padded = torch.zeros(max(sizes), *values.shape[1:], dtype=values.dtype, device=device)
+    padded[: len(values)] = values
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed import autograd as dist_autograd
 
-from hybrid.engine.backward import recorded_graph
+from hybrid.engine.backward import record_graph
 
 pytestmark = pytest.mark.usefixtures("loopback")
 
@@ -25,7 +25,7 @@ def test_parameters_get_their_gradients_and_keep_none(spans_processes: bool) -> 
     )
     for _ in range(2):  # nothing is left over from the first
         before = contexts()
-        with recorded_graph(net, spans_processes) as graph:
+        with record_graph(net, spans_processes) as graph:
             assert contexts() - before == spans_processes
             graph.backward(net[2](net[1](net[0](x))).sum())
             found = graph.gradients()

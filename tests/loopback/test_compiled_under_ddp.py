@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.batch import Batch
 from hybrid.dense.compilation import compiled
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import DenseNet
 from hybrid.models.dlrm import DotInteraction
@@ -129,7 +129,7 @@ def test_a_model_of_compiled_stages_has_the_gradients_of_the_eager_one(how: str,
     for name, stage in hybrid.net.named_children():
         setattr(hybrid.stages, name, compiled(stage, how, examples[name]))
     assert dist.group.WORLD is not None
-    model = DdpModel(hybrid, mode, Arrangement(dist.group.WORLD))
+    model = DdpModel(hybrid, mode, DensePlacement(dist.group.WORLD))
     for step in range(STEPS):
         for part, (micro, pooled_BE) in enumerate(micro_batches(step)):
             is_last = part == len(SIZES) - 1

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid.batch import Batch
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.gradient_reduction import sum_hook
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.models.dense_net import Concatenation, DenseNet
@@ -74,7 +74,7 @@ def test_a_group_of_one_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_model(mode: DdpMode, tensor_size: int = 1) -> DdpModel:
     assert dist.group.WORLD is not None
-    return DdpModel(HybridModel(dense_net()), mode, Arrangement(dist.group.WORLD, tensor_size))
+    return DdpModel(HybridModel(dense_net()), mode, DensePlacement(dist.group.WORLD, tensor_size))
 
 
 def num_values(module: nn.Module) -> int:

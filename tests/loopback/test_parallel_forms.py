@@ -10,8 +10,8 @@ from support.vectors import micro_batch
 from torch import Tensor, nn
 
 from hybrid.config import RunConfig
-from hybrid.engine.dense_placement import Arrangement
-from hybrid.engine.execution_backends import arrange
+from hybrid.engine.dense_placement import DensePlacement
+from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.table_setup import table_specs
@@ -55,11 +55,13 @@ def dense_net(*between: nn.Module, bottom: nn.Module | None = None) -> DenseNet:
     return DenseNet(bottom, Concatenation(), head)
 
 
-def arranged(form: dict[str, Any], net: DenseNet, dtype: str = "float64") -> tuple[HybridModel, Arrangement]:
+def arranged(
+    form: dict[str, Any], net: DenseNet, dtype: str = "float64"
+) -> tuple[HybridModel, DensePlacement]:
     model = HybridModel(net, dtype=getattr(torch, dtype))
     configured = config(form, dtype)
     devices = [CPU] * len(form.get("devices", "1"))
-    return model, arrange(model, Blueprint(configured, SPEC, table_specs(configured, SPEC)), devices)
+    return model, apply_backend(model, Blueprint(configured, SPEC, table_specs(configured, SPEC)), devices)
 
 
 def passed(model: HybridModel, pooled_BE: Tensor) -> list[Tensor]:
@@ -116,7 +118,9 @@ class Unscriptable(nn.Linear):
         return super().forward(inputs) * {1: 2}.copy().popitem()[1]
 
 
-REPLICA_FAILS = "bottom of the net fails in this form: ValueError: Caught ValueError in replica 0 on device"
+REPLICA_FAILS = (
+    "bottom of the net fails with this backend: ValueError: Caught ValueError in replica 0 on device"
+)
 
 
 @pytest.mark.parametrize(

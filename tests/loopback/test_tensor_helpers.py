@@ -21,11 +21,11 @@ from hybrid.dense.tensor_parallel import sharded_module
 from hybrid.dense.tensor_parallel.sharded_module import (
     TensorParallel,
     flatten_tensor,
-    own_shard,
+    full_tensor,
+    local_shard,
     sync_gradient,
     trainer_mesh,
     unflatten_tensor,
-    whole,
 )
 from hybrid.dense.tensor_parallel.sharding_plan import TensorStyle, automatic_plan
 from hybrid.dense.tensor_parallel.shared_stage import SharedStage
@@ -158,11 +158,11 @@ def test_what_requires_no_gradient_unflattens_to_what_does_not(mesh: DeviceMesh)
 def test_a_shard_is_a_copy_and_its_whole_is_detached(placement: Placement, mesh: DeviceMesh) -> None:
     dtensor, layout = values_and_layout(mesh, placement)
     values = dtensor.full_tensor()
-    shard = own_shard(values.requires_grad_(), layout)
+    shard = local_shard(values.requires_grad_(), layout)
     assert torch.equal(shard, values)
     assert shard.data_ptr() != values.data_ptr()
     assert not shard.requires_grad
-    again = whole(shard.requires_grad_(), layout)
+    again = full_tensor(shard.requires_grad_(), layout)
     assert torch.equal(again, values)
     assert not again.requires_grad
 

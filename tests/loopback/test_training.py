@@ -27,7 +27,7 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel
 from hybrid.engine.losses import Objective
 from hybrid.engine.step_feed import Feed
@@ -95,7 +95,7 @@ class Job:
         group = dist.group.WORLD
         assert group is not None
         self.model = HybridModel(self.net, self.remote_net, DTYPE)
-        self._model = DdpModel(self.model, DdpMode.OUTSIDE, Arrangement(group))
+        self._model = DdpModel(self.model, DdpMode.OUTSIDE, DensePlacement(group))
         self._optimizer = DenseOptimizer(torch.optim.SGD(self.net.parameters(), lr=RATE), Schedule())
         self._guard = Guard(rules, self.hosts, group, torch.device("cpu"))
         self._spans = remote or rules.mode is UpdateMode.SYNC

@@ -25,13 +25,12 @@ from hybrid.embedding.trainer.batch_ids import BatchIds
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.trainer.lookup import TableSource
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.execution_backends import arrange
+from hybrid.engine.execution_backends import apply_backend
 from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.losses import Objective
 from hybrid.engine.step_feed import Feed, StepInput
-from hybrid.engine.step_seed import seed_step
-from hybrid.engine.train_step import predict_step, train_step
-from hybrid.engine.uneven_batches import evened
+from hybrid.engine.train_step import predict_step, seed_step, train_step
+from hybrid.engine.uneven_batches import align_batches
 from hybrid.engine.update_guard import Guard
 from hybrid.errors import DataError
 from hybrid.metrics import Predictions
@@ -71,11 +70,9 @@ class Trainer:
         net = blueprint.dense_net().to(self._device)
         self._num_parameters = sum(parameter.numel() for parameter in net.parameters())
         model = blueprint.model(net, job.remote_net)
-        self._arrangement = arrange(model, blueprint, devices)
+        self._placement = apply_backend(model, blueprint, devices)
         self._optimizer = DenseOptimizer(blueprint.optimizer(model.net), job.rules.schedule)
-        self._model = DdpModel(
-            model, DdpMode(dense.ddp), self._arrangement, self._clock, self._share_memory()
-        )
+        self._model = DdpModel(model, DdpMode(dense.ddp), self._placement, self._clock, self._share_memory())
         decided: list[RemoteHosted[Any]] = [
             *job.remote_tables.values(),
             *([job.remote_net] if job.remote_net else []),
@@ -130,7 +127,7 @@ class Trainer:
         batches = make_batches(self._index)
         own = [*self._checked(batches)] if isinstance(batches, Sequence) else self._checked(batches)
         num_tasks, has_ranking = len(self._config.task_specs), self._config.has_ranking_loss
-        own_steps = evened(own, empty, self._group, self._reducing_device, num_tasks, has_ranking)
+        own_steps = align_batches(own, empty, self._group, self._reducing_device, num_tasks, has_ranking)
         self._feed.begin(own_steps, steps_before)
         report = self._train(self._feed, steps_before)
         self._feed.rejoin()
@@ -197,7 +194,7 @@ class Trainer:
         Args:
             name: of the file to write; None only gives others the part of the net that they do not have.
         """
-        whole = self._arrangement.whole_state(self._model.net, self._optimizer.optimizer)
+        whole = self._placement.full_state(self._model.net, self._optimizer.optimizer)
         if name is not None:
             self._held = name, pack_dense(*whole)
 
@@ -213,7 +210,7 @@ class Trainer:
             CheckpointError: it is of another net.
         """
         stored = unpack_dense(Checkpoint.open(folder).tensors(name))
-        net, state = self._arrangement.own_state(self._model.net, *stored)
+        net, state = self._placement.local_state(self._model.net, *stored)
         load_state(self._model.net, net, folder)
         self._optimizer.load(state, folder)
 
@@ -245,7 +242,7 @@ class Trainer:
         if dist.get_backend(self._group) != "gloo":
             return None
         timeout_seconds = self._config.cluster.timeout_seconds
-        return SharedMemoryReduce.join(self._arrangement.group, self._index, self._device, timeout_seconds)
+        return SharedMemoryReduce.join(self._placement.group, self._index, self._device, timeout_seconds)
 
     def _sources(self, job: Job) -> Mapping[int, TableSource]:
         """Who answers for each worker's tables: it, or the trainers of this host together."""

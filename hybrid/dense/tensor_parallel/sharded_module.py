@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.utils._pytree import tree_map
 
 from hybrid.security.closed_listeners import close_listeners_after
+
+# How a tensor is split over a mesh.
+Layout: TypeAlias = DTensorSpec
 
 _kept = threading.local()
 
@@ -71,7 +74,7 @@ def sync_gradient(grad: Tensor, stream: torch.Stream | None = None) -> Tensor:
         return grad.wait()
 
 
-def flatten_tensor(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
+def flatten_tensor(tensor: Tensor) -> tuple[Tensor, Layout | None]:
     """A DTensor's shard, in the same memory and requiring a gradient, with its layout.
 
     Any other tensor comes back as it is, with None.
@@ -81,7 +84,7 @@ def flatten_tensor(tensor: Tensor) -> tuple[Tensor, DTensorSpec | None]:
     return tensor.to_local().detach().requires_grad_(), tensor._spec
 
 
-def unflatten_tensor(shard: Tensor, layout: DTensorSpec, stream: torch.Stream | None = None) -> DTensor:
+def unflatten_tensor(shard: Tensor, layout: Layout, stream: torch.Stream | None = None) -> DTensor:
     """The DTensor that ``shard`` is this rank's part of, in the same memory.
 
     Gradients reach ``shard`` as plain tensors, waited for as :func:`sync_gradient` says.
@@ -93,18 +96,18 @@ def unflatten_tensor(shard: Tensor, layout: DTensorSpec, stream: torch.Stream | 
     return _dtensor(alias, layout)
 
 
-def whole(shard: Tensor, layout: DTensorSpec) -> Tensor:
+def full_tensor(shard: Tensor, layout: Layout) -> Tensor:
     """The tensor that ``shard`` is this rank's part of. Called by all ranks of the layout's mesh at once."""
     return _dtensor(shard.detach(), layout).full_tensor()
 
 
-def own_shard(tensor: Tensor, layout: DTensorSpec) -> Tensor:
+def local_shard(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of a whole tensor, in memory of its own; without communication."""
     dtensor = distribute_tensor(tensor.detach(), layout.mesh, layout.placements, src_data_rank=None)
     return dtensor.to_local().clone()
 
 
-def _dtensor(local: Tensor, layout: DTensorSpec) -> DTensor:
+def _dtensor(local: Tensor, layout: Layout) -> DTensor:
     # Without its shape and stride, torch would take uneven shards for equal ones.
     return DTensor.from_local(
         local, layout.mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
@@ -145,7 +148,7 @@ class TensorParallel(nn.Module):
         self._layouts = _localize(module)
 
     @property
-    def layouts(self) -> dict[Tensor, DTensorSpec]:
+    def layouts(self) -> dict[Tensor, Layout]:
         """How each parameter is split of which this rank holds a shard; all others are whole here."""
         split = {name: layout for name, layout in self._layouts.items() if layout.is_sharded()}
         return {self.module.get_parameter(name): layout for name, layout in split.items()}
@@ -204,7 +207,7 @@ def _refuse_tied(module: nn.Module, paths: Iterable[str]) -> None:
         raise ValueError(f"a parameter used in several places cannot be split: {', '.join(tied)}")
 
 
-def _localize(module: nn.Module) -> dict[str, DTensorSpec]:
+def _localize(module: nn.Module) -> dict[str, Layout]:
     """Replace parameters that are DTensors by this rank's part of them; their layouts by name."""
     layouts = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):

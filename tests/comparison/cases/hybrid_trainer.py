@@ -7,7 +7,7 @@ RemoteEM                 :class:`Tables`, looked up by ``Embeddings``
 RemoteNet                :class:`Net`, called through ``wire.RemoteNet``
 fc1, torch.cat, fc2      bottom, interaction and head of a ``DenseNet``
 DdpMode, DDP             ``DdpMode`` and ``DdpModel``
-join                     ``evened`` batches: who has run out goes on empty
+join                     ``align_batches`` batches: who has run out goes on empty
 Trainer                  :class:`Trainer`
 do_test_on_master        :func:`train`
 ======================== ==================================================
@@ -32,10 +32,10 @@ from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
 from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
 from hybrid.engine.step_feed import Feed
-from hybrid.engine.uneven_batches import evened
+from hybrid.engine.uneven_batches import align_batches
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
@@ -93,14 +93,14 @@ class Trainer:
         self._group = dist.group.WORLD
         net = DenseNet(get_linear(NUM_DENSE, NUM_DENSE), Concatenation(), get_linear(HIDDEN, OUT))
         embeddings = Embeddings([TABLE], INPUT, PLACEMENT, {0: tables})
-        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), Arrangement(self._group))
+        self._model = DdpModel(HybridModel(net, remote_net), DdpMode(mode), DensePlacement(self._group))
         self._clock = StepClock()
         self._feed = Feed[Batch](embeddings, [tables], index, UpdateMode.SYNC, 1, self._clock)
 
     def train(self, batches: list[Batch], steps_before: int) -> dict[str, Tensor]:
         """One step a batch, for as long as any trainer has one; the last step's gradients by parameter."""
         empty = Batch.empty(NUM_DENSE, num_sparse=1)
-        self._feed.begin(evened(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
+        self._feed.begin(align_batches(iter(batches), empty, self._group, torch.device("cpu")), steps_before)
         for _, (micro,) in self._feed:
             self._step(micro)
         self._feed.rejoin()

@@ -19,9 +19,9 @@ from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
 from hybrid.engine.ddp import DdpMode, DdpModel
-from hybrid.engine.dense_placement import Arrangement
+from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
-from hybrid.engine.uneven_batches import evened
+from hybrid.engine.uneven_batches import align_batches
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
@@ -92,12 +92,12 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
     """The project's ``DdpModel``; a trainer that has run out of inputs goes on with empty ones."""
     assert dist.group.WORLD is not None
     model = HybridModel(DenseNet(nn.Linear(2, 3), _BottomOnly(), nn.Identity()))
-    ddp_model = DdpModel(model, DdpMode.OUTSIDE, Arrangement(dist.group.WORLD))
+    ddp_model = DdpModel(model, DdpMode.OUTSIDE, DensePlacement(dist.group.WORLD))
     empty = Batch.empty(num_dense=2, num_sparse=0)
     own = (
         empty._replace(dense_features=x_BF, labels=torch.zeros(len(x_BF))) for x_BF in _inputs(index, uneven)
     )
-    steps = evened(own, empty, dist.group.WORLD, torch.device("cpu"))
+    steps = align_batches(own, empty, dist.group.WORLD, torch.device("cpu"))
     return [_compare_ddp_model(ddp_model, batch) for batch in steps]
 
 

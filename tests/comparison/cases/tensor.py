@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from hybrid.dense.tensor_parallel.sharded_module import (
     TensorParallel,
     flatten_tensor,
-    own_shard,
+    full_tensor,
+    local_shard,
     sync_gradient,
     trainer_mesh,
     unflatten_tensor,
-    whole,
 )
 from hybrid.dense.tensor_parallel.shared_stage import SharedStage
 
@@ -79,7 +79,7 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 def parts_of(split: TensorParallel, tensors: Mapping[str, Tensor]) -> Gradients:
     """What of ``tensors``, by the parameters' names, this trainer should hold."""
     named = {name: split.layouts.get(p) for name, p in split.module.named_parameters()}
-    return {n: t if (layout := named[n]) is None else own_shard(t, layout) for n, t in tensors.items()}
+    return {n: t if (layout := named[n]) is None else local_shard(t, layout) for n, t in tensors.items()}
 
 
 def gradients_of(net: nn.Module) -> Gradients:
@@ -206,7 +206,7 @@ def joined(index: int) -> list[Compared]:
 
 
 def shards(index: int) -> list[Compared]:
-    """``whole`` and ``own_shard``, each the other's inverse, in sizes that are even, uneven, and too few."""
+    """``full_tensor`` and ``local_shard``, inverse to each other, for even, uneven and too few rows."""
     mesh, compared = trainers_mesh()["tensor"], []
     own = mesh.get_local_rank()
     for shape, placement in product([(4, 2), (7, 3), (1, 5)], [Shard(0), Shard(1), Replicate()]):
@@ -214,15 +214,15 @@ def shards(index: int) -> list[Compared]:
         dtensor = distribute_tensor(values, mesh, [placement], src_data_rank=None)
         _, layout = flatten_tensor(dtensor)
         assert layout is not None
-        shard = own_shard(values, layout)
+        shard = local_shard(values, layout)
         assert shard.untyped_storage().nbytes() == shard.nbytes
         pieces = [values] * TENSOR
         if isinstance(placement, Shard):
             empty = values.narrow(placement.dim, 0, 0)
             pieces = [*values.chunk(TENSOR, placement.dim), empty][:TENSOR]
         # Of other values, too, and of another dtype: as an optimizer's state is.
-        state = whole((2 * shard).double(), layout)
-        got = {"shard": shard, "whole": whole(shard, layout), "state": state}
+        state = full_tensor((2 * shard).double(), layout)
+        got = {"shard": shard, "whole": full_tensor(shard, layout), "state": state}
         compared.append((got, {"shard": pieces[own], "whole": values, "state": 2 * values.double()}))
     return compared
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.batch import Batch
-from hybrid.engine.uneven_batches import evened
+from hybrid.engine.uneven_batches import align_batches
 from hybrid.errors import DataError
 
 
@@ -67,7 +67,9 @@ def test_batches_are_evened_to_the_end_of_all_trainers(
     each = Others(monkeypatch, others, are_lists)
     batches = [Batch.empty(1, 1)._replace(labels=torch.ones(size)) for size in own]
     own_batches = batches if is_list else iter(batches)
-    made = list(evened(own_batches, Batch.empty(1, 1), cast(dist.ProcessGroup, each), torch.device("cpu")))
+    made = list(
+        align_batches(own_batches, Batch.empty(1, 1), cast(dist.ProcessGroup, each), torch.device("cpu"))
+    )
     assert [(len(b.labels), b.global_size, b.ended) for b in made] == expected
     assert each.num_calls == (2 if is_list and are_lists else len(expected) + 2)
 
@@ -104,7 +106,7 @@ def test_weights_add_up_over_trainers(
     own = Batch.empty(1, 1)._replace(
         labels=torch.zeros(2, 2), weights=None if weights is None else torch.tensor(weights)
     )
-    (batch,) = evened([own], Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=2)
+    (batch,) = align_batches([own], Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=2)
     assert (None if batch.weights is None else batch.weights.tolist()) == expected
     assert batch.total_weights is not None
     assert batch.total_weights.tolist() == totals
@@ -141,7 +143,7 @@ def test_groups_add_up_over_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0])
     own = Batch.empty(1, 1)._replace(labels=labels, groups=torch.tensor([5, 5, 5, 6, 6]))
     cpu = torch.device("cpu")
-    (batch,) = evened([own], Batch.empty(1, 1), group, cpu, num_tasks=1, has_ranking=True)
+    (batch,) = align_batches([own], Batch.empty(1, 1), group, cpu, num_tasks=1, has_ranking=True)
     assert batch.total_groups is not None
     assert batch.total_groups.tolist() == [4.5]  # both of its own have two labels, and weights of 1
     assert batch.total_weights is not None
@@ -155,7 +157,9 @@ def test_a_group_that_two_trainers_have_in_a_step_is_refused(
     group = cast(dist.ProcessGroup, Groups(monkeypatch, [8, 6, 4], 2.5))
     own = Batch.empty(1, 1)._replace(labels=torch.ones(3), groups=torch.tensor([5, 5, 6]))
     batches = [own] if is_list else iter([own])
-    steps = evened(batches, Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=1, has_ranking=True)
+    steps = align_batches(
+        batches, Batch.empty(1, 1), group, torch.device("cpu"), num_tasks=1, has_ranking=True
+    )
     message = r"^group 6 is split: trainers 0 and 1 have samples of it in one step$"
     with pytest.raises(DataError, match=message):
         next(steps)

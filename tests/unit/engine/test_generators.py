@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybrid.engine.step_seed import seed_step
+from hybrid.engine.train_step import seed_step
 
 CPU = [torch.device("cpu")]
 
