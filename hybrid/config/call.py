@@ -91,10 +91,9 @@ class Signatures:
         keys = {key.name: key for key in self._arguments[name]}
         given = self._read(dotted, text, inner or "", keys)
         for key in keys.values():
-            if key.name in given:
-                if not key.accepts(given[key.name]):
-                    raise ConfigError(dotted, f"{key.name} must be {key.rule}", text)
-            elif key.default is None:
+            if key.name in given and not key.accepts(given[key.name]):
+                raise ConfigError(dotted, f"{key.name} must be {key.rule}", text)
+            if given.get(key.name, key.default) in (None, (), ""):
                 raise ConfigError(dotted, f"must name its {key.name}: {self._form(name)}", text)
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 
@@ -110,7 +109,7 @@ class Signatures:
         given = {key: value for key, value in values.items() if value != key.default}
         if not given:
             return name
-        if len(keys) == 1:
+        if len(keys) == 1 and keys[0].kind is not bool:
             (value,) = given.values()
             return f"{name}({toml_value(value).strip('[]') if keys[0].is_list else toml_value(value)})"
         return f"{name}({', '.join(f'{key.name} = {toml_value(value)}' for key, value in given.items())})"

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hybrid.config.call import Call, Signatures, argument
 from hybrid.config.key import by_host, fixed, option
 
 FORMATS = ("synthetic", "criteo", "csv", "parquet")
 TRANSFORMS = ("none", "log")
-SCALINGS = ("standardize", "min_max", "none")
-VOCABULARIES = ("build", "hash")
-COLUMN_KINDS = ("value", "buckets", "hour", "weekday", "cross", "weighted")
+_LOG = argument("log", bool, False)
+SCALING_CALLS = Signatures({"standardize": (_LOG,), "min_max": (_LOG,), "none": (_LOG,)})
+DEFAULT_HASH_ROWS = 100_000
+VOCABULARY_CALLS = Signatures(
+    {
+        "build": (argument("min_count", int, 1, minimum=1),),
+        "hash": (argument("rows", int, DEFAULT_HASH_ROWS, minimum=2, maximum=2_000_000_000),),
+    }
+)
+_COLUMN = argument("column", str, None)
+SPLIT_CALLS = Signatures({"random": (), "column": (_COLUMN,), "time": (_COLUMN,)})
+SHUFFLE_CALLS = Signatures(
+    {"rows": (), "lanes": (argument("lanes", int, 64, minimum=1, maximum=4096),), "none": ()}
+)
+KIND_CALLS = Signatures(
+    {
+        "value": (),
+        "buckets": (argument("bounds", float, None, is_list=True),),
+        "quantiles": (argument("buckets", int, None, minimum=2),),
+        "hour": (),
+        "weekday": (),
+        "cross": (),
+        "weighted": (argument("separator", str, ":"),),
+    }
+)
 POOLINGS = ("sum", "mean", "max")
 UNPOOLED = "none"
 
@@ -34,11 +57,10 @@ class DataSection:
     )
     split: str = fixed(
         "random",
-        "which rows are held out where test_path is empty: random ones; column: all rows of some values of "
-        "split_column, such as users; time: the latest by split_column",
-        choices=("random", "column", "time"),
+        "Which rows are held out if test_path is empty: random ones; all rows of some values of a column, "
+        "such as users; or the latest rows by a column.",
+        signatures=SPLIT_CALLS,
     )
-    split_column: str = fixed("", "column by which rows are held out (split = column, time)")
     columns: tuple[str, ...] = option((), "column names of a CSV without a header; empty reads the header")
     delimiter: str = option(",", "separator of CSV columns")
     label: str = fixed(
@@ -62,26 +84,23 @@ class DataSection:
         "", "splits a categorical field into several ids; empty means one id a field"
     )
     missing: tuple[str, ...] = fixed(("", "?"), "field values that mean missing")
-    numeric_transform: str = fixed(
-        "none", "log takes sign(x) * log(1 + |x|) of numeric values", choices=TRANSFORMS
-    )
     numeric_scaling: str = fixed(
         "standardize",
-        "over the training rows: standardize to mean 0 and deviation 1, min_max to 0 and 1, or none",
-        choices=SCALINGS,
+        "Scaling of numeric values over the training rows: to mean 0 and deviation 1, to between 0 and 1, or "
+        "none. With `log`, it follows sign(x) * log(1 + |x|).",
+        signatures=SCALING_CALLS,
     )
     vocabulary: str = fixed(
-        "build", "build numbers the values seen; hash uses the hashing trick", choices=VOCABULARIES
+        "build",
+        "`build` numbers the values of the training rows; rarer ones than `min_count` share the row of "
+        "unknown values. `hash` hashes values into `rows` rows.",
+        signatures=VOCABULARY_CALLS,
     )
-    vocabulary_min_count: int = fixed(
-        1, "values seen less often share the row of unknown values (vocabulary = build)", minimum=1
-    )
-    hash_rows: int = fixed(
-        100_000, "rows of each table (vocabulary = hash); ids are 32-bit", minimum=2, maximum=2_000_000_000
-    )
-    bad_rows: str = option("skip", "skip and count bad rows, or fail at the first", choices=("skip", "fail"))
-    max_bad_fraction: float = option(
-        0.1, "more bad rows than this share is an error even where they are skipped", minimum=0, maximum=1
+    max_invalid_fraction: float = option(
+        0.1,
+        "More invalid rows than this fraction are an error; 0 stops at the first invalid row.",
+        minimum=0,
+        maximum=1,
     )
     cache_folder: str = by_host(
         "",
@@ -105,25 +124,44 @@ class DataSection:
         minimum=0,
         prepares=False,
     )
-    checksum: str = option(
-        "sampled",
-        "how a changed input file is known, besides size and time: by parts of it, or in a store by its "
-        "ETag; or by the whole, which is read once more",
-        choices=("sampled", "whole"),
+    shuffle: str = fixed(
+        "rows",
+        "`rows` shuffles the training rows anew each epoch. With `lanes`, each of T trainers reads about "
+        "1 / T of the data, instead of nearly all. `none` keeps the order of the files.",
+        signatures=SHUFFLE_CALLS,
         prepares=False,
     )
-    shuffle: bool = fixed(True, "shuffle the training rows anew each epoch", prepares=False)
-    shuffle_lanes: int = fixed(
-        0,
-        "lanes by which rows are shuffled, such as 64, so that of T trainers each reads about 1/T of the "
-        "data, and not nearly all; 0 for none",
-        minimum=0,
-        maximum=4096,
-        prepares=False,
-    )
-    prefetch_batches: int = option(2, "batches read ahead in the background", minimum=1, prepares=False)
     synthetic_rows: int = fixed(600_000, "training rows of the synthetic click log", minimum=1)
-    synthetic_test_rows: int = fixed(50_000, "test rows of the synthetic click log", minimum=1)
+
+    @property
+    def synthetic_test_rows(self) -> int:
+        """Test rows of the synthetic click log."""
+        return max(1, min(50_000, self.synthetic_rows // 6))
+
+    @property
+    def split_call(self) -> Call:
+        """How rows are held out, and by which column."""
+        return SPLIT_CALLS.parse("data.split", self.split)
+
+    @property
+    def split_column(self) -> str:
+        """The column by which rows are held out; empty for random rows."""
+        return str(self.split_call.arguments.get("column", ""))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self.shuffle != "none"
+
+    @property
+    def shuffle_lanes(self) -> int:
+        """The number of lanes of the shuffle; 0 for none."""
+        return int(SHUFFLE_CALLS.parse("data.shuffle", self.shuffle).arguments.get("lanes", 0))
+
+    @property
+    def vocabulary_call(self) -> Call:
+        """How values become rows."""
+        return VOCABULARY_CALLS.parse("data.vocabulary", self.vocabulary)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,16 +170,13 @@ class ColumnSection:
 
     kind: str = fixed(
         "value",
-        "value: as it is; in data.sparse also buckets: a number in one of several ranges; hour, weekday: of "
-        "a date; cross: several columns as one, by the hashing trick; weighted: ids with weights",
-        choices=COLUMN_KINDS,
+        "`value`: as it is. In data.sparse also `buckets` and `quantiles`: a number in one of several "
+        "ranges, which begin at `bounds`, or hold equally many training rows; `hour` and `weekday` of a "
+        "date; `cross`: several columns as one, hashed; `weighted`: ids with weights, with `separator` "
+        "between the two.",
+        signatures=KIND_CALLS,
     )
     source: tuple[str, ...] = fixed((), "column of the files (cross: columns); empty for that of its name")
-    bounds: tuple[float, ...] = fixed((), "where each bucket but the lowest begins, rising (buckets)")
-    quantiles: int = fixed(
-        0, "buckets of equally many training rows instead of bounds; 0 for none (buckets)", minimum=0
-    )
-    weight_separator: str = fixed(":", "stands between an id and its weight in text (weighted)")
     multi_hot_separator: str | None = fixed(None, "splits a field into several ids (value, weighted)")
     pooling: str | None = fixed(
         None,
@@ -156,12 +191,9 @@ class ColumnSection:
         "what becomes of more than max_ids: an invalid row, or the first or the last of them are kept",
         choices=("invalid_row", "keep_first", "keep_last"),
     )
-    numeric_transform: str | None = fixed(None, "log, or none (of data.dense)", choices=TRANSFORMS)
-    numeric_scaling: str | None = fixed(None, "as of [data] (of data.dense)", choices=SCALINGS)
-    vocabulary: str | None = fixed(None, "build or hash (value, weighted)", choices=VOCABULARIES)
-    vocabulary_min_count: int | None = fixed(
-        None, "values seen less often share a row (value, weighted)", minimum=1
+    numeric_scaling: str | None = fixed(
+        None, "Scaling of numeric values (of data.dense).", signatures=SCALING_CALLS
     )
-    hash_rows: int | None = fixed(
-        None, "rows of the table (value and weighted if hashed, cross)", minimum=2, maximum=2_000_000_000
+    vocabulary: str | None = fixed(
+        None, "How values become rows (value, weighted; cross: hash).", signatures=VOCABULARY_CALLS
     )

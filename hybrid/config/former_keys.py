@@ -6,6 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid.config.call import Signatures
+from hybrid.config.data_sections import (
+    KIND_CALLS,
+    SCALING_CALLS,
+    SHUFFLE_CALLS,
+    SPLIT_CALLS,
+    VOCABULARY_CALLS,
+)
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
 from hybrid.config.table_sections import INITIALIZERS, TABLE_OPTIMIZERS
 from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS
@@ -30,6 +37,22 @@ _ADVICE = {
     ),
     "cluster.rpc_timeout_seconds": "is now cluster.timeout_seconds",
     "cluster.step_timeout_seconds": "is now cluster.timeout_seconds",
+    "data.bad_rows": "is now data.max_invalid_fraction, where 0 stops at the first invalid row",
+    "data.max_bad_fraction": "is now data.max_invalid_fraction",
+    "data.split_column": 'is an argument of split now, as in split = "time(when)"',
+    "data.shuffle_lanes": 'is an argument of shuffle now, as in shuffle = "lanes(64)"',
+    **{
+        f"{section}.{name}": text
+        for section in ("data", "columns")
+        for name, text in (
+            ("numeric_transform", 'is now numeric_scaling = "standardize(log = true)"'),
+            ("vocabulary_min_count", 'is an argument of vocabulary now, as in vocabulary = "build(4)"'),
+            ("hash_rows", 'is an argument of vocabulary now, as in vocabulary = "hash(100000)"'),
+        )
+    },
+    "columns.bounds": 'is an argument of kind now, as in kind = "buckets(18, 65)"',
+    "columns.quantiles": 'is now a kind, as in kind = "quantiles(10)"',
+    "columns.weight_separator": 'is an argument of kind now, as in kind = "weighted(:)"',
     "embedding.eps": _OPTIMIZER.format("adagrad(eps = 1e-8)"),
     "embedding.momentum": _OPTIMIZER.format("momentum(momentum = 0.9)"),
     "embedding.beta1": _OPTIMIZER.format("adam(betas = [0.9, 0.999])"),
@@ -79,6 +102,8 @@ _SPELLINGS = {
     ("data.numeric_scaling", "standardise"): "standardize",
     ("columns.numeric_scaling", "standardise"): "standardize",
     ("columns.too_many_ids", "bad_row"): "invalid_row",
+    ("data.shuffle", "true"): "rows",
+    ("data.shuffle", "false"): "none",
 }
 
 
@@ -89,7 +114,8 @@ def advice(section: str, name: str) -> str | None:
 
 def advice_on_value(section: str, name: str, value: object) -> str | None:
     """What to write instead of a former value of a key; None for any other value."""
-    new = _SPELLINGS.get((_key(section, name), value)) if isinstance(value, str) else None
+    text = str(value).lower() if isinstance(value, bool) else value
+    new = _SPELLINGS.get((_key(section, name), text)) if isinstance(text, str) else None
     return None if new is None else f"is now spelled {new!r}"
 
 
@@ -103,6 +129,7 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
         ConfigError: a value cannot be translated.
     """
     _translate_optimizers(sections)
+    _translate_data(sections)
     for section, values in sections.items():
         if "rpc_timeout_seconds" in values:
             values["timeout_seconds"] = values.pop("rpc_timeout_seconds")
@@ -135,6 +162,51 @@ def _translate_optimizers(sections: Sections) -> None:
                     TABLE_OPTIMIZERS, values.get("optimizer", default), {**shared, **own}
                 )
     embedding["optimizer"] = _call(TABLE_OPTIMIZERS, default, shared)
+
+
+def _translate_data(sections: Sections) -> None:
+    """Give vocabularies, scalings and kinds of columns their arguments, which columns took from [data]."""
+    data = sections.setdefault("data", {})
+    names = ("numeric_transform", "numeric_scaling", "vocabulary", "vocabulary_min_count", "hash_rows")
+    shared = {"numeric_scaling": "standardize", "vocabulary": "build"}
+    shared |= {name: data[name] for name in names if name in data}
+    for section, values in sections.items():
+        if section == "data" or section.startswith("columns."):
+            _set_scaling_and_vocabulary(values, {**shared, **values})
+            quantiles, bounds = values.pop("quantiles", 0), values.pop("bounds", ())
+            given = {"bounds": bounds, "separator": values.pop("weight_separator", ":")}
+            if values.get("kind") == "buckets" and quantiles:
+                values["kind"] = _call(KIND_CALLS, "quantiles", {"buckets": quantiles})
+            elif "kind" in values:
+                values["kind"] = _call(KIND_CALLS, values["kind"], given)
+    if data.pop("bad_rows", "skip") == "fail":
+        data["max_invalid_fraction"] = 0.0
+    if "max_bad_fraction" in data:
+        data.setdefault("max_invalid_fraction", data.pop("max_bad_fraction"))
+    if column := data.pop("split_column", ""):
+        data["split"] = _call(SPLIT_CALLS, data.get("split"), {"column": column})
+    if isinstance(data.get("shuffle"), bool):
+        lanes = data.pop("shuffle_lanes", 0)
+        shuffled = _call(SHUFFLE_CALLS, "lanes", {"lanes": lanes}) if lanes else "rows"
+        data["shuffle"] = shuffled if data["shuffle"] else "none"
+
+
+def _set_scaling_and_vocabulary(values: Values, all_values: Values) -> None:
+    """Replace the former keys of one section; ``all_values`` has those of [data] beside them."""
+    if "numeric_transform" in values or "numeric_scaling" in values:
+        scaling = all_values["numeric_scaling"]
+        name = "standardize" if scaling == "standardise" else scaling
+        is_log = all_values.get("numeric_transform") == "log"
+        values["numeric_scaling"] = _call(SCALING_CALLS, name, {"log": is_log})
+    arguments = {"min_count": all_values.get("vocabulary_min_count", 1)}
+    if "hash_rows" in all_values:
+        arguments["rows"] = all_values["hash_rows"]
+    if values.get("kind") == "cross" and "rows" in arguments:
+        values["vocabulary"] = _call(VOCABULARY_CALLS, "hash", arguments)
+    elif {"vocabulary", "vocabulary_min_count", "hash_rows"} & values.keys():
+        values["vocabulary"] = _call(VOCABULARY_CALLS, all_values["vocabulary"], arguments)
+    for name in ("numeric_transform", "vocabulary_min_count", "hash_rows"):
+        values.pop(name, None)
 
 
 def _call(signatures: Signatures, name: object, arguments: Mapping[str, Any]) -> Any:

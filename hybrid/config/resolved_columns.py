@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hybrid.config.data_sections import UNPOOLED, ColumnSection, DataSection
+from hybrid.config.data_sections import (
+    DEFAULT_HASH_ROWS,
+    KIND_CALLS,
+    SCALING_CALLS,
+    UNPOOLED,
+    VOCABULARY_CALLS,
+    ColumnSection,
+    DataSection,
+)
 from hybrid.errors import ConfigError
 
-_OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling")
-_OF_VALUES = (*_OF_IDS, "vocabulary", "vocabulary_min_count", "hash_rows")
-# Which keys are read of a column of data.sparse, by its kind; "source" is of all.
-_KEYS: dict[str, tuple[str, ...]] = {
-    "value": _OF_VALUES,
-    "weighted": (*_OF_VALUES, "weight_separator"),
-    "buckets": ("bounds", "quantiles"),
-    "hour": (),
-    "weekday": (),
-    "cross": ("hash_rows",),
-}
-_KEYS_OF_DENSE = ("numeric_transform", "numeric_scaling")
+_OF_IDS = ("multi_hot_separator", "max_ids", "too_many_ids", "pooling", "vocabulary")
+# The keys besides "kind" and "source" that are read of a column of data.sparse, by its kind.
+_KEYS: dict[str, tuple[str, ...]] = {"value": _OF_IDS, "weighted": _OF_IDS, "cross": ("vocabulary",)}
+_KEYS_OF_DENSE = ("numeric_scaling",)
 _DEFAULTS = ColumnSection()
 
 
@@ -73,8 +73,8 @@ def columns_of(
     sparse = tuple(_column(data, sections, name) for name in data.sparse)
     for column in sparse:
         if column.kind == "weighted" and column.weight_separator in ("", column.separator):
-            rule = "must not be empty, nor be what separates ids"
-            raise ConfigError(f"columns.{column.name}.weight_separator", rule, column.weight_separator)
+            rule = "separator must not be empty, nor be what separates ids"
+            raise ConfigError(f"columns.{column.name}.kind", rule, sections[column.name].kind)
     return dense, sparse
 
 
@@ -91,54 +91,52 @@ def sequence_length(name: str, section: ColumnSection) -> int:
 
 
 def _column(data: DataSection, sections: Mapping[str, ColumnSection], name: str) -> Column:
-    of = sections.get(name, _DEFAULTS)
+    section = sections.get(name, _DEFAULTS)
+    key = f"columns.{name}"
+    kind = KIND_CALLS.parse(f"{key}.kind", section.kind)
+    separator = section.multi_hot_separator
+    scaling = SCALING_CALLS.parse(f"{key}.numeric_scaling", section.numeric_scaling or data.numeric_scaling)
+    vocabulary = VOCABULARY_CALLS.parse(f"{key}.vocabulary", section.vocabulary or data.vocabulary)
     return Column(
         name=name,
-        sources=of.source or (name,),
-        kind=of.kind,
-        bounds=of.bounds,
-        quantiles=of.quantiles,
-        weight_separator=of.weight_separator,
-        separator=data.multi_hot_separator if of.multi_hot_separator is None else of.multi_hot_separator,
-        max_ids=of.max_ids,
-        too_many_ids=of.too_many_ids,
-        transform=of.numeric_transform or data.numeric_transform,
-        scaling=of.numeric_scaling or data.numeric_scaling,
-        vocabulary=of.vocabulary or data.vocabulary,
-        min_count=of.vocabulary_min_count or data.vocabulary_min_count,
-        hash_rows=of.hash_rows or data.hash_rows,
+        sources=section.source or (name,),
+        kind="buckets" if kind.name == "quantiles" else kind.name,
+        bounds=kind.arguments.get("bounds", ()),
+        quantiles=kind.arguments.get("buckets", 0),
+        weight_separator=kind.arguments.get("separator", ":"),
+        separator=data.multi_hot_separator if separator is None else separator,
+        max_ids=section.max_ids,
+        too_many_ids=section.too_many_ids,
+        transform="log" if scaling["log"] else "none",
+        scaling=scaling.name,
+        vocabulary=vocabulary.name,
+        min_count=vocabulary.arguments.get("min_count", 1),
+        hash_rows=vocabulary.arguments.get("rows", DEFAULT_HASH_ROWS),
     )
 
 
 def _check(name: str, section: ColumnSection, is_dense: bool) -> None:
-    kind = section.kind
+    call = KIND_CALLS.parse(f"columns.{name}.kind", section.kind)
+    kind = call.name
     if is_dense and kind != "value":
         rule = "must be value for a column of data.dense; name it in data.sparse instead"
-        raise ConfigError(f"columns.{name}.kind", rule, kind)
+        raise ConfigError(f"columns.{name}.kind", rule, section.kind)
     what = "a column of data.dense" if is_dense else f"a column of data.sparse whose kind is {kind}"
     for key in vars(_DEFAULTS):
         value = getattr(section, key)
-        read = ("kind", "source", *(_KEYS_OF_DENSE if is_dense else _KEYS[kind]))
+        read = ("kind", "source", *(_KEYS_OF_DENSE if is_dense else _KEYS.get(kind, ())))
         if key not in read and value != getattr(_DEFAULTS, key):
             raise ConfigError(f"columns.{name}.{key}", f"is not read of {what}", value)
     if kind == "cross" and len(section.source) < 2:
         raise ConfigError(f"columns.{name}.source", "must name two columns or more (cross)", section.source)
+    if kind == "cross" and section.vocabulary and not section.vocabulary.startswith("hash"):
+        raise ConfigError(f"columns.{name}.vocabulary", "must be hash (cross)", section.vocabulary)
     if kind != "cross" and len(section.source) > 1:
         raise ConfigError(f"columns.{name}.source", f"must be one column, for {what}", section.source)
     if len(set(section.source)) < len(section.source):
         raise ConfigError(f"columns.{name}.source", "must name each column once", section.source)
-    if kind == "buckets":
-        _check_buckets(name, section)
-    sequence_length(name, section)
-
-
-def _check_buckets(name: str, section: ColumnSection) -> None:
-    if bool(section.bounds) == bool(section.quantiles):
-        rule = f"must be given, or columns.{name}.quantiles, and not both"
-        raise ConfigError(f"columns.{name}.bounds", rule, section.bounds)
-    if section.quantiles == 1:
-        raise ConfigError(f"columns.{name}.quantiles", "must be 2 buckets or more", 1)
-    for low, high in pairwise(section.bounds):
+    for low, high in pairwise(call.arguments.get("bounds", ())):
         if not low < high:
-            rule = f"must rise from each to the next, and {high:g} comes after {low:g}"
-            raise ConfigError(f"columns.{name}.bounds", rule, section.bounds)
+            rule = f"bounds must rise from each to the next, and {high:g} comes after {low:g}"
+            raise ConfigError(f"columns.{name}.kind", rule, section.kind)
+    sequence_length(name, section)

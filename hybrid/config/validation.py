@@ -80,19 +80,12 @@ def _check_data(config: RunConfig) -> None:
         raise ConfigError("data.weighted_metrics", "needs data.weight, the column of the weights", True)
     _check_split(data)
     check_fields(data)
-    _check_lanes(config)
+    if data.shuffle_lanes and config.has_ranking_loss:
+        rule = "must not have lanes if a loss is of the order within groups, which are shuffled whole"
+        raise ConfigError("data.shuffle", rule, data.shuffle)
     if is_url(data.cache_folder) and config.has_ranking_loss:
         rule = "must be a folder where a loss is of the order within groups: whole groups are read from disks"
         raise ConfigError("data.cache_folder", rule, data.cache_folder)
-
-
-def _check_lanes(config: RunConfig) -> None:
-    lanes = config.data.shuffle_lanes
-    if lanes and not config.data.shuffle:
-        raise ConfigError("data.shuffle_lanes", "is read where data.shuffle is true", lanes)
-    if lanes and config.has_ranking_loss:
-        rule = "must be 0 where a loss is of the order within groups, since these are shuffled whole"
-        raise ConfigError("data.shuffle_lanes", rule, lanes)
 
 
 def _check_columns(config: RunConfig) -> None:
@@ -108,17 +101,9 @@ def _check_columns(config: RunConfig) -> None:
 
 
 def _check_split(data: DataSection) -> None:
-    if data.split == "random":
-        if data.split_column:
-            raise ConfigError(
-                "data.split_column", "is read where data.split is column or time", data.split_column
-            )
-        return
-    if data.format == "synthetic" or data.test_path:
+    if data.split != "random" and (data.format == "synthetic" or data.test_path):
         rule = "must be random where the test rows are given: by data.test_path, or in the built-in click log"
         raise ConfigError("data.split", rule, data.split)
-    if not data.split_column:
-        raise ConfigError("data.split_column", f"must name the column that data.split = {data.split} goes by")
 
 
 def check_columns(
@@ -163,8 +148,6 @@ def _check_dense(config: RunConfig) -> None:
         units = getattr(dense, name)
         if min(units, default=1) < 1:
             raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
-    if dense.net_call.arguments.get("expert_mlp") == ():
-        raise ConfigError("dense.net", "expert_mlp must hold a layer", dense.net)
     if dense.remote_worker >= config.cluster.workers:
         rule = f"must be below cluster.workers, which is {config.cluster.workers}"
         raise ConfigError("dense.remote_worker", rule, dense.remote_worker)

@@ -71,7 +71,7 @@ class Cluster:
         size, seed = config.train.batch_size, config.run.seed
         tasks = tuple(config.all_tasks)
         return (
-            PreparedData(train, size, seed, config.data.shuffle, config.data.shuffle_lanes, tasks),
+            PreparedData(train, size, seed, config.data.is_shuffled, config.data.shuffle_lanes, tasks),
             PreparedData(test, size, seed, False, 0, tasks),
         )
 

@@ -15,7 +15,8 @@ from hybrid.primitives.progress import ignore_progress
 
 def main(path: str, vocabulary: str, result: str) -> None:
     """Write the arrays, the vocabularies and the checksums of both."""
-    settings = ["data.format=criteo", "data.numeric_transform=log", f"data.vocabulary={vocabulary}"]
+    scaling = "data.numeric_scaling=standardize(log = true)"
+    settings = ["data.format=criteo", scaling, f"data.vocabulary={vocabulary}"]
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
     reading = Reading(config.data, dict(config.columns), dict(config.tasks))

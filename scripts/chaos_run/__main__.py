@@ -28,7 +28,7 @@ FAILED = 1
 INTERRUPTED = 130
 _EARLY = 0.25
 _JOB = (
-    *("data.synthetic_rows=40000", "data.synthetic_test_rows=4000", "train.batch_size=128", "train.epochs=2"),
+    *("data.synthetic_rows=40000", "train.batch_size=128", "train.epochs=2"),
     *(
         "train.eval_every_steps=100",
         "train.log_every_steps=1",

@@ -25,7 +25,6 @@ _JOB = """
 folder = "run"
 [data]
 synthetic_rows = 4000
-synthetic_test_rows = 500
 cache_folder = "prepared"
 [train]
 batch_size = 128

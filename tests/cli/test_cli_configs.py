@@ -31,7 +31,7 @@ def test_every_configuration_is_run_here() -> None:
 
 @pytest.mark.long
 def test_default(tmp_path: Path) -> None:
-    rows = {"synthetic_rows": 20_000, "synthetic_test_rows": 5_000}
+    rows = {"synthetic_rows": 20_000}
     _, result = launch("default", tmp_path, data=rows, train={"batch_size": 500})
     assert result["steps"] == 40
     assert 0.7 < result["auc"] < result["best_reachable_auc"]

@@ -210,7 +210,7 @@ def test_a_port_in_use(command: str, tiny: list[str], tmp_path: Path) -> None:
 def test_tables_that_no_memory_holds(tmp_path: Path) -> None:
     path = write_csv(tmp_path / "rows.csv", 200)
     data = {"format": "csv", "path": path, "dense": "x", "sparse": ["user", "item"], "cache_folder": "cache"}
-    hashed = {"vocabulary": "hash", "hash_rows": 2_000_000_000}
+    hashed = {"vocabulary": "hash(2_000_000_000)"}
     overrides = settings(run={"folder": "run"}, data=data | hashed, embedding={"dim": 1024})
     ended = run(["launch", *overrides], tmp_path)
     assert ended.code == 1

@@ -53,7 +53,7 @@ def test_each_example_trains(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name in ON_A_CLICK_LOG:
-        small = "[data]\nsynthetic_rows = 2000\nsynthetic_test_rows = 1000\n[train]\nbatch_size = 200\n"
+        small = "[data]\nsynthetic_rows = 2000\n[train]\nbatch_size = 200\n"
         Path("small.toml").write_text(small)
         arguments = ["--config", "small.toml"]
     else:

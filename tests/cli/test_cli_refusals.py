@@ -113,9 +113,9 @@ def test_what_cannot_be_done(
         ([], {}, "{path}: the file is empty, expected a header line; check data.path"),
         (
             [HEADER, *GOOD[:7], "2,7.5,v1", *GOOD[8:]],
-            {"bad_rows": "fail"},
+            {"max_invalid_fraction": 0.0},
             "{path}:9: label is '2', expected '1' or '0'; set data.positive_labels and data.negative_labels, "
-            "or skip such rows with data.bad_rows = skip",
+            "or skip such rows with data.max_invalid_fraction = 0.1",
         ),
         ([], {"path": "no.csv"}, "no.csv: no such file or folder; check data.path"),
         ([HEADER, *GOOD], {"test_path": "no.csv"}, "no.csv: no such file or folder; check data.test_path"),

@@ -74,7 +74,7 @@ def test_habits_of_a_plain_loop_are_warned_of_on_the_screen(script: Path, tmp_pa
 
 
 def test_the_master_prepares_the_data_of_the_configuration(script: Path, tmp_path: Path) -> None:
-    data = settings(data={"synthetic_rows": 300, "synthetic_test_rows": 50})
+    data = settings(data={"synthetic_rows": 300})
     said = output_of(["run", script.name, *ONE_EACH, *data, "--", "prepares"], tmp_path)
     assert "\n300 ['" in said
     assert said.endswith("\nsteps: 2\n")

@@ -225,7 +225,12 @@ def check_earlier_versions(of: Path, path: Path, capsys: pytest.CaptureFixture[s
             "clicks.parquet",
             write_parquet,
             {
-                "data": {"format": "parquet", "dense": "x", "sparse": ["user", "item"], "vocabulary": "hash"},
+                "data": {
+                    "format": "parquet",
+                    "dense": "x",
+                    "sparse": ["user", "item"],
+                    "vocabulary": "hash(100)",
+                },
                 "dense": {"net": "deepfm", "ddp": "none"},
                 "cluster": {"trainers": 1},
                 "train": {"update": "async"},
@@ -254,7 +259,7 @@ def test_files_of_every_format(
 ) -> None:
     (tmp_path / "own_net.py").write_text(OWN_NET)
     path = write(tmp_path / name, 400)
-    sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache", "hash_rows": 100}
+    sections["data"] |= {"path": path, "cache_folder": tmp_path / "cache"}
     sections["train"] = sections.get("train", {}) | {"batch_size": 64, "epochs": 4}
     folder = tmp_path / "run"
     launched = output_of(["launch", *settings(run={"folder": folder}, **sections)], tmp_path)

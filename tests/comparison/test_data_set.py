@@ -33,7 +33,7 @@ def test_it_trains_as_one_process(
 ) -> None:
     config = small_config(
         cluster={"trainers": trainers, "workers": 2},
-        data={"shuffle_lanes": lanes},
+        data={"shuffle": f"lanes({lanes})" if lanes else "rows"},
         dense={"optimizer": "Adam"},
         train={"epochs": 2, "update": update, "dtype": "float64"},
         schedule={"kind": "cosine", "warmup_steps": 5},
@@ -45,7 +45,7 @@ def test_it_trains_as_one_process(
 def test_data_in_a_store_train_and_evaluate_bit_for_bit_as_on_the_disk(
     lanes: int, clusters: Clusters, store: Store, cache: Path, tmp_path: Path
 ) -> None:
-    data = {"shuffle_lanes": lanes, "synthetic_rows": 15_000, "weight": "weight"}
+    data = {"shuffle": f"lanes({lanes})" if lanes else "rows", "synthetic_rows": 15_000, "weight": "weight"}
     config = small_config(cluster={"trainers": 3, "workers": 2}, data=data)
     far = in_store(config, store, tmp_path)
     cluster = clusters.get(3, 2)
@@ -91,13 +91,13 @@ def test_several_tasks_with_masks_and_weights_train_as_in_one_process(
 @pytest.mark.parametrize(
     ("trainers", "update", "shuffle"),
     [
-        pytest.param(3, "sync", True, marks=pytest.mark.long),
-        (2, "pipelined", True),
-        pytest.param(3, "pipelined", False, marks=pytest.mark.long),
+        pytest.param(3, "sync", "rows", marks=pytest.mark.long),
+        (2, "pipelined", "rows"),
+        pytest.param(3, "pipelined", "none", marks=pytest.mark.long),
     ],
 )
 def test_losses_of_the_order_in_groups_train_as_in_one_process(
-    trainers: int, update: str, shuffle: bool, clusters: Clusters, cache: Path
+    trainers: int, update: str, shuffle: str, clusters: Clusters, cache: Path
 ) -> None:
     """Of 3000 rows, a group has from one to some 60: shares are uneven, and parts of them often empty."""
     config = small_config(
@@ -127,9 +127,9 @@ def pooled_by_trainers(cluster: Cluster, config: RunConfig, cache: Path) -> tupl
 
 
 COLUMNS = {
-    "age": ColumnSection(kind="buckets", quantiles=5),
+    "age": ColumnSection(kind="quantiles(5)"),
     "hour": ColumnSection(kind="hour", source=("time",)),
-    "both": ColumnSection(kind="cross", source=("user", "place"), hash_rows=50),
+    "both": ColumnSection(kind="cross", source=("user", "place"), vocabulary="hash(50)"),
     "tags": ColumnSection(kind="weighted"),
     "seen": ColumnSection(kind="weighted", max_ids=2, too_many_ids="keep_last"),
     "mean_likes": ColumnSection(source=("likes",), pooling="mean"),

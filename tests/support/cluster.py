@@ -33,7 +33,7 @@ STOP_SECONDS = 20.0
 CASE_SECONDS = 60.0
 SMALL = RunConfig()
 SMALL = SMALL.replace(
-    data=dataclasses.replace(SMALL.data, synthetic_rows=3000, synthetic_test_rows=500),
+    data=dataclasses.replace(SMALL.data, synthetic_rows=3000),
     train=dataclasses.replace(SMALL.train, batch_size=128),
     dense=dataclasses.replace(SMALL.dense, optimizer="SGD", learning_rate=0.1, device="cpu"),
 )

@@ -24,10 +24,10 @@ from workers.cli import main
 from workers.launching import launcher
 from workers.launching.fork_server import ForkServer
 
-TEST_SAMPLES = 500
+TEST_SAMPLES = 333
 NOTICED_SECONDS = 10.0
 JOB = settings(
-    data={"synthetic_rows": 2000, "synthetic_test_rows": TEST_SAMPLES},
+    data={"synthetic_rows": 2000},
     train={"batch_size": 128, "log_every_steps": 1},
     dense={"device": "cpu"},
 )

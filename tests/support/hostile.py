@@ -18,12 +18,12 @@ _HEADED = DataSection(
     dense=("x",),
     sparse=("city", "tags"),
     multi_hot_separator="|",
-    max_bad_fraction=1.0,
+    max_invalid_fraction=1.0,
 )
 LAYOUTS = (
     _HEADED,
     dataclasses.replace(_HEADED, columns=("label", "x", "city", "tags")),
-    DataSection(format="criteo", max_bad_fraction=1.0),
+    DataSection(format="criteo", max_invalid_fraction=1.0),
 )
 # What a reader may trip over, each beside what is in its place in a good file.
 TOKENS = (

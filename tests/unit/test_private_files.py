@@ -65,7 +65,7 @@ def test_prepared_data_is_its_owners_and_that_of_others_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = RunConfig()
-    config = config.replace(data=type(config.data)(synthetic_rows=50, synthetic_test_rows=50))
+    config = config.replace(data=type(config.data)(synthetic_rows=50))
     folder = prepare(config, tmp_path / "runs/.prepared")
     assert {mode(each) for each in (tmp_path / "runs", folder.parent, folder)} == {0o700}
 

@@ -269,9 +269,8 @@ class Trainer:
             trainer_index=self._index,
             num_trainers=config.cluster.trainers,
             seed=config.run.seed,
-            shuffle=is_training and config.data.shuffle,
+            shuffle=is_training and config.data.is_shuffled,
             lanes=config.data.shuffle_lanes,
-            prefetch_batches=config.data.prefetch_batches,
             by_group=is_training and config.has_ranking_loss,
         )
 

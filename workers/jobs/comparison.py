@@ -192,7 +192,7 @@ def _shares(
             trainer_index=index,
             num_trainers=config.cluster.trainers,
             seed=config.run.seed,
-            shuffle=config.data.shuffle,
+            shuffle=config.data.is_shuffled,
             lanes=config.data.shuffle_lanes,
             by_group=config.has_ranking_loss,
         )

@@ -34,8 +34,8 @@ def expected_data(config: RunConfig, cache: StoragePath, ids_per_sample: float |
         ConfigError: ``ids_per_sample`` is given for other columns, or a key does not fit the files.
         DataError: the files are invalid.
     """
-    data = config.data
-    if ids_per_sample is not None and (data.vocabulary != "hash" or data.format == "synthetic"):
+    data, is_hashed = config.data, config.data.vocabulary_call.name == "hash"
+    if ids_per_sample is not None and (not is_hashed or data.format == "synthetic"):
         rule = 'needs data.vocabulary = "hash": other tables have the rows of their data'
         raise ConfigError("--ids", rule, ids_per_sample)
     if ids_per_sample is not None and config.columns:
@@ -45,9 +45,11 @@ def expected_data(config: RunConfig, cache: StoragePath, ids_per_sample: float |
         return Expected(ClickLog(config.run.seed).encoder.input_spec, {})
     is_multi_hot = ids_per_sample is not None
     has_one_id = data.format == "criteo" or (data.format == "csv" and not data.multi_hot_separator)
-    if data.vocabulary == "hash" and not config.columns and (is_multi_hot or has_one_id):
+    if is_hashed and not config.columns and (is_multi_hot or has_one_id):
         columns = Layout.of(data, with_labels=False).data
-        features = tuple(FeatureSpec(name, data.hash_rows, is_multi_hot) for name in columns.sparse)
+        features = tuple(
+            FeatureSpec(name, data.vocabulary_call["rows"], is_multi_hot) for name in columns.sparse
+        )
         means = {} if ids_per_sample is None else dict.fromkeys(columns.sparse, ids_per_sample)
         return Expected(InputSpec(columns.dense, features), means)
     with passing_status() as report:

@@ -60,7 +60,7 @@ class BatchLoader:
     def __post_init__(self) -> None:
         if self.by_group:
             if self.lanes:
-                raise DataError("whole groups are not shuffled by lanes: set data.shuffle_lanes to 0")
+                raise DataError("whole groups are not shuffled by lanes: set data.shuffle to rows")
             check_group_sizes(self.dataset, self.batch_size)
 
     @property

@@ -127,6 +127,6 @@ class Layout:
             return list(self.others)
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
-        named += [("data.split_column", self.data.split_column)] if self.data.split_column else []
+        named += [("data.split", self.data.split_column)] if self.data.split_column else []
         named += self.targets.columns() if self.with_labels else []
         return [*named, *self.beside]

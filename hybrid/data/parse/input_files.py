@@ -44,7 +44,6 @@ class InputFile:
         size, modified_ns: as the system, or the store, has them.
         sampled: see :func:`sampled_checksum`; in a store, what this calls the content
             (:func:`hybrid.storage.files.content_tag`), where it does.
-        whole: a checksum of all of it (``data.checksum = whole``), or empty.
     """
 
     path: str
@@ -52,14 +51,12 @@ class InputFile:
     size: int
     modified_ns: int
     sampled: str
-    whole: str
 
     @classmethod
-    def of(cls, path: StoragePath, is_whole: bool) -> InputFile:
+    def of(cls, path: StoragePath) -> InputFile:
         """What is at ``path`` now; DataError or StorageError where it cannot be read."""
         try:
             found = storage.require_file(path)
-            whole = storage.compute_checksum(path) if is_whole else ""
             if isinstance(path, RemotePath):
                 real_path, sampled = str(path), storage.content_tag(path) or sampled_checksum(path)
             else:
@@ -68,12 +65,11 @@ class InputFile:
             raise
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error}); check the file and data.path") from error
-        return cls(str(path), real_path, found.size, found.mtime_ns, sampled, whole)
+        return cls(str(path), real_path, found.size, found.mtime_ns, sampled)
 
     def has_content_of(self, other: InputFile) -> bool:
         """Whether both hold the same, as far as their checksums tell."""
-        both_whole = bool(self.whole and other.whole)
-        return self.sampled == other.sampled and (self.whole == other.whole or not both_whole)
+        return self.sampled == other.sampled
 
 
 def list_files(paths: Sequence[str], key: str) -> tuple[StoragePath, ...]:
@@ -135,10 +131,9 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
     """
     if data.format == "synthetic":
         return (), ()
-    is_whole = data.checksum == "whole"
     paths = list_files(data.path, "data.path")
     test_paths = list_files(data.test_path, "data.test_path") if data.test_path else ()
-    found = storage.map_concurrently(lambda path: InputFile.of(path, is_whole), (*paths, *test_paths))
+    found = storage.map_concurrently(InputFile.of, (*paths, *test_paths))
     train, test = tuple(found[: len(paths)]), tuple(found[len(paths) :])
     for file in test:
         same = (t for t in train if t.real_path == file.real_path or (t.size and t.has_content_of(file)))
@@ -150,7 +145,7 @@ def input_files(data: DataSection) -> tuple[tuple[InputFile, ...], tuple[InputFi
 
 def check_unchanged(files: Sequence[InputFile]) -> None:
     """DataError where a file is not any more what it was when ``files`` were listed."""
-    now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path), bool(file.whole)), files)
+    now = storage.map_concurrently(lambda file: InputFile.of(parse_path(file.path)), files)
     for file, found in zip(files, now, strict=True):
         if found != file:
             raise DataError(f"{file.path}: has changed while it was read; start again once it is complete")

@@ -133,7 +133,7 @@ class Source:
 
     def new_log(self) -> InvalidRowLog:
         """A log that treats bad rows as the data section says."""
-        return InvalidRowLog(self.data.bad_rows == "fail", self.data.max_bad_fraction)
+        return InvalidRowLog(self.data.max_invalid_fraction)
 
 
 def parse_of(
@@ -185,8 +185,8 @@ def _split_values(
 ) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
     name = data.split_column
     if column_values.is_list(column):
-        raise ConfigError("data.split_column", "must be a column of one value a row, and holds lists", name)
-    if data.split == "time":
+        raise ConfigError("data.split", "must be a column of one value a row, and holds lists", name)
+    if data.split_call.name == "time":
         times_B, wrong_B = seconds(column, data.missing)
         reject(
             wrong_B | np.isnan(times_B), Reason.SPLIT, name, "a number, or a date such as 2024-01-31 09:30:00"

@@ -147,7 +147,7 @@ class FilesPreparation:
         self, parsed: Iterator[tuple[ParseJob, SegmentLog]], num_segments: int
     ) -> tuple[list[Piece], InvalidRowReport]:
         """Return the pieces of the next segments, and the report of their invalid rows."""
-        log = InvalidRowLog(self._config.data.bad_rows == "fail", self._config.data.max_bad_fraction)
+        log = InvalidRowLog(self._config.data.max_invalid_fraction)
         pieces = []
         first_row = lines = 0
         for job, segment_log in islice(parsed, num_segments):
@@ -227,7 +227,7 @@ class FilesPreparation:
             for i, piece in enumerate(pieces)
         ]
         sums: dict[str, list[LabelSums]] = {split: [] for split in positions}
-        is_later = self._config.data.split == "time"
+        is_later = self._config.data.split_call.name == "time"
         unknown = {split: UnknownCounter(encoder, is_later=is_later and split == TEST) for split in positions}
         for of_splits in self._map(threads, "writing", weight, encode_piece, jobs):
             for split, of_piece in of_splits.items():

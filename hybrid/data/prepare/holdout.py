@@ -43,9 +43,9 @@ class Split:
         """
         data = config.data
         fraction = 0.0 if data.test_path else data.test_fraction
-        split = cls(data.split, config.run.seed, fraction)
+        split = cls(data.split_call.name, config.run.seed, fraction)
         if split.is_by_time:
-            return cls(data.split, config.run.seed, fraction, split._quantile(blocks))
+            return cls(data.split_call.name, config.run.seed, fraction, split._quantile(blocks))
         return split
 
     @property

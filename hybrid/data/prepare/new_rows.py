@@ -83,7 +83,6 @@ def section_for(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec
         dense=spec.dense_features,
         sparse=tuple(f.name for f in spec.sparse_features),
         split="random",
-        split_column="",
     )
     if data.format == "csv":
         for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):

@@ -54,7 +54,7 @@ _ADVICE = {
     Reason.DATE: "check the columns whose kind is hour or weekday, and data.missing",
     Reason.ID_WEIGHT: "check the separators of the columns whose kind is weighted",
     Reason.MANY: "set max_ids higher, or too_many_ids of the column",
-    Reason.SPLIT: "check data.split and data.split_column",
+    Reason.SPLIT: "check data.split",
 }
 
 
@@ -113,12 +113,11 @@ class InvalidRowLog:
     """Collects the bad rows of one pass over the files of a split.
 
     Args:
-        fail: raise DataError at the first bad row.
-        max_fraction: ``finish`` raises DataError where more rows than this share are bad.
+        max_fraction: ``finish`` raises DataError if a larger fraction of rows is invalid; 0 raises it at the
+            first.
     """
 
-    def __init__(self, fail: bool, max_fraction: float) -> None:
-        self._fail = fail
+    def __init__(self, max_fraction: float) -> None:
         self._max_fraction = max_fraction
         self._counts: Counter[Reason] = Counter()
         self._examples: list[str] = []
@@ -137,10 +136,9 @@ class InvalidRowLog:
         self._file_good += num_good
         for row in sorted(bad):
             example = f"{path}:{row.line}: {row.text}"
-            if self._fail:
-                raise DataError(
-                    f"{example}; {_ADVICE[row.reason]}, or skip such rows with data.bad_rows = skip"
-                )
+            if not self._max_fraction:
+                rule = f"{_ADVICE[row.reason]}, or skip such rows with data.max_invalid_fraction = 0.1"
+                raise DataError(f"{example}; {rule}")
             if len(self._examples) < MAX_EXAMPLES:
                 self._examples.append(example)
             self._counts[row.reason] += 1
@@ -165,7 +163,7 @@ class InvalidRowLog:
         bad = self._counts.total()
         if bad > self._max_fraction * (self._good + bad):
             raise DataError(
-                f"{bad} of {self._good + bad} rows are bad, more than data.max_bad_fraction = "
+                f"{bad} of {self._good + bad} rows are bad, more than data.max_invalid_fraction = "
                 f"{self._max_fraction}; the first: {self._examples[0]}"
             )
         return InvalidRowReport(

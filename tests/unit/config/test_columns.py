@@ -15,9 +15,8 @@ DATA = DataSection(
     dense=("price",),
     sparse=("user", "age"),
     multi_hot_separator="|",
-    numeric_transform="log",
-    vocabulary_min_count=3,
-    hash_rows=50,
+    numeric_scaling="standardize(log = true)",
+    vocabulary="build(3)",
 )
 
 
@@ -32,20 +31,18 @@ def test_what_a_section_leaves_out_is_as_in_data() -> None:
     (price,), (user, age) = columns_of(
         DATA,
         {
-            "price": ColumnSection(numeric_transform="none", source=("cents",)),
-            "age": ColumnSection(vocabulary="hash", hash_rows=9, multi_hot_separator=""),
+            "price": ColumnSection(numeric_scaling="min_max", source=("cents",)),
+            "age": ColumnSection(vocabulary="hash(9)", multi_hot_separator=""),
         },
     )
     assert (price.name, price.source, price.transform, price.scaling) == (
         "price",
         "cents",
         "none",
-        "standardize",
+        "min_max",
     )
-    assert (user.source, user.kind, user.separator, user.vocabulary, user.min_count, user.hash_rows) == (
-        *("user", "value", "|", "build"),
-        *(3, 50),
-    )
+    assert (user.source, user.kind, user.separator) == ("user", "value", "|")
+    assert (user.vocabulary, user.min_count) == ("build", 3)
     assert (age.separator, age.vocabulary, age.hash_rows) == ("", "hash", 9)
 
 
@@ -55,19 +52,16 @@ def test_sections_are_read_and_written_back_equal() -> None:
         None,
         [
             *csv,
-            "columns.age.kind=buckets",
-            "columns.age.bounds=[18, 25.5]",
+            "columns.age.kind=buckets(18, 25.5)",
             "columns.who.what.kind=cross",
             'columns.who.what.source=["a", "b"]',
         ],
     )
-    assert config.columns["age"].bounds == (18.0, 25.5)
-    assert [type(bound) for bound in config.columns["age"].bounds] == [float, float]
+    assert config.columns["age"].kind == "buckets(18.0, 25.5)"
     assert config.columns["who.what"].source == ("a", "b")
     text = to_toml(config)
     assert '[columns."who.what"]\n' in text
-    lines = [line for line in text.splitlines() if line.startswith("bounds")]
-    assert lines == ["bounds = [18.0, 25.5]", "bounds = []"]
+    assert 'kind = "buckets(18.0, 25.5)"\n' in text
 
 
 @pytest.mark.parametrize(
@@ -87,8 +81,8 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
         ("city", ColumnSection(), "columns.city: is in neither data.dense nor data.sparse"),
         (
             "price",
-            ColumnSection(kind="buckets", quantiles=4),
-            "columns.price.kind = 'buckets': must be value for a column of data.dense; name it in "
+            ColumnSection(kind="quantiles(4)"),
+            "columns.price.kind = 'quantiles(4)': must be value for a column of data.dense; name it in "
             "data.sparse instead",
         ),
         (
@@ -102,35 +96,32 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
             "columns.age.numeric_scaling = 'min_max': is not read of a column of data.sparse whose kind "
             "is value",
         ),
-        (
-            "age",
-            ColumnSection(kind="hour", bounds=(1.0,)),
-            "columns.age.bounds = (1.0,): is not read of a column of data.sparse whose kind is hour",
-        ),
+        ("age", ColumnSection(kind="hour(1)"), "columns.age.kind = 'hour(1)': takes no arguments"),
         (
             "age",
             ColumnSection(kind="buckets"),
-            "columns.age.bounds = (): must be given, or columns.age.quantiles, and not both",
+            "columns.age.kind = 'buckets': must name its bounds: buckets(bounds)",
         ),
         (
             "age",
-            ColumnSection(kind="buckets", bounds=(1.0,), quantiles=2),
-            "columns.age.bounds = (1.0,): must be given, or columns.age.quantiles, and not both",
+            ColumnSection(kind="buckets(1, 5, 2.5)"),
+            "columns.age.kind = 'buckets(1, 5, 2.5)': bounds must rise from each to the next, and 2.5 comes "
+            "after 5",
         ),
         (
             "age",
-            ColumnSection(kind="buckets", bounds=(1.0, 5.0, 2.5)),
-            "columns.age.bounds = (1.0, 5.0, 2.5): must rise from each to the next, and 2.5 comes after 5",
+            ColumnSection(kind="buckets(1, nan)"),
+            "columns.age.kind = 'buckets(1, nan)': bounds must be a list of finite numbers",
         ),
         (
             "age",
-            ColumnSection(kind="buckets", bounds=(1.0, 1.0)),
-            "columns.age.bounds = (1.0, 1.0): must rise from each to the next, and 1 comes after 1",
+            ColumnSection(kind="quantiles(1)"),
+            "columns.age.kind = 'quantiles(1)': buckets must be an integer, at least 2",
         ),
         (
             "age",
-            ColumnSection(kind="buckets", quantiles=1),
-            "columns.age.quantiles = 1: must be 2 buckets or more",
+            ColumnSection(kind="cross", source=("user", "price"), vocabulary="build"),
+            "columns.age.vocabulary = 'build': must be hash (cross)",
         ),
         (
             "age",
@@ -150,8 +141,8 @@ def test_a_column_is_not_made_of_a_label(tasks: dict[str, TaskSection], label: s
         ),
         (
             "age",
-            ColumnSection(kind="weighted", weight_separator="|"),
-            "columns.age.weight_separator = '|': must not be empty, nor be what separates ids",
+            ColumnSection(kind="weighted(|)"),
+            "columns.age.kind = 'weighted(|)': separator must not be empty, nor be what separates ids",
         ),
         (
             "age",
@@ -193,11 +184,14 @@ def test_columns_of_batches_of_ones_own_may_be_sequences() -> None:
 def test_a_configuration_is_checked_when_it_is_read() -> None:
     csv = ['data.format="csv"', 'data.path="x"', 'data.sparse=["age"]']
     for overrides, message in (
-        ([*csv, "columns.age.bounds=[1, nan]"], "columns.age.bounds = (1.0, nan): must be a list of finite"),
+        ([*csv, "columns.age.kind=buckets(x)"], "columns.age.kind = 'buckets(x)': bounds must be a list of"),
         ([*csv, "columns.agee.kind=hour"], "columns.agee: is in neither data.dense nor data.sparse"),
         (["columns.C1.kind=hour"], "columns.C1: is not read where data.format is synthetic, but for pooling"),
         (["columns.C1.pooling=none"], "columns.C1.max_ids = 0: must say how many vectors the net gets"),
-        ([*csv, "columns.age.bins=3"], "columns.age.bins: no such key; did you mean columns.age.bounds?"),
+        (
+            [*csv, "columns.age.max_id=3"],
+            "columns.age.max_id: no such key; did you mean columns.age.max_ids?",
+        ),
         ([*csv, "columns.age.kind=bucket"], "columns.age.kind = 'bucket': must be one of value, buckets"),
     ):
         with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):

@@ -85,7 +85,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
         ("data.positive_labels=1.5", "data", "positive_labels", ("1.5",)),
         ("dense.top_mlp=64", "dense", "top_mlp", (64,)),
         ("dense.top_mlp=[]", "dense", "top_mlp", ()),
-        ("data.shuffle=false", "data", "shuffle", False),
+        ("data.shuffle=none", "data", "shuffle", "none"),
         ("embedding.learning_rate=1", "embedding", "learning_rate", 1.0),
     ],
 )
@@ -130,7 +130,10 @@ ROW_OPTIMIZER = (
         ("dense.learning_rate=nan", "dense.learning_rate = nan: must be a finite number, above 0"),
         ("dense.learning_rate=inf", "dense.learning_rate = inf: must be a finite number, above 0"),
         ("dense.learning_rate=true", "dense.learning_rate = True: must be a finite number, above 0"),
-        ("data.shuffle=1", "data.shuffle = 1: must be true or false"),
+        (
+            "dense.net=[1]",
+            "dense.net = [1]: must be one of dlrm, dcn_v2, deepfm, wide_deep, mmoe, ple, or module:function",
+        ),
         ("data.format=tsv", "data.format = 'tsv': must be one of synthetic, criteo, csv, parquet"),
         ("data.path=a,b", "data.path = 'a,b': must be a list of text"),
         ("data.path=[1]", "data.path = (1,): must be a list of text"),
@@ -142,8 +145,9 @@ ROW_OPTIMIZER = (
             "dense.net = 'ple(expert_mlp=[0])': expert_mlp must be a list of integers, at least 1",
         ),
         (
-            "dense.net=mmoe(expert_mlp=[])",
-            "dense.net = 'mmoe(expert_mlp = [])': expert_mlp must hold a layer",
+            "dense.net=ple(expert_mlp=[])",
+            "dense.net = 'ple(expert_mlp=[])': must name its expert_mlp: "
+            "ple(experts = 4, expert_mlp = [64, 32])",
         ),
         (
             "dense.net=dlmr",
@@ -177,10 +181,8 @@ def test_an_override_that_is_refused(override: str, message: str) -> None:
     [
         ("cluster.master_port", 0, -1),
         ("cluster.master_port", 65_535, 65_536),
-        ("data.hash_rows", 2, 1),
-        ("data.hash_rows", 2_000_000_000, 2_000_000_001),
-        ("data.max_bad_fraction", 0.0, math.nextafter(0.0, -1.0)),
-        ("data.max_bad_fraction", 1.0, math.nextafter(1.0, 2.0)),
+        ("data.max_invalid_fraction", 0.0, math.nextafter(0.0, -1.0)),
+        ("data.max_invalid_fraction", 1.0, math.nextafter(1.0, 2.0)),
     ],
 )
 def test_a_limit_may_be_reached_but_not_passed(key: str, limit: float, beyond: float) -> None:

@@ -39,13 +39,18 @@ def test_a_stored_configuration_keeps_its_meaning() -> None:
     user = config.tables["user"]
     assert user.optimizer == "adam(betas = [0.8, 0.999], eps = 1e-06, weight_decay = 0.01)"
     assert (user.dim, user.init) == (8, "normal(0.5)")
-    assert config.columns["age"].numeric_scaling == "standardize"
-    assert config.columns["tags"].too_many_ids == "invalid_row"
+    assert config.columns["age"].numeric_scaling == "standardize(log = true)"
+    tags = config.columns["tags"]
+    assert (tags.kind, tags.too_many_ids, tags.vocabulary) == ("weighted", "invalid_row", "hash(1000)")
+    assert config.columns["both"].vocabulary == "hash(77)"
+    assert (config.data.vocabulary, config.data.split) == ("build(2)", 'time("when")')
+    assert (config.data.shuffle, config.data.max_invalid_fraction) == ("rows", 0.0)
 
 
 def test_a_translated_configuration_has_keys_of_today_only(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(to_toml(_stored()), encoding="utf-8")
     assert load_config(tmp_path / "config.toml") == _stored()
+    assert load_config(tmp_path / "config.toml", is_stored=True) == _stored()
 
 
 FORMER = [
@@ -68,6 +73,7 @@ def test_each_former_key_has_a_message_of_its_own(section: str, name: str, value
     [
         ("data.numeric_scaling=standardise", "standardize"),
         ("columns.tags.too_many_ids=bad_row", "invalid_row"),
+        ("data.shuffle=false", "none"),
     ],
 )
 def test_a_former_key_or_value_names_its_successor(setting: str, advice: str, tmp_path: Path) -> None:

@@ -68,14 +68,10 @@ def test_metrics_are_weighted_by_a_column_only() -> None:
 
 
 def test_lanes_shuffle_rows_and_not_groups() -> None:
-    validate(RunConfig(data=DataSection(shuffle_lanes=64)))
-    with pytest.raises(ConfigError, match=r"^data\.shuffle_lanes = 64: is read where data\.shuffle is true$"):
-        validate(RunConfig(data=DataSection(shuffle=False, shuffle_lanes=64)))
+    validate(RunConfig(data=DataSection(shuffle="lanes(64)")))
     ranked = {"click": TaskSection(label="label", ranking_loss="pairwise")}
-    with pytest.raises(
-        ConfigError, match=r"^data\.shuffle_lanes = 64: must be 0 where a loss is of the order"
-    ):
-        validate(RunConfig(data=DataSection(shuffle_lanes=64, group="C7"), tasks=ranked))
+    with pytest.raises(ConfigError, match=r"^data\.shuffle = 'lanes': must not have lanes"):
+        validate(RunConfig(data=DataSection(shuffle="lanes", group="C7"), tasks=ranked))
 
 
 @pytest.mark.parametrize(

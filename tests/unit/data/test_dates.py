@@ -84,8 +84,8 @@ def test_an_impossible_time_of_parquet_is_an_invalid_row(unit: str, tmp_path: Pa
     far = {"s": 10**14, "ms": 2**62, "us": 2**62, "date32": 2**31 - 1}[unit]
     seen = pa.array([0, far, -far, None], pa.int32() if unit == "date32" else pa.int64()).cast(kind)
     pq.write_table(pa.table({"label": [0, 1, 0, 1], "seen": seen}), tmp_path / "a.parquet")
-    for columns, split in ((("hour",), {}), ((), {"split": "time", "split_column": "seen"})):
-        data = DataSection(format="parquet", sparse=("seen",), max_bad_fraction=1.0, **split)  # type: ignore[arg-type]
+    for columns, split in ((("hour",), {}), ((), {"split": "time(seen)"})):
+        data = DataSection(format="parquet", sparse=("seen",), max_invalid_fraction=1.0, **split)  # type: ignore[arg-type]
         sections = {"seen": ColumnSection(kind=columns[0])} if columns else {}
         block, report = read(data, tmp_path / "a.parquet", columns=sections)
         assert block.source_rows_B.tolist() == ([0, 3] if columns else [0])

@@ -39,13 +39,13 @@ def test_vocabulary_goes_by_falling_frequency_then_value() -> None:
 
 
 def test_rare_values_share_row_zero() -> None:
-    data = DataSection(dense=("x",), sparse=("city",), vocabulary_min_count=2)
+    data = DataSection(dense=("x",), sparse=("city",), vocabulary="build(2)")
     encoder = FeatureEncoder.fit([raw([0, 0, 0], ["a", "b", "a"])], data)
     assert encoder.encode(raw([0, 0], ["a", "b"])).ids_BK.tolist() == [[1], [0]]
 
 
 def test_hashing_keeps_row_zero_for_missing_values() -> None:
-    data = DataSection(dense=("x",), sparse=("city",), vocabulary="hash", hash_rows=5)
+    data = DataSection(dense=("x",), sparse=("city",), vocabulary="hash(5)")
     encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
     ids = encoder.encode(raw([0] * 201, [*(f"v{i}" for i in range(200)), None])).ids_BK[:, 0]
     assert set(ids[:-1].tolist()) == {1, 2, 3, 4}
@@ -86,7 +86,7 @@ def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> N
 
 
 def test_log_transform_and_no_scaling() -> None:
-    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", numeric_scaling="none")
+    data = DataSection(dense=("x",), sparse=("city",), numeric_scaling="none(log = true)")
     encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
     encoded = encoder.encode(raw([np.e - 1, 1 - np.e, np.nan], ["a"] * 3))
     np.testing.assert_allclose(encoded.dense_BF[:, 0], [1, -1, 0], rtol=1e-6)
@@ -117,7 +117,8 @@ def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
 
 @pytest.mark.parametrize("vocabulary", ["build", "hash"])
 def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
-    data = DataSection(dense=("x",), sparse=("city",), numeric_transform="log", vocabulary=vocabulary)
+    scaling = "standardize(log = true)"
+    data = DataSection(dense=("x",), sparse=("city",), numeric_scaling=scaling, vocabulary=vocabulary)
     block = raw([0.1, 1 / 3, np.nan], ["Zürich", 'a"\\\n', "東京"])
     encoder = FeatureEncoder.fit([block], data)
     encoder.save(tmp_path)

@@ -18,7 +18,7 @@ from hybrid.errors import ConfigError, DataError
 
 
 def data_of(sparse: str, **keys: Any) -> DataSection:
-    return DataSection(format="csv", sparse=tuple(sparse.split()), max_bad_fraction=1.0, **keys)
+    return DataSection(format="csv", sparse=tuple(sparse.split()), max_invalid_fraction=1.0, **keys)
 
 
 def encoded(
@@ -36,8 +36,8 @@ def test_numbers_in_buckets(tmp_path: Path) -> None:
     rows = [f"{i % 2},{x}\n" for i, x in enumerate(["17", "18", "64.5", "-3", "?", "1e3"])]
     path = write(tmp_path / "a.csv", "label,age\n" + "".join(rows))
     columns = {
-        "age": ColumnSection(kind="buckets", bounds=(18.0, 65.0)),
-        "half": ColumnSection(kind="buckets", source=("age",), quantiles=2),
+        "age": ColumnSection(kind="buckets(18.0, 65.0)"),
+        "half": ColumnSection(kind="quantiles(2)", source=("age",)),
     }
     encoder, (age, half), _ = encoded(path, data_of("age half"), columns)
     assert age == [1, 2, 2, 1, 0, 3]
@@ -60,7 +60,7 @@ def test_dates_to_hours_and_weekdays(tmp_path: Path) -> None:
 def test_a_cross_is_a_value_of_its_own(tmp_path: Path) -> None:
     rows = ["a,1.0,x", "a,2,x", "b,1,x", "b,?,x", "a,1,x", ",2,x", "ab,,x"]
     path = write(tmp_path / "a.csv", "label,city,user,c\n" + "".join(f"1,{row}\n" for row in rows))
-    columns = {"both": ColumnSection(kind="cross", source=("city", "user", "c"), hash_rows=1000)}
+    columns = {"both": ColumnSection(kind="cross", source=("city", "user", "c"), vocabulary="hash(1000)")}
     encoder, (both,), _ = encoded(path, data_of("both"), columns)
     assert encoder.input_spec.sparse_features[0].num_rows == 1000
     assert both[0] == both[4] == 1 + int(stable_hashes(pa.array(["a\x1f1\x1fx"]))[0]) % 999
@@ -129,7 +129,7 @@ def test_scales_by_column(tmp_path: Path) -> None:
     data = data_of("city", dense=("x", "y", "z", "again"))
     columns = {
         "x": ColumnSection(numeric_scaling="min_max"),
-        "y": ColumnSection(numeric_scaling="none", numeric_transform="log"),
+        "y": ColumnSection(numeric_scaling="none(log = true)"),
         "again": ColumnSection(source=("x",)),
     }
     block, _ = read(data, path, columns=columns)
@@ -144,7 +144,7 @@ def test_scales_by_column(tmp_path: Path) -> None:
 
 BAD = {
     "age": (
-        ColumnSection(kind="buckets", bounds=(1.0,)),
+        ColumnSection(kind="buckets(1.0)"),
         ["x", "inf"],
         ["2: age is 'x', expected a finite number", "3: age is 'inf', expected a finite number"],
     ),
@@ -195,7 +195,7 @@ def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
             "column tags holds list<.*of which there is no cross",
         ),
         (ColumnSection(kind="weighted", source=("n",)), "no ids with weights, but int64"),
-        (ColumnSection(kind="buckets", source=("tags",), bounds=(1.0,)), "cast"),
+        (ColumnSection(kind="buckets(1.0)", source=("tags",)), "cast"),
     ):
         with pytest.raises(DataError, match=f"^{path}: .*{message}"):
             read(data, path, columns={"x": section})
@@ -208,7 +208,7 @@ def test_columns_that_share_a_table_share_its_vocabulary(tmp_path: Path) -> None
     rows = ["b,a|b|c,b", "b,c,x", "d,c|b,d", ",,b"]
     path = write(tmp_path / "a.csv", "label,item,seen,shop\n" + "".join(f"1,{row}\n" for row in rows))
     data = data_of("item seen shop", multi_hot_separator="|")
-    columns = {"item": ColumnSection(vocabulary_min_count=2)}
+    columns = {"item": ColumnSection(vocabulary="build(2)")}
     block, _ = read(data, path, columns=columns)
     tables = {"item": TableSection(features=("item", "seen"))}
     item, seen, shop = FeatureEncoder.fit([block], data, columns, tables).sparse

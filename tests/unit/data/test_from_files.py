@@ -38,8 +38,8 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "bags": {
         "columns": {
             "tags": ColumnSection(kind="weighted"),
-            "bucket": ColumnSection(kind="buckets", source=("x",), quantiles=5),
-            "both": ColumnSection(kind="cross", source=("user", "when"), hash_rows=50),
+            "bucket": ColumnSection(kind="quantiles(5)", source=("x",)),
+            "both": ColumnSection(kind="cross", source=("user", "when"), vocabulary="hash(50)"),
             "seen": ColumnSection(max_ids=2, too_many_ids="keep_last"),
         },
         "tables": {"people": TableSection(features=("user", "seen"))},
@@ -54,15 +54,15 @@ SECTIONS: dict[str, dict[str, Any]] = {
 DATA: dict[str, dict[str, Any]] = {
     "plain": {},
     "bags": {"sparse": ("user", "tags", "bucket", "both", "seen"), "multi_hot_separator": "|"},
-    "tasks": {"label": "", "weight": "w", "vocabulary_min_count": 3},
-    "hash": {"vocabulary": "hash", "hash_rows": 30, "group": "user"},
-    "time": {"split": "time", "split_column": "when"},
-    "column": {"split": "column", "split_column": "user"},
+    "tasks": {"label": "", "weight": "w", "vocabulary": "build(3)"},
+    "hash": {"vocabulary": "hash(30)", "group": "user"},
+    "time": {"split": "time(when)"},
+    "column": {"split": "column(user)"},
 }
 
 
 def config_of(path: Path, kind: str, **keys: Any) -> RunConfig:
-    given = {"dense": ("x",), "sparse": ("user", "when"), "max_bad_fraction": 0.5, **DATA[kind], **keys}
+    given = {"dense": ("x",), "sparse": ("user", "when"), "max_invalid_fraction": 0.5, **DATA[kind], **keys}
     return csv_config(path, **given).replace(**SECTIONS.get(kind, {}))
 
 
@@ -158,7 +158,7 @@ def test_any_memory_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.Monk
 def test_values_are_ordered_as_by_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.csv", text(3000, 1).replace(b'"', b""))
     in_parts(monkeypatch, 1)
-    config = config_of(path, "plain", test_fraction=0.0, sparse=("user",), vocabulary_min_count=2)
+    config = config_of(path, "plain", test_fraction=0.0, sparse=("user",), vocabulary="build(2)")
     _, (encoding,), reports = outcome(config, tmp_path / "new", (path,), 5000)
     rows = [line.split(",") for line in path.read_text().splitlines()[1:]]
     good = [row[2] for row in rows if len(row) == 8 and row[0] in ("0", "1") and row[1] != "much"]
@@ -191,7 +191,7 @@ def test_the_first_fault_is_told_whoever_finds_it(tmp_path: Path, monkeypatch: p
     good[late] = b"1,nothing,u,,,5,0,1"
     path = write(tmp_path / "a.csv", b"\n".join([HEAD.encode(), *good]))
     in_parts(monkeypatch, 2)
-    found = outcome(config_of(path, "plain", bad_rows="fail"), tmp_path / "new", (path,), 5000)
+    found = outcome(config_of(path, "plain", max_invalid_fraction=0.0), tmp_path / "new", (path,), 5000)
     assert found.startswith(f"DataError: {path}:{late + 2}: x is 'nothing', expected a finite number; ")
     found = outcome(config_of(path, "plain", sparse=("nobody",)), tmp_path / "other", (path,), 5000)
     assert found.startswith(f"ConfigError: data.sparse = 'nobody': {path} has no such column")

@@ -65,11 +65,11 @@ def test_training_rows_are_prepared_by_group_and_test_rows_as_they_are(tmp_path:
     assert "".join(in_order) == "aaaa" + "bb" + "c" + "dddd" + "e"
     assert train.group_starts.tolist() == [0, 4, 6, 7, 11, 12]
     assert test.group_rows is None
-    synthetic = RunConfig(data=DataSection(synthetic_rows=300, synthetic_test_rows=20, group="C9"))
+    synthetic = RunConfig(data=DataSection(synthetic_rows=300, group="C9"))
     log, _ = prepared(synthetic, tmp_path / "cache")
     assert log.group_rows is not None
     assert sorted(log.group_rows.tolist()) == list(range(300))
-    without, _ = prepared(RunConfig(data=DataSection(synthetic_rows=300, synthetic_test_rows=20)), tmp_path)
+    without, _ = prepared(RunConfig(data=DataSection(synthetic_rows=300)), tmp_path)
     assert without.group_rows is None
 
 
@@ -163,7 +163,7 @@ def test_a_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="only training rows are in whole groups"):
         BatchLoader(test, batch_size=3, by_group=True)
     with pytest.raises(
-        DataError, match=r"^whole groups are not shuffled by lanes: set data\.shuffle_lanes to 0$"
+        DataError, match=r"^whole groups are not shuffled by lanes: set data\.shuffle to rows$"
     ):
         BatchLoader(dataset, batch_size=4, by_group=True, shuffle=True, lanes=8)
     ranked = {**TASKS, "click": TaskSection(ranking_loss="pairwise")}

@@ -51,18 +51,6 @@ def test_a_file_replaced_with_the_same_size_and_time_is_prepared_anew(tmp_path: 
     assert prepare(config_of(path), tmp_path / "cache") != first
 
 
-def test_the_whole_is_looked_at_where_asked(tmp_path: Path) -> None:
-    """A change between the samples of a large file."""
-    path = write(tmp_path / "a.csv", LARGE)
-    config, whole = config_of(path), config_of(path, checksum="whole")
-    folders = [prepare(each, tmp_path / "cache") for each in (config, whole)]
-    sampled = sampled_checksum(path)
-    replace(path, b"\n1,", b"\n0,", at=module.SAMPLED_BLOCK_BYTES + 8)
-    assert sampled_checksum(path) == sampled
-    assert prepare(config, tmp_path / "cache") == folders[0]
-    assert prepare(whole, tmp_path / "cache") not in folders
-
-
 @pytest.mark.parametrize(
     ("size", "places"),
     [
@@ -94,17 +82,6 @@ def test_altered_arrays_are_found_when_they_are_opened(tmp_path: Path) -> None:
     replace(labels, b"\1", b"\0", at=200)
     with pytest.raises(DataError, match=rf"{labels}: altered since it was prepared; delete {folder} to prep"):
         PreparedDataset.open(folder, "train")
-
-
-def test_arrays_are_looked_at_whole_where_asked(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.csv", 4 * LARGE)
-    config = config_of(path, test_fraction=0.0, checksum="whole")
-    folder = prepare(config, tmp_path / "cache")
-    rows = folder / "train" / "source_rows.npy"
-    replace(rows, b"\1", b"\2", at=module.SAMPLED_BLOCK_BYTES + 200)
-    PreparedDataset.open(folder, "train")  # where samples are, nothing is altered
-    with pytest.raises(DataError, match=r"source_rows\.npy: altered since it was prepared; delete"):
-        prepare(config, tmp_path / "cache")
 
 
 def test_a_run_that_goes_on_is_told_what_has_changed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hybrid.data.parse.text_lines import MAX_BLOCK_LINES, MAX_RECORD_BYTES, line
 from hybrid.errors import DataError
 
 CSV = DataSection(
-    format="csv", columns=("label", "x", "city"), dense=("x",), sparse=("city",), max_bad_fraction=1.0
+    format="csv", columns=("label", "x", "city"), dense=("x",), sparse=("city",), max_invalid_fraction=1.0
 )
 TWO_BREAKS = '1,1,a\n1,2,"first\n0,3,second"\n0,4,"x, ""y"" z"\n1,5,"three\n\n0,6,lines"\n0,7,b'
 BREAKS = {2: "a line break within quotes, to line 3", 5: "a line break within quotes, to line 7"}

@@ -126,7 +126,7 @@ def test_closing_early_ends_the_thread(dataset: PreparedDataset, monkeypatch: py
             return super().acquire(blocking, timeout)
 
     monkeypatch.setattr(threading, "Semaphore", Room)
-    stream = BatchLoader(dataset, batch_size=10, prefetch_batches=1).batches(0)
+    stream = BatchLoader(dataset, batch_size=10).batches(0)
     assert has_no_room.wait(SECONDS), "the reader waits until a batch is taken"
     assert reader_threads()
     stream.close()

@@ -19,7 +19,7 @@ from hybrid.data.parse import parquet_blocks as module
 from hybrid.data.parse.sources import Source
 from hybrid.errors import DataError
 
-DATA = DataSection(format="parquet", sparse=("city",), max_bad_fraction=1.0)
+DATA = DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0)
 MANY = 1_000_000
 
 
@@ -44,7 +44,7 @@ import sys
 from pathlib import Path
 from hybrid.config import DataSection
 from hybrid.data.parse.sources import Source
-data = DataSection(format="parquet", sparse=("city",), max_bad_fraction=1.0)
+data = DataSection(format="parquet", sparse=("city",), max_invalid_fraction=1.0)
 try:
     for block in Source((Path(sys.argv[1]),), data).blocks():
         pass

@@ -123,7 +123,7 @@ def test_prepared_data_is_reused_until_something_changes(
     first = prepare(config, cache)
     stamp = (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns
     said: list[str] = []
-    same = config_of(table, shuffle=False, prefetch_batches=9, cache_folder="there", synthetic_rows=9)
+    same = config_of(table, shuffle=False, cache_folder="there", synthetic_rows=9)
     assert prepare(same, cache, said.append) == first
     assert (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]
@@ -132,7 +132,10 @@ def test_prepared_data_is_reused_until_something_changes(
     shared = prepare(config.replace(tables={"both": TableSection(features=("city", "tags"))}), cache)
     city, tags = FeatureEncoder.load(shared).sparse
     assert city.values == tags.values
-    others = [config_of(table, numeric_transform="log"), config.replace(run=RunSection(seed=5))]
+    others = [
+        config_of(table, numeric_scaling="none"),
+        config.replace(run=RunSection(seed=5)),
+    ]
     assert len({first, shared, *(prepare(other, cache) for other in others)}) == 4
     with monkeypatch.context() as patched:
         patched.setattr(dataset_manifest, "FORMAT_VERSION", 99)
@@ -143,9 +146,7 @@ def test_prepared_data_is_reused_until_something_changes(
 
 def test_the_synthetic_log_depends_on_its_own_keys_alone(tmp_path: Path) -> None:
     first, same, *others = (
-        prepare(
-            RunConfig(data=DataSection(label=label, synthetic_rows=rows, synthetic_test_rows=20)), tmp_path
-        )
+        prepare(RunConfig(data=DataSection(label=label, synthetic_rows=rows)), tmp_path)
         for label, rows in [("label", 50), ("clicked", 50), ("label", 51)]
     )
     assert [same, *others].count(first) == 1
@@ -199,7 +200,7 @@ def test_empty_files(tmp_path: Path, table: Path, text: str) -> None:
     columns = ("label", "x", "city", "tags")
     with pytest.raises(DataError, match=r"^no row is left to train on; check data\.path and data\.test_fr"):
         prepare(config_of(empty, columns=columns), tmp_path / "cache")
-    config = config_of(table, columns=columns, max_bad_fraction=0.2, test_path=(str(empty),))
+    config = config_of(table, columns=columns, max_invalid_fraction=0.2, test_path=(str(empty),))
     with pytest.raises(DataError, match=r"empty\.csv: no rows; check data\.test_path"):
         prepare(config, tmp_path / "cache")
 

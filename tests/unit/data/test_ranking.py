@@ -23,7 +23,7 @@ Words = dict[str, int]
 
 
 def column(min_count: int) -> Column:
-    data = DataSection(format="csv", sparse=("c",), vocabulary_min_count=min_count)
+    data = DataSection(format="csv", sparse=("c",), vocabulary=f"build({min_count})")
     return columns_of(data, {})[1][0]
 
 

@@ -22,7 +22,7 @@ CSV = DataSection(
     columns=("label", "x", "y", "city"),
     dense=("x", "y"),
     sparse=("city",),
-    max_bad_fraction=1.0,
+    max_invalid_fraction=1.0,
 )
 edit = partial(dataclasses.replace, CSV)
 
@@ -121,18 +121,18 @@ def test_every_kind_of_bad_row_is_skipped_counted_and_located(
 def test_bad_rows_fail_at_the_first(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n7,1,1,a\n1,1\n")
     with pytest.raises(DataError) as caught:
-        read(edit(bad_rows="fail"), path)
+        read(edit(max_invalid_fraction=0.0), path)
     assert str(caught.value) == (
         f"{path}:2: label is '7', expected '1' or '0'; set data.positive_labels and data.negative_labels, "
-        "or skip such rows with data.bad_rows = skip"
+        "or skip such rows with data.max_invalid_fraction = 0.1"
     )
 
 
 def test_too_many_bad_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", "1,1,1,a\n" * 8 + "1\n2\n")
-    read(edit(max_bad_fraction=0.2), path)
-    with pytest.raises(DataError, match=r"2 of 10 rows are bad.*max_bad_fraction = 0\.1;.*a\.csv:9: 1 col"):
-        read(edit(max_bad_fraction=0.1), path)
+    read(edit(max_invalid_fraction=0.2), path)
+    with pytest.raises(DataError, match=r"2 of 10 .*max_invalid_fraction = 0\.1;.*a\.csv:9: 1 col"):
+        read(edit(max_invalid_fraction=0.1), path)
 
 
 def test_a_file_of_nothing_but_bad_rows_says_what_is_wrong(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ PARTS = (
 )
 FIELDS = st.lists(st.sampled_from(PARTS), max_size=5).map("".join)
 COLUMNS = {
-    "bucket": ColumnSection(kind="buckets", source=("a",), quantiles=3),
+    "bucket": ColumnSection(kind="quantiles(3)", source=("a",)),
     "hour": ColumnSection(kind="hour", source=("a",)),
     "day": ColumnSection(kind="weekday", source=("b",)),
     "both": ColumnSection(kind="cross", source=("a", "b")),
@@ -112,7 +112,7 @@ def test_columns_of_every_kind_take_hostile_fields(
 ) -> None:
     path = tmp_path / "file"
     path.write_text("label,a,b\n" + "".join(f"1,{a},{b}\n" for a, b in rows))
-    data = DataSection(format="csv", sparse=tuple(sorted(kinds)), max_bad_fraction=1.0)
+    data = DataSection(format="csv", sparse=tuple(sorted(kinds)), max_invalid_fraction=1.0)
     columns = {name: COLUMNS[name] for name in kinds}
     whole = read_hostile(path, data, True, 1 << 20, columns)
     assert whole == read_hostile(path, data, True, 7, columns)

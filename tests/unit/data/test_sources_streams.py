@@ -14,7 +14,7 @@ from hybrid.data.parse.sources import Source
 from hybrid.data.parse.text_lines import STDIN
 from hybrid.errors import ConfigError, DataError
 
-CSV = DataSection(format="csv", dense=("x",), sparse=("city",), max_bad_fraction=1.0)
+CSV = DataSection(format="csv", dense=("x",), sparse=("city",), max_invalid_fraction=1.0)
 ROWS = """\ufeffx,city,note\r
 1,Rome,a
 much,Oslo,b

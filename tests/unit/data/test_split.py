@@ -34,7 +34,7 @@ def log(path: Path, when: list[str], seed: int = 0) -> Path:
 
 def test_no_user_is_on_both_sides(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["0"] * NUM_ROWS)
-    train, test = rows_of(path, split="column", split_column="user", test_fraction=0.3)
+    train, test = rows_of(path, split="column(user)", test_fraction=0.3)
     users = [line.split(",")[2] for line in path.read_text().splitlines()[1:]]
     assert sorted(train + test) == list(range(NUM_ROWS))
     assert not {users[i] for i in train} & {users[i] for i in test}
@@ -50,11 +50,11 @@ def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: py
         "times": [str(np.datetime64("2023-12-31T23:00:00") + 60 * number) for number in order],
     }[kind]
     path = log(tmp_path / "a.csv", when)
-    train, test = rows_of(path, split="time", split_column="when", test_fraction=0.2)
+    train, test = rows_of(path, split="time(when)", test_fraction=0.2)
     assert sorted(order[test]) == list(range(NUM_ROWS * 8 // 10, NUM_ROWS))
     assert sorted(order[train]) == list(range(NUM_ROWS * 8 // 10))
     monkeypatch.setattr(holdout, "MAX_SAMPLED", 100)  # of very many rows, a part is looked at for the border
-    _, sampled = rows_of(path, split="time", split_column="when", test_fraction=0.2, numeric_scaling="none")
+    _, sampled = rows_of(path, split="time(when)", test_fraction=0.2, numeric_scaling="none")
     assert sorted(order[sampled]) == list(range(NUM_ROWS - len(sampled), NUM_ROWS))
     assert 0.1 < len(sampled) / NUM_ROWS < 0.3
 
@@ -62,33 +62,30 @@ def test_the_latest_rows_are_held_out(tmp_path: Path, kind: str, monkeypatch: py
 def test_a_row_without_a_time_is_bad(tmp_path: Path) -> None:
     path = log(tmp_path / "a.csv", ["2024-01-01"] * 10 + ["soon"])
     with pytest.raises(DataError, match="12: when is 'soon', expected a number, or a date such as"):
-        rows_of(path, split="time", split_column="when", bad_rows="fail")
+        rows_of(path, split="time(when)", max_invalid_fraction=0.0)
 
 
 def test_lists_split_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"label": [0, 1], "item": ["a", "b"], "user": [["a"], ["b"]]}), path)
-    config = csv_config(path, sparse=("item",), split="column", split_column="user")
+    config = csv_config(path, sparse=("item",), split="column(user)")
     config = config.replace(data=dataclasses.replace(config.data, format="parquet"))
-    with pytest.raises(ConfigError, match=r"^data\.split_column = 'user': must be a column of one value"):
+    with pytest.raises(ConfigError, match=r"^data\.split = 'user': must be a column of one value"):
         prepared(config, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"split": "time"}, r"data\.split_column.*: must name the column that data\.split = time goes by"),
+        ({"split": "time"}, r"data\.split = 'time': must name its column"),
+        ({"split": "random(user)"}, r"data\.split = 'random\(user\)': takes no arguments"),
         (
-            {"split_column": "user"},
-            r"data\.split_column = 'user': is read where data\.split is column or time",
+            {"split": "time(w)", "test_path": ("b.csv",)},
+            r"data\.split = 'time\(w\)': must be random",
         ),
         (
-            {"split": "time", "split_column": "w", "test_path": ("b.csv",)},
-            r"data\.split = 'time': must be random",
-        ),
-        (
-            {"split": "column", "split_column": "usr"},
-            r"data\.split_column = 'usr': .*; did you mean 'user'\?",
+            {"split": "column(usr)"},
+            r"data\.split = 'usr': .*; did you mean 'user'\?",
         ),
     ],
 )

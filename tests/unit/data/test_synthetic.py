@@ -30,9 +30,9 @@ def test_same_seed_same_log() -> None:
 
 
 def test_the_shape_is_criteos(tmp_path: Path) -> None:
-    config = RunConfig(data=DataSection(synthetic_rows=70_000, synthetic_test_rows=10_000))
+    config = RunConfig(data=DataSection(synthetic_rows=70_000))
     train, test = prepared(config, tmp_path)
-    assert (train.num_samples, test.num_samples) == (70_000, 10_000)
+    assert (train.num_samples, test.num_samples) == (70_000, 11_666)
     assert len(train.input_spec.dense_features) == 13
     assert tuple(feature.num_rows for feature in train.input_spec.sparse_features) == TABLE_ROWS
     batch = train.gather(np.arange(70_000), 70_000)
@@ -50,7 +50,7 @@ def test_the_shape_is_criteos(tmp_path: Path) -> None:
 
 
 def test_one_sample_has_no_best_auc(tmp_path: Path) -> None:
-    config = RunConfig(data=DataSection(synthetic_rows=9, synthetic_test_rows=1))
+    config = RunConfig(data=DataSection(synthetic_rows=9))
     _, test = prepared(config, tmp_path)
     assert test.report.labels[0].best_auc is None
     block = only_block(ClickLog(1), "test", 1)

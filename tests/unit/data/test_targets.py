@@ -16,7 +16,7 @@ from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.dataset_manifest import LabelReport
 from hybrid.errors import ConfigError, DataError
 
-DATA = DataSection(format="csv", sparse=("user",), weight="w", group="user", max_bad_fraction=1.0)
+DATA = DataSection(format="csv", sparse=("user",), weight="w", group="user", max_invalid_fraction=1.0)
 TASKS = {
     "click": TaskSection(),
     "buy": TaskSection(label="bought", mask="click"),
@@ -173,7 +173,7 @@ def test_data_without_weights_have_none(tmp_path: Path) -> None:
 def test_other_tasks_are_prepared_anew_and_other_losses_are_not(tmp_path: Path) -> None:
     path, cache = write(tmp_path / "a.csv", TABLE), tmp_path / "cache"
     folders = [
-        prepared(config_of(path, {"click": task}, max_bad_fraction=1.0, **keys), cache)[0].folder
+        prepared(config_of(path, {"click": task}, max_invalid_fraction=1.0, **keys), cache)[0].folder
         for task, keys in (
             (TaskSection(), {}),
             (TaskSection(loss="focal", weight=3.0, metrics=("m:f",), ranking_loss="pairwise"), {}),
@@ -207,7 +207,7 @@ def test_a_task_with_nothing_to_learn_is_refused(
         prepared(config_of(path, tasks), tmp_path / "cache")
 
 
-SYNTHETIC = RunConfig(data=DataSection(synthetic_rows=3000, synthetic_test_rows=1000))
+SYNTHETIC = RunConfig(data=DataSection(synthetic_rows=3000))
 
 
 def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
         "spent": TaskSection(kind="regression"),
         "stars": TaskSection(kind="classes", classes=5),
     }
-    data = DataSection(synthetic_rows=3000, synthetic_test_rows=1000, weight="weight", group="C7")
+    data = DataSection(synthetic_rows=3000, weight="weight", group="C7")
     train, test = prepared(SYNTHETIC.replace(tasks=tasks, data=data), tmp_path)
     alone, _ = prepared(SYNTHETIC, tmp_path)
     rows = np.arange(3000)
@@ -228,8 +228,8 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
     click, buy, spent, stars = test.report.labels
     assert click.best_auc is not None
     assert (buy.best_auc, spent.best_auc, stars.best_auc) == (None, None, None)
-    assert (click.count, stars.count) == (1000, 1000)
-    assert buy.count == round(1000 * (click.mean or 0))
+    assert (click.count, stars.count) == (500, 500)
+    assert buy.count == round(500 * (click.mean or 0))
     assert batch.weights is not None
     assert batch.groups is not None
     assert 0.5 <= batch.weights[:, 0].min() < batch.weights[:, 0].max() <= 1.5

@@ -28,7 +28,7 @@ def report_of(tmp_path: Path, rows: list[tuple[int, str, str]], minimum: int = 1
         sparse=("city", "tags"),
         multi_hot_separator="|",
         test_fraction=0.0,
-        vocabulary_min_count=minimum,
+        vocabulary=f"build({minimum})",
     )
     encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
     new = write(tmp_path / "new.csv", rows)
@@ -65,7 +65,7 @@ def test_later_rows_of_a_split_by_time_give_no_warning(tmp_path: Path) -> None:
     rows = "".join(f"{i % 2},{'new' if i > 90 else 'old'}{i % 3},{i}\n" for i in range(120))
     (tmp_path / "a.csv").write_text(f"label,item,day\n{rows}")
     config = csv_config(tmp_path / "a.csv", sparse=("item",), test_fraction=0.25)
-    data = dataclasses.replace(config.data, split="time", split_column="day")
+    data = dataclasses.replace(config.data, split="time(day)")
     _, test = prepared(config.replace(data=data), tmp_path / "cache")
     assert (test.report.unknown[0].fraction, test.report.unknown[0].expected) == (29 / 30, None)
     assert not list(data_notes(test.report))

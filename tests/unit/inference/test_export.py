@@ -107,7 +107,7 @@ def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
     """A remote net, a shared table, hashed ids, and float64."""
     sections: dict[str, dict[str, object]] = {
         "tables.shared": {"features": ["user", "tags"]},
-        "data": {"dense": [], "vocabulary": "hash", "hash_rows": 50},
+        "data": {"dense": [], "vocabulary": "hash(50)"},
         "dense": {"net": "dcn_v2", "remote_mlp": [8]},
         "train": {"dtype": "float64"},
     }

@@ -76,7 +76,7 @@ def test_it_gives_what_predict_writes(tmp_path: Path, net: str, pooling: str) ->
     [
         {"dense": {"remote_mlp": [8]}},
         {"dense": {"autocast": "bfloat16"}},
-        {"data": {"vocabulary": "hash", "hash_rows": 50, "numeric_transform": "log"}},
+        {"data": {"vocabulary": "hash(50)", "numeric_scaling": "standardize(log = true)"}},
         {"data": {"dense": []}},
         {"tables.shared": {"features": ["user", "tags"]}},
     ],

@@ -51,7 +51,7 @@ def test_rows_that_are_skipped_are_skipped_beside_them(run: Path, tmp_path: Path
     lines[3] = "0,much,1,u1,i1,a"  # row 2: no number
     lines[5] = "broken"
     first.write_text("\n".join([*lines, "", ""]) + "\n")
-    with pytest.raises(DataError, match="max_bad_fraction"):
+    with pytest.raises(DataError, match="max_invalid_fraction"):
         predict(run, [str(first)], tmp_path / "none.csv")
     more = write_clicks(tmp_path / "c.csv", 9, seed=6)
     predict(run, [str(first), str(second), str(more)], tmp_path / "p.csv", ["clicked", "age"])

@@ -12,7 +12,7 @@ from hybrid.data.prepare.synthetic_log import TABLE_ROWS
 from hybrid.errors import ConfigError, DataError
 from workers.planning.expected_data import expected_data
 
-HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash", "hash_rows": 77}
+HASHED: dict[str, Any] = {"path": ("no.tsv",), "vocabulary": "hash(77)"}
 Configured: TypeAlias = Callable[..., RunConfig]
 
 

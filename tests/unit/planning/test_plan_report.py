@@ -59,9 +59,7 @@ def test_tables_of_which_all_rows_take_every_step(planned: Planned) -> None:
 
 
 def test_the_role_that_pools_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = DataSection(
-        format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash", hash_rows=100
-    )
+    data = DataSection(format="csv", path=("none",), label="y", sparse=("a", "b"), vocabulary="hash(100)")
     config = RunConfig(
         cluster=ClusterSection(trainers=2),
         data=data,

@@ -99,9 +99,9 @@ def test_a_run_goes_on_with_the_same_model_only() -> None:
 OF_THE_MODEL = """
     run.seed=2 data.format="csv" data.test_fraction=0.2 data.label="clicked" data.positive_labels="yes"
     data.negative_labels="no" data.dense=["price"] data.sparse=["user"] data.multi_hot_separator="|"
-    data.missing="n/a" data.numeric_transform="log" data.numeric_scaling=none data.shuffle=false
-    data.vocabulary="hash" data.vocabulary_min_count=2 data.hash_rows=99 data.synthetic_rows=99
-    data.synthetic_test_rows=99 embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
+    data.missing="n/a" data.numeric_scaling=none data.shuffle=none
+    data.vocabulary="hash" data.vocabulary="build(2)" data.vocabulary="hash(99)" data.synthetic_rows=99
+    embedding.dim=8 embedding.pooling="mean" embedding.optimizer="sgd"
     tables.C1.dim=8 tables.C1.pooling="max" tables.C1.optimizer="sgd" tables.C1.features=["C1","C2"]
     dense.net="dcn_v2" dense.bottom_mlp=8 dense.top_mlp=8 dense.net="dcn_v2(3)" dense.remote_mlp=8
     dense.optimizer="SGD" train.batch_size=512
