@@ -236,7 +236,7 @@ class Batch(NamedTuple):
         """
         if parts == 1:
             return [self]
-        bounds = [share(len(self.labels), part, parts) for part in range(parts)]
+        bounds = [slice_bounds(len(self.labels), part, parts) for part in range(parts)]
         if self.total_groups is not None and self.groups is not None:
             ends_G = group_ends(self.groups.cpu().numpy())
             bounds = [whole_bounds(ends_G, *each) for each in bounds]
@@ -252,7 +252,7 @@ class Batch(NamedTuple):
         ]
 
 
-def share(size: int, index: int, parts: int) -> tuple[int, int]:
+def slice_bounds(size: int, index: int, parts: int) -> tuple[int, int]:
     """Start and stop of part ``index`` of ``size`` items in ``parts`` contiguous, balanced parts."""
     small, larger = divmod(size, parts)
     start = index * small + min(index, larger)

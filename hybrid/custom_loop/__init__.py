@@ -1,7 +1,12 @@
-"""A module and a training loop of the user's own: any structure, any outputs, any loss.
+"""Custom training loops: a script's module and loop on a cluster, or in one process.
 
-Begin with ``cluster``, what ``hybrid.connect`` gives. ``modules`` are the tables that a module of the user's
-is made of; ``sites`` says what of a batch they were called with, so that the next batch is looked up before
-the module runs; ``loop`` takes the steps. Where tables lie, and who the other trainers are, a ``host`` knows:
-this process alone (``alone``), or a cluster (``workers``). Scripts of users call it; it calls ``training``.
+Data flow of an id, module by module::
+
+    cluster            the interface of a script: connect, distribute, batches, backward
+    global_batches     the script's batches, cut into one slice per trainer (prepared_batches: from files)
+    embedding_modules  a table is called with ids of the slice
+    call_sites         which part of a batch each table is called with, to look it up before the module runs
+    forward_pass       the vectors of a call: looked up ahead, or now
+    training_loop      the step: backward pass, update decision, optimizer
+    backend            who holds the rows: this process (single_process), or a cluster (package ``workers``)
 """

@@ -1,4 +1,4 @@
-"""A module and a loop of the user's own on a cluster, or in one process: the same file, the same numbers."""
+"""The interface of custom training loops: one script for a cluster and for one process."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.config.loading import load_config
-from hybrid.custom_loop.backend import HOST, Host
-from hybrid.custom_loop.plain_copy import plain_copy
+from hybrid.custom_loop.backend import BACKEND, Backend
+from hybrid.custom_loop.embedding_modules import plain_copy
 from hybrid.custom_loop.prepared_batches import PreparedData
-from hybrid.custom_loop.single_process import Alone
-from hybrid.custom_loop.training_loop import Loop
+from hybrid.custom_loop.single_process import SingleProcess
+from hybrid.custom_loop.training_loop import TrainingLoop
 from hybrid.data.prepare.dataset_location import open_split
 from hybrid.storage.remote_path import StoragePath, parse_path
 
 
 def connect(config: str | Path | None = None) -> Cluster:
-    """The cluster that this process is a trainer of, started by ``hybrid run``; else this process alone.
+    """Return the cluster of this trainer; without ``hybrid run``, a cluster of one process.
 
-    Seeds torch with ``run.seed``, so that all trainers, and one process, build the same module.
+    Seeds torch with ``run.seed``, so that all trainers build the same module, and one process as well.
 
     Args:
-        config: a TOML file for a process alone; a cluster goes by that of its start.
+        config: TOML file for a single process; a cluster uses the configuration that it was started with.
 
     Raises:
-        ConfigError: the file has a mistake.
+        ConfigError: the file has an error.
     """
-    host = HOST.get(None) or Alone(load_config(None if config is None else Path(config)))
-    torch.manual_seed(host.config.run.seed)
-    return Cluster(host)
+    backend = BACKEND.get(None) or SingleProcess(load_config(None if config is None else Path(config)))
+    torch.manual_seed(backend.config.run.seed)
+    return Cluster(backend)
 
 
 class Cluster:
-    """What trains a module of the user's own; made by :func:`connect`.
+    """The trainers and workers of a custom training loop; made by :func:`connect`.
 
     Attributes:
-        rank: index of this trainer, from 0; trainer 0 prints and writes files.
-        world_size: number of trainers. Both are among trainers alone: torch.distributed's are not.
+        rank: index of this trainer, from 0. Trainer 0 prints and writes files.
+        world_size: number of trainers. (The process groups of torch may count other roles.)
     """
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
-        self._loop: Loop | None = None
-        self.rank = host.trainer
-        self.world_size = host.group.size()
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._loop: TrainingLoop | None = None
+        self.rank = backend.trainer
+        self.world_size = backend.group.size()
 
     if not TYPE_CHECKING:
 
@@ -58,15 +58,15 @@ class Cluster:
             raise AttributeError(f"a cluster has no attribute {name!r}{remedy}")
 
     def prepare(self) -> tuple[PreparedData, PreparedData]:
-        """The training and the test samples of the configuration's section [data].
+        """Return the training and the test samples of the configuration's section [data].
 
-        All trainers call it at once. Files are read once, by the master, and kept as arrays, of which each
-        trainer reads its own share.
+        All trainers call it together. The master reads the files once, and keeps arrays of which each trainer
+        reads its slice.
 
         Raises:
-            ConfigError, DataError: as ``hybrid launch`` would say it.
+            ConfigError, DataError: the data cannot be prepared.
         """
-        source, config = self._host.prepare(), self._host.config
+        source, config = self._backend.prepare_data(), self._backend.config
         train, test = (open_split(source, split, config.data) for split in ("train", "test"))
         size, seed = config.train.batch_size, config.run.seed
         tasks = tuple(config.all_tasks)
@@ -76,32 +76,31 @@ class Cluster:
         )
 
     def distribute(self, module: nn.Module) -> Distributed:
-        """Put the tables of ``module`` in place, and the rest under DDP.
+        """Place the tables of ``module`` on the workers, and wrap the rest in DDP.
 
-        The module's own parameters become those of trainer 0. All trainers call it at once. From then on a
-        ``step()`` of any optimizer of ``torch.optim`` over these parameters is part of a step of all
-        trainers, and of the tables: their gradients are scaled or dropped alike, as ``train.clip_norm`` and
-        ``train.non_finite`` say.
+        All trainers call it together. The parameters become those of trainer 0. From then on, ``step()`` of
+        any optimizer of ``torch.optim`` over these parameters is part of the step of all trainers and tables:
+        gradients are scaled or dropped together, by ``train.clip_norm`` and ``train.non_finite``.
 
         Raises:
-            RuntimeError: a module is distributed already.
+            RuntimeError: a module is already distributed.
         """
         if self._loop is not None:
-            raise RuntimeError("one module is distributed already: put both into one")
-        self._loop = Loop(self._host, module)
+            raise RuntimeError("a module is already distributed: make one module of both")
+        self._loop = TrainingLoop(self._backend, module)
         return Distributed(self._loop)
 
     def batches(self, data: Any, size: int | None = None, whole: str | None = None) -> Iterator[Any]:
-        """This trainer's share of each batch of ``data``; all trainers go through the same ones.
+        """Yield this trainer's slice of each batch of ``data``; all trainers iterate over the same batches.
 
-        Their lookups leave as soon as a batch is known. Under ``torch.no_grad()`` they are evaluated on.
+        Lookups of a batch leave as soon as it is read. Under ``torch.no_grad()``, batches are for evaluation.
 
         Args:
-            data: an iterable of dicts (lists, tuples) of tensors, such as a DataLoader; one, whole; or what
-                :meth:`prepare` gives.
-            size: samples of a batch of all trainers together; by default as the iterable gives them.
-            whole: a column of one number a sample, equal ones of which stand together and stay together: in
-                one share, and in batches of ``size`` too; for losses of the order within groups.
+            data: an iterable of dicts, lists or tuples of tensors, such as a DataLoader; one of these with
+                all samples; or a result of :meth:`prepare`.
+            size: number of samples of a batch of all trainers; by default as the iterable gives them.
+            whole: column with a group number per sample. The samples of a group must be adjacent; they stay
+                in one batch and one slice. For ranking losses.
 
         Raises:
             DataError: a group of ``whole`` is split, or larger than ``size``.
@@ -114,99 +113,103 @@ class Cluster:
         weights: Tensor | None = None,
         more: Sequence[tuple[Tensor, Tensor | None]] = (),
     ) -> None:
-        """Take the gradients of the mean of a loss over the whole batch, of all trainers together.
+        """Compute the gradients of the mean loss over the batch of all trainers.
 
-        Parameters then have theirs in ``grad``; those of tables are with the workers.
+        Gradients of parameters are then in ``grad``; those of tables are on their way to the workers.
 
         Args:
-            values: the loss of each sample of this trainer's share, (samples,).
-            weights: of each sample, not negative; the mean is weighted by them.
-            more: other losses, each with weights of its own or None; their means are added.
+            values: loss of each sample of this trainer's slice, (samples,).
+            weights: weight of each sample, not negative, for a weighted mean.
+            more: other losses, each with its weights or None; their means are added.
 
         Raises:
-            DataError: there is not one value, or weight, for each sample.
+            DataError: there is not one value, or weight, per sample.
             NonFiniteError: the loss is not finite (``train.non_finite``).
         """
         self._started().backward([(values, weights), *more])
 
     def mean(self, values: Tensor) -> float:
-        """The mean of all trainers' values, of any shape; NaN of none."""
+        """Return the mean of all trainers' values, of any shape; NaN if there are none."""
         own = torch.tensor([values.detach().double().sum().item(), values.numel()], dtype=torch.float64)
         total, count = self._started().trainers.sum(own).tolist()
         return total / count if count else math.nan
 
     def gather(self, values: Tensor) -> Tensor:
-        """All trainers' values, (samples, ...), in the order of the whole batch; on the CPU.
+        """Return all trainers' values, (samples, ...), in the order of the batch, on the CPU.
 
-        What requires gradients stays where it is and gets those of all trainers, for a loss that compares a
-        sample with all others of the batch; every trainer then has it in its loss.
+        A tensor that requires gradients stays on its device and gets the gradients of all trainers. Use it
+        for losses that compare a sample with others of the batch; each trainer must have it in its loss.
         """
-        return self._started().trainers.gathered(values)
+        return self._started().trainers.gather(values)
 
     def save(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Write a checkpoint of all tables, the module and its optimizer.
+        """Write a checkpoint of the tables, the module and its optimizer.
 
-        All trainers call it at once, between two steps.
+        All trainers call it together, between two steps.
 
         Args:
-            folder: that does not exist yet; on storage that all hosts share.
+            folder: a new folder, on storage that all hosts share.
 
         Raises:
-            CheckpointError: it exists, or cannot be written; nothing is left of it.
+            CheckpointError: the folder exists or cannot be written; nothing is left of it.
         """
         self._started().save(parse_path(folder), optimizer)
 
     def load(self, folder: str | StoragePath, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Go on from a checkpoint, of any number of trainers and workers; all trainers call it at once.
+        """Continue from a checkpoint, written by any number of trainers and workers; all trainers call it.
 
         Raises:
-            CheckpointError: it is of another model, or damaged.
+            CheckpointError: the checkpoint is of another model, or damaged.
         """
         self._started().load(parse_path(folder), optimizer)
 
     def plain_module(self) -> nn.Module:
-        """A copy of the module in plain PyTorch: ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
+        """Return a copy of the module with ``nn.Embedding`` and ``nn.EmbeddingBag``, with all rows.
 
-        It needs neither a cluster nor this project, and the memory for all rows: to be exported and served.
+        It needs memory for all rows, but no cluster and nothing of this project: save, export or serve it.
         """
         loop = self._started()
         return plain_copy(loop.model.net, loop.rows)
 
     @property
     def step(self) -> int:
-        """How many steps are taken."""
+        """Number of steps taken."""
         return self._started().step
 
     def print(self, *values: object) -> None:
-        """Print on trainer 0 alone."""
+        """Print on trainer 0 only."""
         if self.rank == 0:
             print(*values, flush=True)
 
     @property
     def device(self) -> torch.device:
-        """Where the module computes, and wants what it does not look up."""
+        """Device of the module: move inputs there that are no ids."""
         return self._started().device
 
-    def _started(self) -> Loop:
+    def _started(self) -> TrainingLoop:
         if self._loop is None:
-            raise RuntimeError("first have a module distributed: model = cluster.distribute(model)")
+            raise RuntimeError("distribute the module first: model = cluster.distribute(model)")
         return self._loop
 
 
 class Distributed(nn.Module):
-    """A module of the user's own that is distributed; has the attributes of that module."""
+    """A distributed module, with the attributes of the script's module.
 
-    module: Any  # the module of the script, with its own attributes
+    Attributes:
+        module: the script's module.
+    """
 
-    def __init__(self, loop: Loop) -> None:
+    module: Any
+
+    def __init__(self, loop: TrainingLoop) -> None:
         super().__init__()
         self.module = loop.model.net
-        object.__setattr__(self, "_loop", loop)  # not a part of the module
+        object.__setattr__(self, "_loop", loop)  # no submodule
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        """What the module gives; while gradients are taken, its own parameters' are summed over trainers."""
-        called = self._loop.model.module if torch.is_grad_enabled() else self.module
-        return called(*args, **keywords)
+        """Call the module: under DDP while gradients are enabled."""
+        module = self._loop.model.module if torch.is_grad_enabled() else self.module
+        return module(*args, **keywords)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -1,11 +1,13 @@
-"""Tables as modules, called as those of ``torch.nn`` are; their rows lie with the workers, or here.
+"""Embedding tables as modules with the interface of ``torch.nn``, and their copies in plain PyTorch.
 
-A module of these has no parameters: the workers update its rows, each table by the optimizer that it is made
-with. It can be called once the module that it is part of is distributed.
+The rows are no parameters of a module: the workers hold and update them, each table by its own optimizer. A
+table can be called once the module that contains it is distributed.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -18,19 +20,19 @@ from hybrid.custom_loop.jagged import Jagged
 from hybrid.custom_loop.table_optimizers import Adagrad
 from hybrid.embedding.pretrained_by_position import absolute, shape_of
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.module_lookups import Asked
+from hybrid.embedding.trainer.module_lookups import TableRequest
 
 _DEFAULT_OPTIMIZER = Adagrad(lr=0.05)
 
 
-class Call(NamedTuple):
-    """What a table's module was called with, before anything is made of it.
+class TableCall(NamedTuple):
+    """The arguments of a call of a table.
 
     Attributes:
-        ids: of any shape, or (bags, ids) or flat for bags.
-        offsets: where bags start, where the ids of bags are flat.
-        weights: of the shape of the ids, or None.
-        has_end: whether the offsets have the end of the last bag, too.
+        ids: of any shape; for bags (bags, ids), or flat.
+        offsets: where each bag starts, if the ids of bags are flat.
+        weights: a weight per id, or None.
+        has_end: whether the offsets include the end of the last bag.
     """
 
     module: TableModule
@@ -40,8 +42,8 @@ class Call(NamedTuple):
     has_end: bool = True
 
 
-class Asker(Protocol):
-    """Whoever has the rows of distributed modules.
+class VectorSource(Protocol):
+    """What gives distributed tables their vectors.
 
     Attributes:
         is_saving: whether a checkpoint takes the state dict of the module now, without rows.
@@ -49,24 +51,24 @@ class Asker(Protocol):
 
     is_saving: bool
 
-    def vectors(self, call: Call) -> Tensor:
-        """The vectors of a call, (ids or bags, D)."""
+    def vectors(self, call: TableCall) -> Tensor:
+        """Return the vectors of a call, (ids or bags, D)."""
         ...
 
 
 class TableModule(nn.Module):
-    """What both kinds of tables have in common.
+    """Base of :class:`Embedding` and :class:`EmbeddingBag`.
 
     Args:
-        num_embeddings, embedding_dim: its rows and their width.
-        optimizer: of its rows, such as ``hybrid.Adagrad(lr=0.05)``, the default.
-        padding_idx: an id that stands for none: its vector is zeros, and it takes no part in a bag.
-        init_scale: rows start uniform in [-init_scale, init_scale]; by default 1 / sqrt(rows).
-        init: "uniform", "normal" with a deviation of ``init_scale``, or "zeros".
-        initial: a file with the first rows, read by the workers; see :meth:`from_pretrained`.
+        num_embeddings, embedding_dim: number of rows, and their width.
+        optimizer: updates the rows; by default ``hybrid.Adagrad(lr=0.05)``.
+        padding_idx: id of padding: its vector is zeros, and bags skip it.
+        init_scale: scale of the initial rows; by default 1 / sqrt(rows).
+        init: "uniform" in [-init_scale, init_scale], "normal" with this standard deviation, or "zeros".
+        initial: file of pretrained rows, read by the workers; see :meth:`from_pretrained`.
 
     Attributes:
-        name: of the table, once it is distributed: the module's place in the whole.
+        name: path of the table in the distributed module; empty before.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class TableModule(nn.Module):
         self.init = init
         self.initial = initial
         self.name = ""
-        self._asker: Asker | None = None
+        self._source: VectorSource | None = None
 
     @classmethod
     def from_pretrained(
@@ -104,18 +106,19 @@ class TableModule(nn.Module):
         optimizer: OptimizerSpec | None = None,
         **options: Any,
     ) -> Self:
-        """A table whose rows are in a file, or at a URL, that all hosts see, of the size of its matrix.
+        """Make a table with the size and the rows of a matrix in a file.
 
         Args:
-            source: a safetensors file, ``path#name`` for one of several tensors in it, or a ``.npy`` file.
-            freeze: whether rows stay as they are; else ``optimizer`` updates them.
+            source: path or URL that all hosts see: a safetensors file, ``path#name`` for one of several
+                tensors in it, or a ``.npy`` file.
+            freeze: whether the rows stay as they are; else ``optimizer`` updates them.
             options: other arguments of the constructor.
 
         Raises:
-            DataError: it is no file of a matrix; names it.
+            DataError: the file has no matrix.
         """
         if freeze and optimizer is not None:
-            raise ValueError("rows that are frozen have no optimizer; give freeze=False")
+            raise ValueError("frozen rows have no optimizer; give freeze=False to train them")
         initial = absolute(source)
         num_rows, dim = shape_of(initial)
         chosen = OptimizerSpec("frozen", 0.0) if freeze else optimizer
@@ -125,7 +128,7 @@ class TableModule(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, optimizer={self.optimizer.name}"
 
     def spec(self, name: str, bytes_per_value: int) -> TableSpec:
-        """The table that this is, under its name in the whole module."""
+        """Return the specification of the table under its name in the distributed module."""
         return TableSpec(
             name=name,
             num_rows=self.num_embeddings,
@@ -139,25 +142,25 @@ class TableModule(nn.Module):
             initial=self.initial,
         )
 
-    def bind(self, name: str, asker: Asker) -> None:
-        """Have calls answered by ``asker``."""
-        self.name, self._asker = name, asker
+    def bind(self, name: str, source: VectorSource) -> None:
+        """Set what answers the calls of this table."""
+        self.name, self._source = name, source
         self.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
 
-    def asked(self, call: Call) -> Asked:
-        """What a call comes to, ids as int64 in one row."""
+    def request(self, call: TableCall) -> TableRequest:
+        """Return the lookup of a call: its ids without padding, as int64 in one dimension."""
         raise NotImplementedError
 
-    def _vectors(self, call: Call) -> Tensor:
-        if self._asker is None:
+    def _vectors(self, call: TableCall) -> Tensor:
+        if self._source is None:
             raise RuntimeError(
-                f"{type(self).__name__} is called before its rows are anywhere: have the whole module "
-                "distributed, model = hybrid.connect().distribute(model)"
+                f"{type(self).__name__} has no rows before it is distributed: call "
+                "model = hybrid.connect().distribute(model) with the whole module"
             )
-        return self._asker.vectors(call)
+        return self._source.vectors(call)
 
     def _is_padding(self, ids: Tensor) -> Tensor | None:
-        """Where ids stand for none; None where none does."""
+        """Return which ids are padding; None if none is."""
         if self.padding_idx is None:
             return None
         is_padding = ids == self.padding_idx
@@ -165,37 +168,36 @@ class TableModule(nn.Module):
 
 
 class Embedding(TableModule):
-    """A vector for each id, as ``torch.nn.Embedding`` gives."""
+    """A vector for each id, like ``torch.nn.Embedding``."""
 
     def forward(self, ids: Tensor | Jagged) -> Tensor:
-        """Vectors (*ids.shape, D), or (ids, D) of a :class:`Jagged`; zeros for padding.
+        """Return vectors (*ids.shape, D), or (ids, D) for a :class:`Jagged`; zeros for padding.
 
         Args:
             ids: integers of any shape.
         """
         flat = ids.values if isinstance(ids, Jagged) else ids
-        call = Call(self, flat)
-        vectors_LD = self._vectors(call)
+        vectors_LD = self._vectors(TableCall(self, flat))
         if (is_padding := self._is_padding(flat)) is not None:
             positions = (~is_padding).view(-1).nonzero().view(-1).to(vectors_LD.device)
             empty_LD = vectors_LD.new_zeros(flat.numel(), self.embedding_dim)
             vectors_LD = empty_LD.index_copy(0, positions, vectors_LD)
         return vectors_LD.view(*flat.shape, self.embedding_dim)
 
-    def asked(self, call: Call) -> Asked:
+    def request(self, call: TableCall) -> TableRequest:
         is_padding = self._is_padding(call.ids)
         ids = call.ids if is_padding is None else call.ids[~is_padding]
-        return Asked(self.name, _as_ids(ids))
+        return TableRequest(self.name, _as_ids(ids))
 
 
 class EmbeddingBag(TableModule):
-    """One vector for each bag of ids, as ``torch.nn.EmbeddingBag`` gives; zeros for an empty bag.
+    """One vector for each bag of ids, like ``torch.nn.EmbeddingBag``; zeros for an empty bag.
 
     Args:
         mode: how the rows of a bag become a vector: "sum", "mean" or "max".
-        include_last_offset: whether offsets have the end of the last bag, too.
-        pooled_by: who makes a vector of a bag: the "workers" that hold its rows, or the "trainers", which
-            then fetch each distinct row of a call once: less, where bags name the same rows often.
+        include_last_offset: whether offsets include the end of the last bag.
+        pooled_by: what pools bags: the "workers" that hold the rows, or the "trainers", which fetch each
+            distinct row of a call once. This moves less if bags repeat the same rows often.
     """
 
     def __init__(
@@ -236,26 +238,26 @@ class EmbeddingBag(TableModule):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | Jagged | None = None,
     ) -> Tensor:
-        """Vectors (bags, D).
+        """Return vectors (bags, D).
 
         Args:
-            ids: (bags, ids of each), a :class:`Jagged`, or flat with ``offsets``.
+            ids: (bags, ids per bag), a :class:`Jagged`, or flat with ``offsets``.
             offsets: where each bag starts.
-            per_sample_weights: a weight for each id, in the form of the ids; only where bags are summed. They
-                get no gradients.
+            per_sample_weights: a weight per id, in the form of the ids; for mode "sum" only. They get no
+                gradients.
         """
         weights = per_sample_weights.values if isinstance(per_sample_weights, Jagged) else per_sample_weights
         if weights is not None and self.pooling is not Pooling.SUM:
             raise ValueError(f"per_sample_weights need mode='sum', not {self.pooling.value!r}")
         if isinstance(ids, Jagged):
-            return self._vectors(Call(self, ids.values, ids.offsets, weights))
+            return self._vectors(TableCall(self, ids.values, ids.offsets, weights))
         if (ids.dim() == 2) == (offsets is not None) or ids.dim() not in (1, 2):
             raise ValueError(
-                f"ids of shape {list(ids.shape)} need offsets if they are flat, and none if (bags, ids)"
+                f"ids of shape {list(ids.shape)}: flat ids need offsets, ids of shape (bags, ids) take none"
             )
-        return self._vectors(Call(self, ids, offsets, weights, self.include_last_offset))
+        return self._vectors(TableCall(self, ids, offsets, weights, self.include_last_offset))
 
-    def asked(self, call: Call) -> Asked:
+    def request(self, call: TableCall) -> TableRequest:
         ids, offsets, weights = call.ids, call.offsets, call.weights
         if offsets is None:
             offsets = torch.arange(len(ids) + 1) * ids.shape[1]
@@ -266,12 +268,13 @@ class EmbeddingBag(TableModule):
             ids, offsets = ids[~is_padding], kept_before[offsets]
             weights = None if weights is None else weights[~is_padding]
         weights_L = None if weights is None else weights.detach().reshape(-1)
-        return Asked(self.name, _as_ids(ids), offsets.to(torch.int64).contiguous(), weights_L, self.pooling)
+        offsets = offsets.to(torch.int64).contiguous()
+        return TableRequest(self.name, _as_ids(ids), offsets, weights_L, self.pooling)
 
 
 def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None:
-    assert table._asker is not None
-    if not table._asker.is_saving:
+    assert table._source is not None
+    if not table._source.is_saving:
         raise RuntimeError(
             "state_dict() of a distributed module would lack the rows of its tables: the workers hold them. "
             "Call cluster.save(folder, optimizer) for a checkpoint, or cluster.plain_module().state_dict() "
@@ -281,5 +284,34 @@ def _refuse_state_dict(table: TableModule, prefix: str, keep_vars: bool) -> None
 
 def _as_ids(ids: Tensor) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-        raise TypeError(f"ids are integers, not {ids.dtype}")
+        raise TypeError(f"ids must be integers, not {ids.dtype}")
     return ids.detach().reshape(-1).to("cpu", torch.int64).contiguous()
+
+
+def plain_copy(net: nn.Module, rows_of: Callable[[TableModule], Tensor]) -> nn.Module:
+    """Copy a module to the CPU with each table as a module of ``torch.nn``.
+
+    Args:
+        rows_of: returns the rows of a table, (rows, D).
+    """
+    tables = [module for module in net.modules() if isinstance(module, TableModule)]
+    # A table refers to processes and connections, which cannot be copied: deepcopy takes these instead.
+    copies = {id(table): _plain_table(table, rows_of(table)) for table in tables}
+    return copy.deepcopy(net, copies).cpu()
+
+
+def _plain_table(table: TableModule, rows_RD: Tensor) -> nn.Module:
+    if table.padding_idx is not None:
+        rows_RD[table.padding_idx] = 0.0
+    plain: nn.Module
+    if isinstance(table, EmbeddingBag):
+        plain = nn.EmbeddingBag.from_pretrained(
+            rows_RD,
+            freeze=False,
+            mode=table.pooling.value,
+            include_last_offset=table.include_last_offset,
+            padding_idx=table.padding_idx,
+        )
+    else:
+        plain = nn.Embedding.from_pretrained(rows_RD, freeze=False, padding_idx=table.padding_idx)
+    return plain

@@ -1,4 +1,4 @@
-"""The vectors of a forward pass: looked up before it where its calls are known, else when they are made."""
+"""The vectors of a forward pass: looked up before the module runs, or when it calls a table."""
 
 from __future__ import annotations
 
@@ -8,148 +8,143 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybrid.custom_loop.call_sites import Key, Site, key_of
-from hybrid.custom_loop.embedding_modules import Call, TableModule
-from hybrid.custom_loop.global_batches import Share
+from hybrid.custom_loop.call_sites import CallKey, CallSite, call_key
+from hybrid.custom_loop.embedding_modules import TableCall, TableModule
+from hybrid.custom_loop.global_batches import LocalBatch
 from hybrid.custom_loop.loop_warnings import LoopWarnings
 from hybrid.embedding.trainer.lookup import Lookup
-from hybrid.embedding.trainer.module_lookups import Asked, AskedTables
+from hybrid.embedding.trainer.module_lookups import ModuleTables, TableRequest
 from hybrid.engine.hybrid_model import to_device
 from hybrid.engine.update_guard import Decided
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.server.barrier import UpdateBarrier
 
-_ROWS_AT_ONCE = 1 << 16
+_ROWS_PER_LOOKUP = 1 << 16
 
 
 @dataclass
-class Pass:
-    """A forward pass under way.
+class ForwardPass:
+    """A forward pass that is running.
 
     Attributes:
-        share: the batch that it is of; None where there is none.
-        ticket: of lookups that it makes.
-        before_gradients: called before gradients of a lookup go to the workers.
-        ahead: the lookup that was made before it.
-        found: vectors, by call.
-        lookups: those whose vectors were taken.
-        zeros: of each of these; see :meth:`AskedTables.lookup`.
+        batch: the batch of the pass; None for a call without a batch.
+        ticket: ticket of its lookups.
+        prefetched: the lookup that left before the pass, until its vectors are used.
+        vectors: vectors by call.
+        lookups: lookups whose vectors were used.
+        zeros: the zero of each of these; see :meth:`ModuleTables.lookup`.
     """
 
-    share: Share | None
+    batch: LocalBatch | None
     ticket: Ticket
-    before_gradients: Callable[..., None]
-    ahead: Lookup | None = None
-    found: dict[Key, Tensor] = field(default_factory=dict)
+    prefetched: Lookup | None = None
+    vectors: dict[CallKey, Tensor] = field(default_factory=dict)
     lookups: list[Lookup] = field(default_factory=list)
     zeros: list[Tensor] = field(default_factory=list)
 
-    def take_ahead(self) -> None:
-        """Wait for what was looked up before the pass, if that is not done."""
-        if self.ahead is None:
-            return
-        assert self.share is not None
-        *vectors, zero = self.ahead.outputs()
-        self.found.update(zip(self.share.calls, vectors, strict=True))
-        self.add(self.ahead, zero)
-        self.ahead = None
 
-    def add(self, lookup: Lookup, zero: Tensor) -> None:
-        """Note a lookup whose vectors were taken."""
-        self.lookups.append(lookup)
-        self.zeros.append(zero)
-        if zero.grad_fn is not None:
-            zero.grad_fn.register_prehook(self.before_gradients)
-
-
-class Passes:
-    """The passes of one trainer: one that trains at most, and those that evaluate.
+class ForwardPasses:
+    """The forward passes of one trainer: one that trains at most, and one that evaluates.
 
     Args:
-        tables: where vectors come from.
-        device: where they go.
-        trainer: its index.
-        before_gradients: see :class:`Pass`.
+        tables: tables of the module.
+        device: device of the vectors.
+        trainer: rank of the trainer.
+        loop_warnings: warns about computed ids.
+        before_gradients: called before gradients of a lookup leave for the workers.
 
     Attributes:
-        sites: the calls that every batch is expected to have, in the order in which they were found.
-        trained, evaluated: the pass of each kind, or None.
+        sites: the calls that every batch is expected to have, in the order of their first occurrence.
+        training, evaluation: the pass of each kind, or None.
     """
 
     def __init__(
         self,
-        tables: AskedTables,
+        tables: ModuleTables,
         device: torch.device,
         trainer: int,
         loop_warnings: LoopWarnings,
         before_gradients: Callable[..., None],
     ) -> None:
         self._tables = tables
-        self._before_gradients = before_gradients
-        self._warnings = loop_warnings
         self._device = device
         self._trainer = trainer
-        self.sites: dict[Site, None] = {}
-        self.trained: Pass | None = None
-        self.evaluated: Pass | None = None
+        self._warnings = loop_warnings
+        self._before_gradients = before_gradients
+        self.sites: dict[CallSite, None] = {}
+        self.training: ForwardPass | None = None
+        self.evaluation: ForwardPass | None = None
 
-    def evaluate(self, share: Share, step: int) -> Pass:
-        """A pass without training over a share, whose lookup leaves now."""
-        ticket = self._evaluating(step)
-        return self.begin(share, ticket, self._tables.lookup(share.sparse_features, ticket))
+    def evaluate(self, batch: LocalBatch, step: int) -> ForwardPass:
+        """Begin a pass without training, and send its lookup."""
+        ticket = self._evaluation_ticket(step)
+        return ForwardPass(batch, ticket, self._tables.lookup(batch.sparse_features, ticket))
 
-    def begin(self, share: Share | None, ticket: Ticket, ahead: Lookup | None = None) -> Pass:
-        """A pass, whose lookup ``ahead`` is under way."""
-        return Pass(share, ticket, self._before_gradients, ahead)
-
-    def _evaluating(self, step: int) -> Ticket:
+    def _evaluation_ticket(self, step: int) -> Ticket:
         return Ticket(self._trainer, step, step, purpose=Purpose.PREDICT)
 
-    def vectors(self, call: Call, step: int) -> Tensor:
-        """The vectors of a call of a table, on the device; see :class:`Asker`."""
-        current = self.trained if torch.is_grad_enabled() else self.evaluated
+    def vectors(self, call: TableCall, step: int) -> Tensor:
+        """Return the vectors of a call, (ids or bags, D), on the device."""
+        current = self.training if torch.is_grad_enabled() else self.evaluation
         if current is None:
             if torch.is_grad_enabled():
                 raise RuntimeError(
-                    "a module with tables is trained on batches of cluster.batches(...), and called on "
-                    "others under torch.no_grad()"
+                    "a module with tables trains on the batches of cluster.batches(...); call it on other "
+                    "tensors under torch.no_grad()"
                 )
-            current = self.begin(None, self._evaluating(step))
-        key = key_of(call)
-        if key not in current.found:
-            current.take_ahead()
-        if key not in current.found:
+            current = ForwardPass(None, self._evaluation_ticket(step))
+        key = call_key(call)
+        if key not in current.vectors:
+            self.use_prefetched(current)
+        if key not in current.vectors:
             self._look_up_now(current, call, key)
-        return to_device(current.found[key], self._device)
+        return to_device(current.vectors[key], self._device)
 
-    def _look_up_now(self, current: Pass, call: Call, key: Key) -> None:
-        # What was looked up before the pass is part 0.
+    def use_prefetched(self, current: ForwardPass) -> None:
+        """Wait for the lookup that left before a pass, if it was not used yet."""
+        if current.prefetched is not None:
+            assert current.batch is not None
+            vectors = self._outputs(current, current.prefetched)
+            current.vectors.update(zip(current.batch.calls, vectors, strict=True))
+            current.prefetched = None
+
+    def _outputs(self, current: ForwardPass, lookup: Lookup) -> Sequence[Tensor]:
+        """Wait for the vectors of a lookup of a pass."""
+        *vectors, zero = lookup.outputs()
+        current.lookups.append(lookup)
+        current.zeros.append(zero)
+        if zero.grad_fn is not None:
+            zero.grad_fn.register_prehook(self._before_gradients)
+        return vectors
+
+    def _look_up_now(self, current: ForwardPass, call: TableCall, key: CallKey) -> None:
+        # The prefetched lookup is part 0 of the pass.
         ticket = current.ticket._replace(part=len(current.lookups))
-        lookup = self._tables.lookup([call.module.asked(call)], ticket)
-        current.found[key], zero = lookup.outputs()
-        current.add(lookup, zero)
-        if current.share is not None and call.ids.numel():
-            site = Site.find(call, current.share.tensors)
+        lookup = self._tables.lookup([call.module.request(call)], ticket)
+        (current.vectors[key],) = self._outputs(current, lookup)
+        if current.batch is not None and call.ids.numel():
+            site = CallSite.find(call, current.batch.tensors)
             if site is not None:
                 self.sites[site] = None
-            elif current is self.trained:
+            elif current is self.training:
                 self._warnings.computed_ids(call.module.name)
 
     def rows(self, module: TableModule, step: int) -> Tensor:
-        """All rows of a table, (rows, D), as they are now."""
-        ticket = self._evaluating(step)
-        blocks = torch.arange(module.num_embeddings).split(_ROWS_AT_ONCE)
-        return torch.cat(
-            [self._tables.lookup([Asked(module.name, ids)], ticket).outputs()[0] for ids in blocks]
-        )
+        """Return all rows of a table, (rows, D), as they are now."""
+        ticket = self._evaluation_ticket(step)
+        blocks = torch.arange(module.num_embeddings).split(_ROWS_PER_LOOKUP)
+        requests = ([TableRequest(module.name, ids)] for ids in blocks)
+        return torch.cat([self._tables.lookup(request, ticket).outputs()[0] for request in requests])
 
-    def expect(self, current: Pass, hosted: Sequence[Decided], step: int) -> None:
-        """Tell the workers of a pass's lookups that they know nothing of, and of what follows."""
+    def announce_lookups(self, current: ForwardPass, barriers: Sequence[Decided], step: int) -> None:
+        """Tell the workers how many lookups will send gradients, if more than the prefetched one."""
         first, *rest = current.lookups
         for lookup in rest:
             lookup.is_followed = first.is_followed
         if rest:
-            number = len(current.lookups)
-            told = [each.call_barrier(UpdateBarrier.expect, self._trainer, step, number) for each in hosted]
-            for each in told:
-                each.wait()
+            calls = [
+                each.call_barrier(UpdateBarrier.expect, self._trainer, step, len(current.lookups))
+                for each in barriers
+            ]
+            for call in calls:
+                call.wait()

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from hybrid.custom_loop.backend import Host
+from hybrid.custom_loop.backend import Backend
 
 
 class LoopWarnings:
     """Gives each warning once, on trainer 0.
 
     Args:
-        host: what runs the trainer.
+        backend: backend of the loop.
     """
 
-    def __init__(self, host: Host) -> None:
-        self._is_silent = host.trainer != 0
-        self._is_on_cluster = not host.is_alone
-        self._num_trainers = host.group.size()
-        self._has_schedule = host.config.schedule.kind != "constant"
+    def __init__(self, backend: Backend) -> None:
+        self._is_silent = backend.trainer != 0
+        self._is_on_cluster = not backend.is_single_process
+        self._num_trainers = backend.group.size()
+        self._has_schedule = backend.config.schedule.call.name != "constant"
         self._given: set[str] = set()
         self._gradients: list[tuple[int, int]] = []
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[float]]
@@ -58,7 +58,7 @@ class LoopWarnings:
 
         Args:
             size: number of samples in the slice.
-            sizes: other dimensions in the module and the batch; with one equal to ``size``, nothing is known.
+            sizes: other sizes of tensors; if one of them is ``size``, the matrix may be another.
         """
         if self._is_silent or self._num_trainers == 1 or size < 2 or size in set(sizes):
             return
@@ -70,14 +70,14 @@ class LoopWarnings:
             )
 
     def computed_ids(self, table: str) -> None:
-        """Warn that ids of a table are not in the batch, so that their lookup cannot leave ahead."""
+        """Warn that ids of a table are not in the batch, so that they cannot be looked up ahead."""
         self.warn(
             f"table {table} is called with ids that are computed in the module. Each such call waits for a "
             "message of its own; for speed, have the batch hold the ids"
         )
 
     def warn(self, message: str) -> None:
-        """Give a warning, unless it was given; a cluster's trainer prints it, since its stderr is a log."""
+        """Give a warning once. A trainer of a cluster prints it, because its stderr goes to a log."""
         if self._is_silent or message in self._given:
             return
         self._given.add(message)

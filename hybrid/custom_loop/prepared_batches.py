@@ -1,4 +1,4 @@
-"""Prepared data (``hybrid/data``) as batches of dicts, of which each trainer reads its own share alone."""
+"""Prepared data (``hybrid/data``) as batches of dicts; each trainer reads its slice only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybrid.batch import Batch, SparseFeatures, by_task
-from hybrid.custom_loop.call_sites import Site
-from hybrid.custom_loop.global_batches import Share
+from hybrid.custom_loop.call_sites import CallSite
+from hybrid.custom_loop.global_batches import LocalBatch
 from hybrid.custom_loop.jagged import Jagged
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
@@ -20,20 +20,25 @@ DENSE, GROUP = "dense", "group"
 
 @dataclass
 class PreparedData:
-    """The samples of one split: for :meth:`Cluster.batches`.
+    """The samples of one split, for :meth:`Cluster.batches`.
 
-    A batch has the labels (samples,) of each task under its name (``label`` where there are no sections
-    [tasks.NAME]), and as ``NAME.weights`` how much each sample counts for it, where samples differ in that;
-    ``group`` (samples,), the same for samples of one group; ``dense`` (samples, numeric columns), and each
-    sparse column under its name: ids (samples,), or a :class:`Jagged` where there may be several, with its
-    weights, if they have any, as ``NAME.weights``.
+    A batch is a dict:
+
+    ================ ===================================================================================
+    ``dense``        numeric columns, (samples, columns)
+    ``COLUMN``       ids of a sparse column, (samples,), or a :class:`Jagged` if it is multi-hot
+    ``COL.weights``  weights of the ids of a weighted multi-hot column, a :class:`Jagged`
+    ``TASK``         labels of a task, (samples,); ``label`` without sections [tasks.NAME]
+    ``TASK.weights`` weights of the samples for a task, (samples,), if the data have weights
+    ``group``        group of each sample, (samples,), if the data have groups
+    ================ ===================================================================================
 
     Attributes:
-        dataset: what is on the disk.
-        batch_size: of all trainers together, where none is given.
+        dataset: the prepared files.
+        batch_size: default size of a batch of all trainers.
         seed, shuffle, lanes: how each pass orders the samples.
-        tasks: their names, in the order of the labels.
-        passes: how many there have been.
+        tasks: names of the tasks, in the order of the labels.
+        passes: number of passes so far.
     """
 
     dataset: PreparedDataset
@@ -45,45 +50,46 @@ class PreparedData:
     passes: int = 0
 
     def __post_init__(self) -> None:
-        given = [DENSE, *self.tasks, *(f"{task}.weights" for task in self.tasks)]
-        given += [GROUP] if self.dataset.has_groups else []
-        given += [each.name for each in self.dataset.input_spec.sparse_features]
-        if taken := sorted({name for name in given if given.count(name) > 1}):
-            rule = "cannot be the name of a column in batches of prepared data; rename it, or the task"
-            raise ConfigError("data.sparse", rule, taken)
+        names = [DENSE, *self.tasks, *(f"{task}.weights" for task in self.tasks)]
+        names += [GROUP] if self.dataset.has_groups else []
+        names += [each.name for each in self.dataset.input_spec.sparse_features]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            rule = "is the name of two columns in batches of prepared data; rename the column or the task"
+            raise ConfigError("data.sparse", rule, repeated)
 
     def __len__(self) -> int:
         return self.dataset.num_samples
 
     @property
     def num_rows(self) -> dict[str, int]:
-        """How many rows a table of each sparse column has."""
+        """Number of rows that the table of each sparse column needs."""
         return {each.name: each.num_rows for each in self.dataset.input_spec.sparse_features}
 
     @property
     def dense_columns(self) -> tuple[str, ...]:
-        """The numeric columns, in the order of ``dense``."""
+        """Names of the numeric columns, in the order of ``dense``."""
         return self.dataset.input_spec.dense_features
 
-    def shares(
+    def local_batches(
         self,
         trainer: int,
         num_trainers: int,
         size: int | None,
-        sites: Iterable[Site],
+        sites: Iterable[CallSite],
         whole: str | None = None,
-    ) -> Iterator[Share]:
-        """The shares of trainer number ``trainer`` of the next pass.
+    ) -> Iterator[LocalBatch]:
+        """Yield a trainer's slice of each batch of the next pass.
 
         Args:
-            whole: ``group`` where groups stay whole, or None.
+            whole: ``group`` if groups are not split, or None.
 
         Raises:
-            DataError: they cannot.
+            DataError: ``whole`` names another column.
         """
         if whole not in (None, GROUP):
-            rule = f"is to be {GROUP!r} in prepared data: data.group names its column"
-            raise DataError(f"whole = {whole!r} {rule}")
+            raise DataError(
+                f"whole = {whole!r} must be {GROUP!r} for prepared data; data.group names the column"
+            )
         loader = BatchLoader(
             self.dataset,
             batch_size=size or self.batch_size,
@@ -97,7 +103,7 @@ class PreparedData:
         epoch, self.passes = self.passes, self.passes + 1
         with loader.batches(epoch) as stream:
             for batch in stream:
-                yield Share(self._values(batch), len(batch.labels), batch.global_size, sites)
+                yield LocalBatch(self._values(batch), len(batch.labels), batch.global_size, sites)
 
     def _values(self, batch: Batch) -> dict[str, Any]:
         values = features_of(batch, self.dataset.input_spec)
@@ -111,7 +117,7 @@ class PreparedData:
 
 
 def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
-    """What is known of the samples of a batch, as a dict; see :class:`PreparedData`."""
+    """Return the columns of a batch, without labels, as a dict; see :class:`PreparedData`."""
     values: dict[str, Any] = {DENSE: batch.dense_features}
     for k, feature in enumerate(input_spec.sparse_features):
         values |= _feature(feature, k, batch.sparse_features)
@@ -119,7 +125,7 @@ def features_of(batch: Batch, input_spec: InputSpec) -> dict[str, Any]:
 
 
 def _feature(feature: FeatureSpec, k: int, sparse: SparseFeatures) -> dict[str, Any]:
-    """The ids of one column, and their weights where they have any."""
+    """Return the ids of one column, and their weights if it has any."""
     name, size, offsets = feature.name, sparse.batch_size, sparse.offsets
     if offsets is None:
         return {name: sparse.ids_L[k * size : (k + 1) * size]}
@@ -127,7 +133,7 @@ def _feature(feature: FeatureSpec, k: int, sparse: SparseFeatures) -> dict[str, 
     ids = slice(int(ends[0]), int(ends[-1]))
     if not feature.multi_hot:
         return {name: sparse.ids_L[ids]}
-    found: dict[str, Any] = {name: Jagged(sparse.ids_L[ids], ends - ends[0])}
+    columns: dict[str, Any] = {name: Jagged(sparse.ids_L[ids], ends - ends[0])}
     if feature.weighted and sparse.weights_L is not None:
-        found[f"{name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
-    return found
+        columns[f"{name}.weights"] = Jagged(sparse.weights_L[ids], ends - ends[0])
+    return columns

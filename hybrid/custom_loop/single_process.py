@@ -1,4 +1,4 @@
-"""This process alone, tables and all: the same loop in a notebook, in a debugger, in a script."""
+"""The backend of a single process, which holds all tables: for notebooks and ``python script.py``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +16,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
-from hybrid.custom_loop.backend import Deployed
-from hybrid.custom_loop.loop_config import own_rules
+from hybrid.custom_loop.backend import PlacedTables, update_rules
 from hybrid.data.prepare.dataset_location import ensure_prepared, source_of
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.embedding.bags import Item
@@ -34,35 +33,35 @@ Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
 
-class Alone:
-    """A host without others; see :class:`hybrid.custom_loop.backend.Host`."""
+class SingleProcess:
+    """A backend without a cluster; see :class:`hybrid.custom_loop.backend.Backend`."""
 
     trainer = 0
-    is_alone = True
+    is_single_process = True
 
     def __init__(self, config: RunConfig, snapshot: Path | None = None) -> None:
         self.config = config
         self.snapshot = snapshot
-        self.group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # one without a store is of no use but to count
+        self.group = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]  # without a store: only its size is used
         self._shards: TableShards
         self._placement: Placement
 
-    def deploy(self, tables: Sequence[TableSpec]) -> Deployed:
-        """Make the tables here."""
+    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
+        """Create the tables in this process."""
         placement = place(tables, num_workers=1)
-        rules = own_rules(self.config, num_trainers=1)
+        rules = update_rules(self.config, num_trainers=1)
         shards = TableShards(placement, 0, rules, getattr(torch, self.config.train.dtype))
         shards.initialise(self.config.run.seed)
         self._shards, self._placement = shards, placement
         local = LocalTables(shards)
-        return Deployed(placement, rules, {0: local}, [local])
+        return PlacedTables(placement, rules, {0: local}, [local])
 
-    def prepare(self) -> str:
-        """See :meth:`Host.prepare`."""
+    def prepare_data(self) -> str:
+        """See :meth:`Backend.prepare_data`."""
         return source_of(ensure_prepared(self.config, cache_folder(self.config), print))
 
     def save(self, folder: StoragePath, step: int, dense: Mapping[str, Tensor]) -> None:
-        """See :meth:`Host.save`."""
+        """See :meth:`Backend.save`."""
         partial = checkpoint_folders.begin(folder)
         try:
             self._shards.begin_save(is_copied=False)
@@ -77,12 +76,12 @@ class Alone:
             raise
 
     def load(self, stored: Checkpoint) -> None:
-        """See :meth:`Host.load`."""
+        """See :meth:`Backend.load`."""
         self._shards.load(stored.folder, stored.manifest.step)
 
 
 class LocalTables:
-    """The tables of this process, as a stub of a worker's would have them."""
+    """Tables of this process with the interface of a stub of a worker."""
 
     def __init__(self, shards: TableShards) -> None:
         self._shards = shards
@@ -92,20 +91,20 @@ class LocalTables:
         return self._shards.lookup(ticket, items)
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Future[list[Tensor]]:
-        """See :meth:`TableShards.receive`; the answer is empty."""
+        """See :meth:`TableShards.receive`; the response is empty."""
         self._shards.receive(ticket, grads)
-        return _done([])
+        return _completed([])
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
     ) -> Future[list[Tensor]]:
-        """Both, gradients first."""
+        """Take gradients, then look up."""
         self._shards.receive(ticket, grads, updates_here=True)
         return self._shards.lookup(next_ticket, items)
 
     def skip(self) -> Future[list[Tensor]]:
-        """Nothing."""
-        return _done([])
+        """Do nothing."""
+        return _completed([])
 
     def norm(self, step: int) -> Awaited[float]:
         """See :meth:`UpdateBarrier.norm`."""
@@ -114,11 +113,11 @@ class LocalTables:
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Awaited[Result]:
-        """What a method of the update barrier returns."""
-        return _done(method(self._shards.barrier, *args))
+        """Call a method of the update barrier."""
+        return _completed(method(self._shards.barrier, *args))
 
 
-def _done(value: Result) -> Future[Result]:
+def _completed(value: Result) -> Future[Result]:
     future: Future[Result] = Future()
     future.set_result(value)
     return future

@@ -1,7 +1,7 @@
-"""Optimizers of tables, with names and arguments as in ``torch.optim``; ``embedding.worker`` has formulas.
+"""Optimizers of tables, with the names and arguments of ``torch.optim``.
 
-With ``all_rows``, every row takes every step, as ``torch.optim`` has it for an ``nn.Embedding``; else those
-that the step touches.
+With ``all_rows``, a step updates every row, as ``torch.optim`` does for an ``nn.Embedding``; without, it
+updates the rows of its batch only. ``hybrid/embedding/worker/row_optimizers.py`` has the formulas.
 """
 
 import math
@@ -17,7 +17,7 @@ def SGD(lr: float, weight_decay: float = 0.0, *, all_rows: bool = False) -> Opti
 def Momentum(
     lr: float, momentum: float = 0.9, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
-    """SGD with momentum; the buffer of a row rests while the row does."""
+    """SGD with momentum; the buffer of a row changes only when the row is updated."""
     spec = OptimizerSpec("momentum", lr, momentum=momentum, weight_decay=weight_decay, all_rows=all_rows)
     return _checked(spec)
 
@@ -25,12 +25,12 @@ def Momentum(
 def Adagrad(
     lr: float, eps: float = 1e-10, weight_decay: float = 0.0, *, all_rows: bool = False
 ) -> OptimizerSpec:
-    """Adagrad, with a sum of squares for each value."""
+    """Adagrad with a sum of squares per value."""
     return _checked(OptimizerSpec("adagrad", lr, eps=eps, weight_decay=weight_decay, all_rows=all_rows))
 
 
 def RowwiseAdagrad(lr: float, eps: float = 1e-10, weight_decay: float = 0.0) -> OptimizerSpec:
-    """Adagrad with one sum of squares for each row, the mean over its values."""
+    """Adagrad with one sum of squares per row: of the mean over its values."""
     return _checked(OptimizerSpec("rowwise_adagrad", lr, eps=eps, weight_decay=weight_decay))
 
 
@@ -42,7 +42,7 @@ def Adam(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam, which counts the steps of each row by itself."""
+    """Adam with a step count per row."""
     spec = OptimizerSpec("adam", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
     return _checked(spec)
 
@@ -55,7 +55,7 @@ def AdamW(
     *,
     all_rows: bool = False,
 ) -> OptimizerSpec:
-    """Adam with decoupled decay."""
+    """Adam with decoupled weight decay."""
     spec = OptimizerSpec("adamw", lr, betas=betas, eps=eps, weight_decay=weight_decay, all_rows=all_rows)
     return _checked(spec)
 
@@ -66,7 +66,7 @@ def Ftrl(lr: float, beta: float = 1.0, l1: float = 0.0, weight_decay: float = 0.
 
 
 def _checked(spec: OptimizerSpec) -> OptimizerSpec:
-    """``spec``; ValueError where a number cannot be what it is."""
+    """Return ``spec``; ValueError if one of its numbers is out of range."""
     above_zero = {"lr": spec.learning_rate, "eps": spec.eps, "beta": spec.ftrl_beta}
     at_least_zero = {"weight_decay": spec.weight_decay, "l1": spec.ftrl_l1}
     below_one = {"momentum": spec.momentum, "betas": min(spec.betas), "betas ": max(spec.betas)}

@@ -15,9 +15,8 @@ from hybrid.batch import Batch
 from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import load_state, unpack_dense
-from hybrid.custom_loop.embedding_modules import TableModule
+from hybrid.custom_loop.embedding_modules import TableModule, plain_copy
 from hybrid.custom_loop.jagged import Jagged
-from hybrid.custom_loop.plain_copy import plain_copy
 from hybrid.custom_loop.prepared_batches import DENSE, features_of
 from hybrid.dense.matmul import use_torch
 from hybrid.embedding.table_spec import Pooling, tables_of

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from hybrid.batch import share
+from hybrid.batch import slice_bounds
 from hybrid.primitives.grouping import (
     group_ends,
     last_end,
@@ -39,7 +39,7 @@ def test_a_group_that_does_not_stand_together_is_found(groups: list[int], split:
 def test_parts_have_every_sample_once_and_every_group_whole(sizes: list[int], parts: int) -> None:
     groups = np.repeat(np.arange(len(sizes)), sizes)
     ends = group_ends(groups)
-    even = [share(len(groups), part, parts) for part in range(parts)]
+    even = [slice_bounds(len(groups), part, parts) for part in range(parts)]
     bounds = [whole_bounds(ends, *each) for each in even]
     assert [i for start, stop in bounds for i in range(start, stop)] == list(range(len(groups)))
     of_parts = [set(groups[start:stop].tolist()) for start, stop in bounds]

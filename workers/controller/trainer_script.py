@@ -32,7 +32,7 @@ from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config import RunConfig
 from hybrid.config.loading import with_own
-from hybrid.custom_loop.backend import HOST, Deployed
+from hybrid.custom_loop.backend import BACKEND, PlacedTables
 from hybrid.embedding.placement import Placement
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.errors import ClusterError, ConfigError, HybridError
@@ -119,7 +119,7 @@ class Script:
         config: of the run.
         path: of the script.
         arguments: that it finds in ``sys.argv``.
-        snapshot: see :class:`hybrid.custom_loop.backend.Host`.
+        snapshot: see :class:`hybrid.custom_loop.backend.Backend`.
         settings: what this role was given of its own.
     """
 
@@ -175,7 +175,7 @@ class Script:
             raise ClusterError(f"the master did not answer for {_ANSWER_SECONDS:g} s") from None
 
     def _run(self) -> None:
-        HOST.set(self._host)  # in this thread's context
+        BACKEND.set(self._host)  # in this thread's context
         try:
             run_script(self._path, self._arguments)
         except Exception as error:  # the master's to know
@@ -200,9 +200,9 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 class _ClusterHost:
-    """A trainer's world; see :class:`hybrid.custom_loop.backend.Host`."""
+    """A trainer's world; see :class:`hybrid.custom_loop.backend.Backend`."""
 
-    is_alone = False
+    is_single_process = False
 
     def __init__(
         self, config: RunConfig, trainer: int, ask: Callable[[Wanted], Answer], snapshot: Path | None
@@ -215,14 +215,14 @@ class _ClusterHost:
         self._ask = ask
         self.dense: Mapping[str, Tensor] = {}  # of the step that is being saved
 
-    def deploy(self, tables: Sequence[TableSpec]) -> Deployed:
+    def place_tables(self, tables: Sequence[TableSpec]) -> PlacedTables:
         """Have the master make the tables."""
         placed = self._ask(TablesWanted(tuple(tables)))
         assert isinstance(placed, TablesPlaced)
         stubs = placed.remote_tables
-        return Deployed(placed.placement, placed.rules, stubs, list(stubs.values()))
+        return PlacedTables(placed.placement, placed.rules, stubs, list(stubs.values()))
 
-    def prepare(self) -> str:
+    def prepare_data(self) -> str:
         """Have the master prepare it."""
         prepared = self._ask(DataWanted())
         assert isinstance(prepared, DataPrepared)

@@ -8,8 +8,8 @@ from hybrid.checkpoint.checkpoint_files import DENSE_FILE
 from hybrid.checkpoint.checkpoint_reader import Checkpoint
 from hybrid.checkpoint.dense_state import unpack_dense
 from hybrid.config import RunConfig
-from hybrid.custom_loop.backend import HOST
-from hybrid.custom_loop.single_process import Alone
+from hybrid.custom_loop.backend import BACKEND
+from hybrid.custom_loop.single_process import SingleProcess
 from hybrid.errors import HybridError
 from workers.console.terminal import TerminalView
 from workers.controller.trainer_script import run_script
@@ -28,12 +28,12 @@ def compare_script(config: RunConfig, path: str, arguments: tuple[str, ...], clu
         HybridError: the script takes fewer steps, or no optimizer.
     """
     alone = cluster.with_name("alone")
-    before = HOST.set(Alone(config, alone))
+    before = BACKEND.set(SingleProcess(config, alone))
     try:
         torch.set_num_threads(config.cluster.threads)
         run_script(path, arguments)
     finally:
-        HOST.reset(before)
+        BACKEND.reset(before)
     found = differences(_snapshot(cluster), _snapshot(alone))
     same = sum(each.largest == 0 for each in found)
     with TerminalView() as view:

@@ -9,7 +9,7 @@ from hybrid.checkpoint.checkpoint_files import Files
 from hybrid.checkpoint.checkpoint_manifest import Manifest
 from hybrid.config import RunConfig
 from hybrid.config.loading import CONFIG_FILE
-from hybrid.custom_loop.loop_config import own_rules
+from hybrid.custom_loop.backend import update_rules
 from hybrid.data.prepare.dataset_location import source_of
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
@@ -90,7 +90,7 @@ class ScriptJob:
     def _deploy(self, topology: Topology, tables: Sequence[TableSpec]) -> TablesPlaced:
         self._placement = placement = place(tables, topology.num_workers)
         check_memory(placement, table_holders(topology, placement))
-        rules = own_rules(self._config, topology.num_trainers)
+        rules = update_rules(self._config, topology.num_trainers)
         self._tables = deploy_tables(topology, self._config, placement, rules)
         return TablesPlaced(placement, rules, self._tables)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Self
 
-from hybrid.batch import Batch, share
+from hybrid.batch import Batch, slice_bounds
 from hybrid.data.dataset.group_order import GroupedOrder, check_group_sizes
 from hybrid.data.dataset.prefetch import Ahead, AtHand, StepRows
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
@@ -87,7 +87,7 @@ class BatchLoader:
             first = step * self.batch_size
             size = min(self.batch_size, self.dataset.num_samples - first)
             rows = order.indices(first, first + size)
-            return StepRows(rows, *share(size, self.trainer_index, self.num_trainers))
+            return StepRows(rows, *slice_bounds(size, self.trainer_index, self.num_trainers))
 
         chunks_at_once = order.chunks_at_once(self.batch_size, self.num_trainers)
         return self.dataset.ahead(plan, steps, chunks_at_once)
@@ -100,7 +100,7 @@ class BatchLoader:
 
         def plan(step: int) -> StepRows:
             rows, ends = order.indices(step * self.batch_size, (step + 1) * self.batch_size)
-            even = share(len(rows), self.trainer_index, self.num_trainers)
+            even = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
             return StepRows(rows, *whole_bounds(ends, *even))
 
         return AtHand(plan)

@@ -1,7 +1,7 @@
-"""What a module of the user's own asks of tables: any of them, any number of times, in one message a worker.
+"""Lookups of custom modules: any calls of any tables, in one message per worker.
 
-Each call of a table's module is an :class:`Asked`. Ids that stay apart travel as distinct rows, those of all
-calls of tables of one width together; bags are pooled by the worker, or here, as their table says.
+Each call of a table is a :class:`TableRequest`. Ids that are not pooled travel as distinct rows, one set for
+all calls of tables of one width. Bags are pooled by the workers or by the trainer, as the placement says.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 
 
-class Asked(NamedTuple):
+class TableRequest(NamedTuple):
     """One call of a table.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     pooling: Pooling = Pooling.SUM
 
 
-class AskedTables:
+class ModuleTables:
     """The tables of a module, as a trainer sees them.
 
     Args:
@@ -79,7 +79,7 @@ class AskedTables:
         self._number = {name: number for names in by_dim.values() for number, name in enumerate(names)}
         self._first_dims = {worker: placement.groups(worker)[0].dim for worker in sources}
 
-    def lookup(self, asked: Sequence[Asked], ticket: Ticket, after: Lookup | None = None) -> Lookup:
+    def lookup(self, asked: Sequence[TableRequest], ticket: Ticket, after: Lookup | None = None) -> Lookup:
         """Start looking up; nothing waits here. All workers are asked, and await gradients.
 
         The outputs are the vectors of each call, (ids or bags, D), and after them a scalar, zero. Whoever
@@ -111,7 +111,7 @@ class AskedTables:
         """Return once all gradients that were sent by messages of their own have arrived."""
         self._outbox.settle()
 
-    def _form(self, asked: Sequence[Asked], items: Items) -> _Apart:
+    def _form(self, asked: Sequence[TableRequest], items: Items) -> _Apart:
         form = _Apart(len(asked), [], [], [])
         of_dim: dict[int, list[int]] = defaultdict(list)
         for place, each in enumerate(asked):
@@ -130,21 +130,21 @@ class AskedTables:
                 form.unused.append((slot, self._first_dims[worker]))
         return form
 
-    def _bags(self, each: Asked, items: Items) -> Assembler:
+    def _bags(self, each: TableRequest, items: Items) -> Assembler:
         kind: type[PoolRoute | BagRoute] = PoolRoute if each.table in self._pooled_here else BagRoute
         locations, is_weighted = [self._locations[each.table]], each.weights_L is not None
         route = kind((0,), locations, each.pooling, is_weighted=is_weighted)
         sparse = SparseFeatures(each.ids_L, each.offsets, each.weights_L, 1)
         return route.start(BatchIds(sparse), items)
 
-    def _rows(self, dim: int, asked: Sequence[Asked], sizes: list[int], items: Items) -> Rows:
+    def _rows(self, dim: int, asked: Sequence[TableRequest], sizes: list[int], items: Items) -> Rows:
         space = self._spaces[dim]
         addresses_L = torch.empty(sum(sizes), dtype=space.dtype)
         for each, out_L in zip(asked, addresses_L.split(sizes), strict=True):
             space.write(each.ids_L.view(1, -1), self._number[each.table], out_L.view(-1, 1))
         return space.ask(addresses_L, items)
 
-    def _check(self, each: Asked) -> None:
+    def _check(self, each: TableRequest) -> None:
         table = self._tables[each.table]
         ends, rows = torch.tensor([len(each.ids_L)]), torch.tensor([table.num_rows])
         outside = kernels.first_outside(each.ids_L.numpy(), ends.numpy(), rows.numpy())

@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import hybrid
-from hybrid.custom_loop.global_batches import checksum, cut, global_batches, shares, size_of
+from hybrid.custom_loop.global_batches import checksum, cut, global_batches, local_batches, size_of
 from hybrid.errors import DataError
 
 
@@ -53,7 +53,7 @@ def test_batches_of_any_sizes_become_batches_of_one(size: int) -> None:
 
 def test_trainers_take_contiguous_shares_which_may_be_empty() -> None:
     batches = list(global_batches(whole(), 8))
-    taken = [list(shares(batches, trainer, 3, [])) for trainer in range(3)]
+    taken = [list(local_batches(batches, trainer, 3, [])) for trainer in range(3)]
     assert [[each.size for each in of] for of in taken] == [[3, 1], [3, 1], [2, 0]]
     assert [each.global_size for each in taken[2]] == [8, 2]
     assert flat([of[0].values for of in taken]) == flat(batches[:1])
@@ -80,7 +80,7 @@ def test_batches_and_shares_are_cut_between_groups(sizes: list[int], size: int, 
         last = [end for end in ends if number * size < end <= (number + 1) * size]
         assert sum(map(size_of, found[: number + 1])) == last[-1]
     if len(sizes) < 9:
-        taken = [list(shares(found, trainer, 3, [], "user")) for trainer in range(3)]
+        taken = [list(local_batches(found, trainer, 3, [], "user")) for trainer in range(3)]
         for parts, batch in zip(zip(*taken, strict=True), found, strict=True):
             assert flat([part.values for part in parts]) == flat([batch])
             users = [set(part.values["user"].tolist()) for part in parts]
@@ -97,23 +97,23 @@ def test_a_group_may_go_on_where_what_came_ends_with_a_batch() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"a": torch.zeros(3)}, "^whole = 'user' is to name a column of every batch, one number a sample$"),
-        ({"user": torch.zeros(3, 2)}, "^whole = 'user' is to name a column of every batch"),
-        ([torch.zeros(3)], "^whole = 'user' is to name a column of every batch"),
-        ({"user": torch.tensor([4, 5, 4])}, "^group 4 of 'user' is split: its samples do not stand together"),
+        ({"a": torch.zeros(3)}, "whole = 'user' must name a column"),
+        ({"user": torch.zeros(3, 2)}, "whole = 'user' must name a column"),
+        ([torch.zeros(3)], "whole = 'user' must name a column"),
+        ({"user": torch.tensor([4, 5, 4])}, "group 4 of 'user'"),
     ],
 )
 def test_what_has_no_whole_groups_is_refused(batch: Any, message: str) -> None:
     for num_trainers in (1, 2):
         with pytest.raises(DataError, match=message):
-            list(shares([batch], 0, num_trainers, [], "user"))
+            list(local_batches([batch], 0, num_trainers, [], "user"))
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
     of_all = of_groups([2, 5, 1])
     for data in (of_all, [cut(of_all, start, start + 1) for start in range(8)]):
-        message = r"^group [01] has \d samples, more than a batch of \d: give a larger size$"
+        message = r"group [01] has \d samples, more than a batch of \d"
         with pytest.raises(DataError, match=message):
             list(global_batches(data, size, "user"))
 
@@ -123,12 +123,12 @@ def test_a_group_larger_than_a_batch_is_refused(size: int) -> None:
     [
         ({"a": torch.zeros(3), "b": [torch.zeros(4)]}, r"'a': 3, 'b'\[0\]: 4\).*hybrid\.Jagged"),
         ({}, "no tensors"),
-        ({"a": 7}, "holds a int"),
+        ({"a": 7}, "a int at 'a'"),
     ],
 )
 def test_what_is_no_batch_is_refused(batch: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(shares([batch], 0, 2, []))
+        list(local_batches([batch], 0, 2, []))
 
 
 def test_what_cannot_be_gone_through_is_refused() -> None:
@@ -137,7 +137,7 @@ def test_what_cannot_be_gone_through_is_refused() -> None:
 
 
 def test_batches_of_another_structure_cannot_be_joined() -> None:
-    with pytest.raises(DataError, match="differ in their structure"):
+    with pytest.raises(DataError, match="structures"):
         list(global_batches([{"a": torch.zeros(1)}, {"a": torch.zeros(1), "b": torch.zeros(1)}], 2))
 
 

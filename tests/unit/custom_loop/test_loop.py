@@ -122,7 +122,7 @@ def test_the_means_of_several_losses_are_added_each_by_its_own_weights() -> None
             torch.testing.assert_close(parameter.grad, gradient)
         optimizer.step()
     for batch in cluster.batches(DATA):
-        with pytest.raises(DataError, match=r"one value a sample, \(8,\), not \[\]"):
+        with pytest.raises(DataError, match=r"\(8,\), not \[\]"):
             cluster.backward(errors(model, batch), more=[(model(batch["id"]).mean(), None)])
         break
 
@@ -206,13 +206,13 @@ def _not_finite(cluster: Cluster, model: Distributed, optimizer: torch.optim.Opt
         (_no_backward, RuntimeError, r"cluster.backward\(...\) was not called for the batch of step 0"),
         (_step_first, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
         (_two_steps, RuntimeError, r"optimizer.step\(\) comes after cluster.backward"),
-        (_reduced, DataError, r"one value a sample, \(4,\), not \[\]; .* reduction=\"none\""),
+        (_reduced, DataError, r"\(4,\), not \[\]: .* reduction=\"none\""),
         (
             _weighted(torch.tensor([1.0, -1.0, 1.0, 1.0])),
             DataError,
-            "weights are one for each sample, finite and not",
+            "one weight per sample, finite and not",
         ),
-        (_weighted(torch.ones(3)), DataError, "weights are one for each sample"),
+        (_weighted(torch.ones(3)), DataError, "one weight per sample"),
         (_not_finite, NonFiniteError, "step 0: the loss of trainer 0 is inf"),
     ],
 )
@@ -228,14 +228,14 @@ def test_what_is_no_step_is_told(step: Callable[..., None], error: type[Exceptio
 
 
 def test_what_needs_a_distributed_module_says_so() -> None:
-    with pytest.raises(RuntimeError, match="first have a module distributed"):
+    with pytest.raises(RuntimeError, match=r"cluster\.distribute"):
         hybrid.connect().backward(torch.zeros(1))
     with pytest.raises(DataError, match=r"Linear has no hybrid.Embedding"):
         hybrid.connect().distribute(nn.Linear(1, 1))
     cluster, model, _ = started()
-    with pytest.raises(RuntimeError, match="one module is distributed already"):
+    with pytest.raises(RuntimeError, match="already distributed"):
         cluster.distribute(Net())
-    with pytest.raises(RuntimeError, match=r"trained on batches of cluster\.batches"):
+    with pytest.raises(RuntimeError, match=r"cluster\.batches"):
         model(DATA["id"])
     with pytest.raises(RuntimeError, match="takes the loss of a batch"):
         cluster.backward(torch.zeros(1))
@@ -287,10 +287,7 @@ def test_asynchronously_there_are_no_steps_for_all_rows_to_take(tmp_path: Path) 
     (tmp_path / "config.toml").write_text('[train]\nupdate = "async"\n')
     cluster = hybrid.connect(tmp_path / "config.toml")
     net = nn.ModuleDict({"item": hybrid.Embedding(5, 2, optimizer=hybrid.SGD(lr=0.1, all_rows=True))})
-    message = (
-        "train.update = 'async': must be sync or pipelined, since all rows of table item take every step"
-    )
-    with pytest.raises(ConfigError, match=f"^{message}$"):
+    with pytest.raises(ConfigError, match=r"train\.update = 'async': .* table item"):
         cluster.distribute(net)
 
 
@@ -353,7 +350,7 @@ def test_clipping_the_parameters_alone_warns_once() -> None:
 
 
 def test_a_learning_rate_schedule_of_the_parameters_alone_warns_once(tmp_path: Path) -> None:
-    (tmp_path / "scheduled.toml").write_text('[schedule]\nkind = "step"\ndecay_every = 1\n')
+    (tmp_path / "scheduled.toml").write_text('[schedule]\nkind = "step(decay_every = 1)"\n')
     for config, num_warnings in ((None, 1), (tmp_path / "scheduled.toml", 0)):
         cluster, model, optimizer = started(config)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.samples import csv_config, prepared, write
 
-from hybrid.batch import Batch, SparseFeatures, share
+from hybrid.batch import Batch, SparseFeatures, slice_bounds
 from hybrid.data.batches.batch_loader import BatchLoader, BatchStream
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.dataset.sample_order import ShuffledOrder
@@ -68,7 +68,7 @@ def test_rows_move_far_within_and_across_windows() -> None:
 @pytest.mark.parametrize(("size", "parts"), [(10, 3), (2, 4), (0, 3), (12, 4), (5, 1)])
 def test_shares_are_balanced_and_contiguous(size: int, parts: int) -> None:
     expected = [part.tolist() for part in np.array_split(np.arange(size), parts)]
-    shares = [share(size, index, parts) for index in range(parts)]
+    shares = [slice_bounds(size, index, parts) for index in range(parts)]
     assert [list(range(*bounds)) for bounds in shares] == expected
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from hybrid.batch import share
+from hybrid.batch import slice_bounds
 from hybrid.data.dataset.sample_order import CHUNK_ROWS, FileOrder, LaneOrder, Order, ShuffledOrder
 
 WINDOWS = {"chunk_rows": 8, "window_chunks": 6}
@@ -56,7 +56,7 @@ def read_by(order: Order, num_rows: int, batch_size: int, num_shares: int) -> li
     read: list[set[int]] = [set() for _ in range(num_shares)]
     for rows in steps_of(order, num_rows, batch_size):
         for index, chunks in enumerate(read):
-            start, stop = share(len(rows), index, num_shares)
+            start, stop = slice_bounds(len(rows), index, num_shares)
             chunks.update(row // WINDOWS["chunk_rows"] for row in rows[start:stop])
     return read
 
@@ -85,7 +85,9 @@ def test_it_says_how_many_chunks_a_share_needs_at_once(num_shares: int, batch_si
                 for s in range(window, window + 96, batch_size)
             ]
             for index in range(num_shares):
-                parts = [rows[slice(*share(len(rows), index, num_shares))] for rows in steps if len(rows)]
+                parts = [
+                    rows[slice(*slice_bounds(len(rows), index, num_shares))] for rows in steps if len(rows)
+                ]
                 inner = parts[:-1] if len(parts) > 1 else parts  # the last may reach into a third
                 most = max(most, len(np.unique(np.concatenate(inner) // 8)))
         assert most <= order.chunks_at_once(batch_size, num_shares) <= 12

@@ -11,7 +11,7 @@ from torch.futures import Future
 from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import place
 from hybrid.embedding.table_spec import OptimizerSpec, Pooling, TableSpec
-from hybrid.embedding.trainer.module_lookups import Asked, AskedTables
+from hybrid.embedding.trainer.module_lookups import ModuleTables, TableRequest
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 from hybrid.protocol.update_rules import UpdateRules
@@ -37,8 +37,8 @@ def test_bags_are_pooled_by_whom_their_table_says(pooled_by: str, rows: list[int
     ids, offsets = torch.tensor([1, 3, 1, 3, 3, 1]), torch.tensor([0, 2, 2, 6])
     with hosting(UpdateRules(1)) as host:
         tables = Heard(host)
-        asker = AskedTables([table], place([table], 1), {0: tables}, StepClock())
-        pooled_BD, _ = asker.lookup([Asked("t", ids, offsets)], evaluate(0)).outputs()
+        asker = ModuleTables([table], place([table], 1), {0: tables}, StepClock())
+        pooled_BD, _ = asker.lookup([TableRequest("t", ids, offsets)], evaluate(0)).outputs()
         ((_, bags),) = tables.items
         assert bags.ids_L.tolist() == rows
         rows_RD = host.groups[0].weight_RD
