@@ -1,6 +1,6 @@
-"""Checkpoints: folders that are there whole or not at all, with a checksum of everything in them.
+"""Checkpoints: folders that are written atomically, with a checksum of each file.
 
-Begin with ``folders``: what makes a folder one. ``manifest`` says what it holds, ``tensor_file`` writes
-tensors as safetensors, ``reader`` reads them for any split of the tables. Roles write their own parts; the
-master makes it a checkpoint (``workers``).
+``checkpoint_folders`` creates, lists and removes them. ``checkpoint_manifest`` describes their content,
+``tensor_file`` writes tensors as safetensors, ``checkpoint_reader`` reads tables for any number of shards.
+Each role writes its own files; the master commits the checkpoint (``workers``).
 """

@@ -10,24 +10,24 @@ from urllib.parse import quote
 
 from hybrid.errors import CheckpointError
 from hybrid.storage import files as storage
-from hybrid.storage.remote_path import RemotePath, StoragePath
+from hybrid.storage.remote_path import StoragePath
 
 MANIFEST_FILE = "manifest.json"
 DENSE_FILE = "dense.safetensors"
 REMOTE_FILE = "remote.safetensors"
 PROGRESS_FILE = "progress.safetensors"
-_EARLIER = "earlier."
+_PRE_UPDATE = "earlier."
 _MAX_NAME_BYTES = 255  # of file systems
 _PREFIX_BYTES = 100
 
-# Files by their path relative to the checkpoint, with their size in bytes and their SHA-256.
+# The path of each file relative to the checkpoint, with its size in bytes and its SHA-256.
 Files: TypeAlias = dict[str, tuple[int, str]]
 
 
 def shard_file(table: str, index: int, count: int) -> str:
     """Return the relative path of the file with one shard of a table.
 
-    If the table's name is too long for a file name, a prefix and a hash of it stand for it.
+    If the table's name is too long for a file name, a prefix and a hash of it replace it.
     """
     name, end = quote(table, safe=""), f".{index}-of-{count}.safetensors"
     if len(name) + len(end) > _MAX_NAME_BYTES:
@@ -37,22 +37,22 @@ def shard_file(table: str, index: int, count: int) -> str:
 
 
 def pre_update_file(worker: int) -> str:
-    """The file with what the last update has changed of a worker's rows, as they were before it."""
-    return f"{_EARLIER}{worker}.safetensors"
+    """Return the name of the file with a worker's rows before the last update."""
+    return f"{_PRE_UPDATE}{worker}.safetensors"
 
 
 def is_pre_update_file(name: str) -> bool:
-    """Whether it is one of :func:`pre_update_file`."""
-    return name.startswith(_EARLIER)
+    """Return whether a name is one of :func:`pre_update_file`."""
+    return name.startswith(_PRE_UPDATE)
 
 
 def dense_file(trainer: int) -> str:
-    """The file with a trainer's dense net; others than the first have one only where nets are their own."""
+    """Return the name of the file with a trainer's dense net; only the first has one if all are equal."""
     return f"dense.{trainer}.safetensors" if trainer else DENSE_FILE
 
 
 def write_text(folder: StoragePath, name: str, text: str) -> Files:
-    """Write a text file of ``folder`` and see it safely stored."""
+    """Write a text file of a checkpoint, and flush it to the disk."""
     path, content = folder / name, text.encode()
     with write_errors(path):
         storage.write_bytes(path, content)
@@ -60,7 +60,7 @@ def write_text(folder: StoragePath, name: str, text: str) -> Files:
 
 
 def write_copy(folder: StoragePath, name: str, source: Path) -> Files:
-    """Write a file of ``folder`` that is as one of this machine, and see it safely stored."""
+    """Copy a file of this machine into a checkpoint, and flush it to the disk."""
     path = folder / name
     with write_errors(path):
         storage.copy(source, path)
@@ -69,7 +69,7 @@ def write_copy(folder: StoragePath, name: str, source: Path) -> Files:
 
 @contextmanager
 def write_errors(path: StoragePath) -> Iterator[None]:
-    """Turn an OSError in here into a CheckpointError."""
+    """Convert an OSError in the context to a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -77,28 +77,19 @@ def write_errors(path: StoragePath) -> Iterator[None]:
 
 
 def write_error(path: StoragePath, error: OSError, missing_bytes: int = 0) -> CheckpointError:
-    """What to raise where a file cannot be written, with how much room it lacks where that is known."""
-    room = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
-    more = f" ({missing_bytes:,} bytes of it are missing)" if room else ""
+    """Return the error for a file that cannot be written, with the missing bytes if the disk is full."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and missing_bytes
+    more = f" ({missing_bytes:,} bytes of it are missing)" if is_full else ""
     return CheckpointError(f"cannot write {path}: {error.strerror or error}{more}")
 
 
 def damage_error(path: StoragePath) -> CheckpointError:
-    """What to raise for a file that is not as it was."""
+    """Return the error for a file whose size or checksum differs from the manifest."""
     return CheckpointError(f"{path}: missing or altered since the checkpoint was written")
 
 
 def find_mismatch(folder: StoragePath, files: Files) -> StoragePath | None:
-    """The first file that is missing, or has another size than it had; None where all are right."""
-    if isinstance(folder, RemotePath):
-        there = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
-        return next(
-            (folder / name for name, (size, _) in files.items() if there.get(folder / name) != size), None
-        )
-    for path, size in ((folder / name, size) for name, (size, _) in files.items()):
-        try:
-            if not (path.is_file() and path.stat().st_size == size):
-                return path
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    return None
+    """Return the first file that is missing or has another size than in the manifest, or None."""
+    sizes = {each.path: each.size for each in storage.list_entries(folder, is_deep=True)}
+    paths = ((folder / name, size) for name, (size, _) in files.items())
+    return next((path for path, size in paths if sizes.get(path) != size), None)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint. Rows are keyed by table and row, not by worker: any number of workers loads it."""
+"""Reading a checkpoint. Rows are stored by table and row number: any number of workers can load them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from hybrid.storage.remote_path import StoragePath
 
 @dataclass(eq=False, slots=True)
 class Checkpoint:
-    """A checkpoint, read piece by piece.
+    """A checkpoint whose files are read on demand.
 
     Attributes:
-        folder, manifest: where it is, and what it holds.
-        standing: what it is among those of its run, where it was chosen as :meth:`best_valid`.
+        folder: its folder.
+        manifest: its content.
+        standing: its rank among the checkpoints of its run, if :meth:`best_valid` has chosen it.
     """
 
     folder: StoragePath
@@ -44,43 +45,43 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: StoragePath) -> Checkpoint:
-        """Open one checkpoint, which may have been altered without a change of size.
+        """Open one checkpoint; checksums are not compared.
 
         Raises:
-            CheckpointError: there is none, or a file is missing or has another size than it had.
+            CheckpointError: there is none, or a file is missing or has another size than in the manifest.
         """
         if not storage.exists(folder / MANIFEST_FILE):
             raise CheckpointError(f"{folder}: there is no checkpoint here")
         manifest = Manifest.read(folder / MANIFEST_FILE)
-        found = cls(folder, manifest)
-        if (path := find_mismatch(found.parts, manifest.files)) is not None:
+        checkpoint = cls(folder, manifest)
+        if (path := find_mismatch(checkpoint.parts, manifest.files)) is not None:
             raise damage_error(path)
-        return found
+        return checkpoint
 
     @property
     def parts(self) -> StoragePath:
-        """The folder of all its files but the manifest."""
+        """The folder of all its files except the manifest."""
         return self.folder / self.manifest.parts if self.manifest.parts else self.folder
 
     @classmethod
-    def newest_valid(cls, folder: StoragePath, say: Callable[[str], object]) -> Checkpoint:
-        """The newest checkpoint of a run of which every file is as it was written.
+    def newest_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
+        """Open the newest checkpoint of a run whose files all have their checksums.
 
         Args:
-            folder: a run folder; or one of its checkpoints, which then must be good itself.
-            say: told, in one line, of newer ones that are not.
+            folder: a run folder; or one of its checkpoints, which then must be valid.
+            log: receives one line about newer checkpoints that are damaged.
 
         Raises:
             CheckpointError: there is none.
         """
-        return cls._first_good(folder, _candidates(folder), [], say)
+        return cls._first_valid(folder, _candidates(folder), [], log)
 
     @classmethod
-    def best_valid(cls, folder: StoragePath, say: Callable[[str], object]) -> Checkpoint:
-        """The best checkpoint of a run; where it is not as it was written, the newest that is.
+    def best_valid(cls, folder: StoragePath, log: Callable[[str], object]) -> Checkpoint:
+        """Open the best checkpoint of a run; if it is damaged, the newest valid one.
 
         Args:
-            folder, say: as for :meth:`newest_valid`.
+            folder, log: as for :meth:`newest_valid`.
 
         Raises:
             CheckpointError: there is none.
@@ -94,54 +95,54 @@ class Checkpoint:
                 continue
             first = candidate if best is None or candidate == folder else step_folder(folder, best.step)
             rest = [first, *(other for other in newest_first[index:] if other != first)]
-            found = cls._first_good(folder, rest, damage, say)
+            checkpoint = cls._first_valid(folder, rest, damage, log)
             if candidate != folder:
-                found.standing = _standing(found.folder, newest_first[0], best)
-            return found
-        return cls._first_good(folder, [], damage, say)
+                checkpoint.standing = _describe_standing(checkpoint.folder, newest_first[0], best)
+            return checkpoint
+        return cls._first_valid(folder, [], damage, log)
 
     @classmethod
-    def _first_good(
+    def _first_valid(
         cls,
         folder: StoragePath,
         candidates: Iterable[StoragePath],
         damage: list[CheckpointError],
-        say: Callable[[str], object],
+        log: Callable[[str], object],
     ) -> Checkpoint:
-        """The first of some checkpoints that is as it was written.
+        """Open the first valid checkpoint of some.
 
         Args:
-            damage: of those that come before them.
+            damage: errors of the checkpoints before them.
         """
         for candidate in candidates:
             try:
-                found = cls.open(candidate)
-                found.manifest.verify(found.parts)
+                checkpoint = cls.open(candidate)
+                checkpoint.manifest.verify(checkpoint.parts)
             except CheckpointError as error:
                 damage.append(error)
                 continue
             if damage:
-                say(f"{'; '.join(map(str, damage))}; {candidate.name} is taken instead")
-            return found
+                log(f"{'; '.join(map(str, damage))}; {candidate.name} is used instead")
+            return checkpoint
         if damage:
             raise CheckpointError("; ".join(map(str, damage)))
         raise CheckpointError(f"{folder}: there is no checkpoint here")
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The named tensors of one file."""
-        with self.local(name) as path:
+        """Read the named tensors of one file."""
+        with self.local_file(name) as path:
             return read_tensors(path)
 
     def pre_update_rows(self) -> dict[StoragePath, dict[str, Tensor]]:
-        """What workers have saved of rows before the last update, by file; nothing where nobody has."""
+        """Read the rows that workers have saved as they were before the last update, by file."""
         names = filter(is_pre_update_file, self.manifest.files)
         return {self.parts / name: self.tensors(name) for name in names}
 
     def map_rows(self, table: str, num_rows: int, dim: int) -> list[npt.NDArray[Any]]:
-        """The rows of every shard of a table, in their files: see :func:`map_arrays`.
+        """Map the rows of every shard of a table into memory: see :func:`map_arrays`.
 
         Raises:
-            CheckpointError: the table is not there, or has another shape.
+            CheckpointError: the table is missing, or has another shape.
         """
         shards = range(self._num_shards(table))
         weights = [self._map(table, shard, len(shards))["weight"] for shard in shards]
@@ -151,7 +152,7 @@ class Checkpoint:
         return weights
 
     def read_rows(self, table: str, shape: tuple[int, int]) -> Tensor:
-        """All rows of a table, of a given shape, in memory; read shard by shard.
+        """Read all rows of a table of a given shape.
 
         Raises:
             CheckpointError: see :meth:`map_rows`.
@@ -163,29 +164,29 @@ class Checkpoint:
         return torch.from_numpy(rows_RD)
 
     def load_rows(self, table: str, index: int, count: int, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of one shard, split in whatever way, from the shards on disk.
+        """Fill the tensors of one shard from the stored shards, whose number may differ.
 
         Args:
             into: "weight" and optimizer state, as views of shard ``index`` of ``count``.
 
         Raises:
-            CheckpointError: the table is not there, or has another shape or optimizer.
+            CheckpointError: the table is missing, or has another shape or optimizer.
         """
         num_shards = self._num_shards(table)
         for shard in range(num_shards):
-            if (both := _rows_of_both(index, count, shard, num_shards)) is None:
+            if (slices := _common_rows(index, count, shard, num_shards)) is None:
                 continue
-            here, there = both
-            on_disk = self._map(table, shard, num_shards)
-            widths = {name: array.shape[1:] for name, array in on_disk.items()}
+            rows, stored_rows = slices
+            stored = self._map(table, shard, num_shards)
+            widths = {name: array.shape[1:] for name, array in stored.items()}
             if widths != {name: tensor.shape[1:] for name, tensor in into.items()}:
                 raise CheckpointError(f"{self.folder}: table {table} has another shape or optimizer")
             for name, tensor in into.items():
-                # From the mapped file to its place: memory for a copy between them there may not be.
-                to, source = tensor.numpy()[here], on_disk[name][there]
-                if len(source) < len(to):
+                # Copied without a temporary array: there may be no memory for one.
+                target, source = tensor.numpy()[rows], stored[name][stored_rows]
+                if len(source) < len(target):
                     raise CheckpointError(f"{self.folder}: table {table} has fewer rows than the model's")
-                to[:] = source[: len(to)]
+                target[:] = source[: len(target)]
 
     def _num_shards(self, table: str) -> int:
         if table not in self.manifest.tables:
@@ -194,27 +195,27 @@ class Checkpoint:
 
     def _map(self, table: str, shard: int, num_shards: int) -> dict[str, npt.NDArray[Any]]:
         name = shard_file(table, shard, num_shards)
-        with self.local(name) as path:
+        with self.local_file(name) as path:
             arrays = map_arrays(path)
         if "weight" not in arrays or any(array.ndim == 0 for array in arrays.values()):
             raise CheckpointError(f"{self.parts / name}: holds no rows")
         return arrays
 
     @contextmanager
-    def local(self, name: str) -> Iterator[Path]:
-        """A path of a file, for as long as this lasts; of a store, it is fetched, and must be as it was."""
-        place = self.parts / name
+    def local_file(self, name: str) -> Iterator[Path]:
+        """Yield a path of this machine for a file; one in a store is fetched, and verified."""
+        path = self.parts / name
         with ExitStack() as stack:
             try:
                 _, sha256 = self.manifest.files.get(name, (0, None))
-                path = stack.enter_context(storage.local_copy(place, sha256))
+                local_path = stack.enter_context(storage.local_copy(path, sha256))
             except (FileNotFoundError, ValueError) as error:
-                raise damage_error(place) from error
-            yield path
+                raise damage_error(path) from error
+            yield local_path
 
 
-def _standing(folder: StoragePath, newest: StoragePath, best: Best | None) -> str:
-    """What a checkpoint of a run is among the others, in words."""
+def _describe_standing(folder: StoragePath, newest: StoragePath, best: Best | None) -> str:
+    """Describe the rank of a checkpoint among those of its run."""
     last = "the last" if folder == newest else f"the last is {newest.name}"
     if best is None or parse_step(folder) != best.step:
         return last
@@ -223,12 +224,16 @@ def _standing(folder: StoragePath, newest: StoragePath, best: Best | None) -> st
 
 
 def _candidates(folder: StoragePath) -> list[StoragePath]:
-    """A checkpoint itself, or those of a run, newest first."""
+    """Return a checkpoint itself, or those of a run, newest first."""
     return [folder] if storage.exists(folder / MANIFEST_FILE) else list_checkpoints(folder)
 
 
-def _rows_of_both(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:
-    """The rows of shard ``index`` of ``count`` that are also of another way to split: where in either."""
+def _common_rows(index: int, count: int, other: int, other_count: int) -> tuple[slice, slice] | None:
+    """Return where the rows are that shard ``index`` of ``count`` shares with another split's shard.
+
+    Returns:
+        Their slice in the first and in the other shard; None if they share none.
+    """
     common = math.gcd(count, other_count)
     if (other - index) % common:
         return None

@@ -1,4 +1,4 @@
-"""Memory for copies that are made time and again, such as those of tables for checkpoints."""
+"""Buffers for repeated copies, such as those of tables for checkpoints."""
 
 import mmap
 import weakref
@@ -12,28 +12,28 @@ from hybrid.primitives.huge_pages import large_pages
 
 
 class ReusedBuffers:
-    """Copies tensors into memory that it keeps when no tensor lies in it any more, for the next of that size.
+    """Copies tensors into buffers that are kept for the next tensor of the same size.
 
-    Writing to memory for the first time costs more than a copy: the system clears each page, and in a
-    virtual machine its host may have to find one. Memory that is kept the system may take back where it
-    runs short, and it counts it as free (``MADV_FREE``).
+    The first write to new memory costs more than a copy: the system clears each page, and the host of a
+    virtual machine may have to find one. The system may take back an unused buffer (``MADV_FREE``), and
+    counts it as free memory.
     """
 
     def __init__(self) -> None:
         self._spare: dict[int, list[mmap.mmap]] = defaultdict(list)
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a contiguous tensor of the CPU."""
+        """Copy a contiguous tensor of the CPU."""
         if not tensor.nbytes:
             return tensor.clone()
         spare = self._spare[tensor.nbytes]
         buffer = spare.pop() if spare else large_pages(tensor.nbytes)
-        view = memoryview(buffer)  # lives as long as the copy and all views of it
+        view = memoryview(buffer)  # lives as long as the copy and its views
         weakref.finalize(view, self._keep, buffer).atexit = False
         return torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
     def _keep(self, buffer: mmap.mmap) -> None:
         if hasattr(mmap, "MADV_FREE"):
-            with suppress(OSError):  # a kernel without it: the memory just stays
+            with suppress(OSError):  # a kernel without it keeps the memory
                 buffer.madvise(mmap.MADV_FREE)
         self._spare[len(buffer)].append(buffer)

@@ -1,4 +1,4 @@
-"""Safetensors files without a second copy in memory: written straight from tensors, read where they lie.
+"""Safetensors files, written without a copy of the tensors and read by mapping them into memory.
 
 The format (https://github.com/huggingface/safetensors#format)::
 
@@ -48,13 +48,13 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-# Of rows and their optimizer's state.
+# For rows and their optimizer's state.
 _ARRAY_TYPES = {"F64": np.float64, "F32": np.float32}
-# Of a thousand tensors, it has 100 kB; the library takes 100 MB, which become gigabytes of objects.
-_MOST_HEADER_BYTES = 8 << 20
-_CHUNK_BYTES = 4 << 20  # hashed while it is in the cache
-# What the libraries raise for files that are not as they should be: SafetensorError mostly.
-_NOT_READABLE = (
+# The header of a thousand tensors has 100 kB; the library accepts 100 MB, which need gigabytes of memory.
+_MAX_HEADER_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20  # fits into the CPU cache, for hashing
+# The exceptions of the libraries for invalid files: SafetensorError mostly.
+_INVALID_FILE_ERRORS = (
     *(OSError, SafetensorError, ArithmeticError, AttributeError, LookupError),
     *(RuntimeError, TypeError, ValueError),
 )
@@ -63,15 +63,15 @@ _LENGTH_BYTES = 8
 
 
 def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor]) -> Files:
-    """Write named tensors as one file of ``folder`` and see them safely stored.
+    """Write named tensors as one file of a checkpoint, and flush it to the disk.
 
     Tensors that are not contiguous, or not on the CPU, are copied one at a time.
 
     Raises:
-        CheckpointError: the file cannot be written, or a tensor is of a type that the format has not.
+        CheckpointError: the file cannot be written, or the format lacks the type of a tensor.
     """
     path = folder / name
-    # Wide types first, so that each tensor is aligned where the file is mapped into memory.
+    # Wide types first, so that each tensor is aligned when the file is mapped into memory.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
     header = _header(path, ordered)
     size = len(header) + sum(tensor.nbytes for tensor in ordered.values())
@@ -90,27 +90,27 @@ def write_tensors(folder: StoragePath, name: str, tensors: Mapping[str, Tensor])
 
 
 def map_arrays(path: Path, *, is_writable: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """The named tensors of a file, mapped into memory and read when they are touched.
+    """Map the named tensors of a file into memory; pages are read on access.
 
-    The library would map the file such that the system must have memory for all of it.
+    The library would map the file so that the system reserves memory for all of it.
 
     Args:
-        is_writable: whether what is written to them goes into the file; else they cannot be written to.
+        is_writable: whether writes go to the file; else the arrays are read-only.
 
     Raises:
-        CheckpointError: it cannot be read, or a tensor is of another type than rows are.
+        CheckpointError: it cannot be read, or a tensor is not of a type of rows.
     """
     with _reading(path):
         length = _header_length(path)
-        with safe_open(path, framework="numpy"):  # sees whether the header is right
+        with safe_open(path, framework="numpy"):  # checks the header
             pass
         with path.open("rb") as file:
             file.seek(_LENGTH_BYTES)
             header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-        # A plain array of the map: each operation on a numpy.memmap makes another of those.
+        # A plain array: each operation on a numpy.memmap makes another memmap.
         whole = np.asarray(np.memmap(path, np.uint8, "r+" if is_writable else "r"))
         content = whole[_LENGTH_BYTES + length :]
-    header.pop("__metadata__", None)  # of whatever tool has written the file; ours has none
+    header.pop("__metadata__", None)  # written by other tools
     arrays = {}
     for name, entry in header.items():
         if (dtype := entry["dtype"]) not in _ARRAY_TYPES:
@@ -123,7 +123,7 @@ def map_arrays(path: Path, *, is_writable: bool = False) -> dict[str, npt.NDArra
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The named tensors of a file.
+    """Read the named tensors of a file.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -137,19 +137,19 @@ def _header_length(path: Path) -> int:
     with path.open("rb") as file:
         start = file.read(_LENGTH_BYTES)
     if len(start) < _LENGTH_BYTES:
-        raise ValueError("it is too short")
+        raise ValueError("the file is too short")
     (length,) = struct.unpack("<Q", start)
-    if length > _MOST_HEADER_BYTES:
-        raise ValueError(f"its header has more than {_MOST_HEADER_BYTES >> 20} MiB")
+    if length > _MAX_HEADER_BYTES:
+        raise ValueError(f"the header has more than {_MAX_HEADER_BYTES >> 20} MiB")
     return int(length)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what the libraries make of a file that is not as it should be into a CheckpointError."""
+    """Convert the exceptions for an invalid file to a CheckpointError."""
     try:
         yield
-    except _NOT_READABLE as error:
+    except _INVALID_FILE_ERRORS as error:
         raise CheckpointError(f"{path}: cannot be read: {first_line(error)}") from error
 
 
@@ -159,7 +159,7 @@ def _header(path: StoragePath, tensors: Mapping[str, Tensor]) -> bytes:
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise CheckpointError(
-                f"cannot write {path}: {name} is of {tensor.dtype}, which safetensors has not"
+                f"cannot write {path}: {name} is of {tensor.dtype}, which safetensors does not support"
             )
         offsets = [start, start + tensor.nbytes]
         entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": offsets}

@@ -98,7 +98,7 @@ def _copied(stored: Checkpoint, folder: Path) -> Files:
     with write_errors(folder):
         for name in kept:
             make_folder((folder / name).parent)
-            with stored.local(name) as here:
+            with stored.local_file(name) as here:
                 shutil.copyfile(here, folder / name)
     return kept
 

@@ -92,7 +92,7 @@ def test_evaluate_takes_the_newest_checkpoint_that_is_whole(
     os.truncate(paths[0], paths[0].stat().st_size - 1)
     main(["evaluate", str(folder)])
     said = capsys.readouterr()
-    assert said.err == f"{damage[0]}; step-00000015 is taken instead\n"
+    assert said.err == f"{damage[0]}; step-00000015 is used instead\n"
     assert "num samples         500\n" in said.out
     flip_a_bit(paths[1])
     with pytest.raises(SystemExit) as end:

@@ -17,7 +17,7 @@ from hybrid.errors import CheckpointError
 
 @pytest.mark.parametrize("name", ["optimizer.x.step", "optimizer.-1.step", "optimizer.", "optimizer.²"])
 def test_a_state_of_no_parameter_is_refused(name: str) -> None:
-    with pytest.raises(CheckpointError, match=f"^'{name}' is no state of an optimizer$"):
+    with pytest.raises(CheckpointError, match=f"^'{name}' is not the state of an optimizer$"):
         unpack_dense({name: torch.zeros(1)})
 
 

@@ -86,8 +86,7 @@ def test_a_file_that_did_not_arrive_stops_the_checkpoint(tmp_path: Path, is_shor
         (partial / "one").write_text("tex")
     else:
         (partial / "one").unlink()
-    said = "one: a role wrote this elsewhere; run.folder must be storage"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=r"one: .*run\.folder"):
         checkpoint_folders.commit(partial, Manifest(1, 0, {}, files))
     assert not (tmp_path / "step-1").exists()
 

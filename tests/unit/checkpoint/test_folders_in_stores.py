@@ -78,7 +78,7 @@ def test_two_that_write_the_same_step_do_not_mix(run: RemotePath) -> None:
         for i, each in enumerate((one, two))
     ]
     checkpoint_folders.commit(one, Manifest(3, 0, {}, written[0]))
-    with pytest.raises(CheckpointError, match=r"written meanwhile, by another run .* stop one of them"):
+    with pytest.raises(CheckpointError, match=r"another run .* stop one of them"):
         checkpoint_folders.commit(two, Manifest(3, 0, {}, written[1]))
     assert Checkpoint.open(folder).tensors(DENSE_FILE)["w"].eq(0).all()
     checkpoint_folders.drop_later(run, 3)
@@ -122,7 +122,7 @@ def test_a_file_that_is_lost_is_seen_before_it_is_read(run: RemotePath) -> None:
     assert Checkpoint.newest_valid(run, said.append).manifest.step == 1
     assert said == [
         f"{newest.parts / SHARDS[0]}: missing or altered since the checkpoint was written; "
-        "step-00000001 is taken instead"
+        "step-00000001 is used instead"
     ]
 
 

@@ -98,7 +98,7 @@ class TestNewestGood:
         assert len(said) == bool(paths)
         for line in said:
             damage = "; ".join(f"{path}: [^;]+" for path in paths)
-            assert re.fullmatch(f"{damage}; step-{step:08d} is taken instead", line)
+            assert re.fullmatch(f"{damage}; step-{step:08d} is used instead", line)
 
     def test_there_is_none_where_all_are_altered(self, tmp_path: Path) -> None:
         write_run(tmp_path, 2, 30)
@@ -168,7 +168,7 @@ class TestBestGood:
         assert (found.manifest.step, found.standing) == (110, "the last")
         damage = f"{best / DENSE_FILE}: missing or altered since the checkpoint was written"
         gone = f"{best}: there is no checkpoint here"
-        assert said == [f"{damage if is_there else gone}; step-00000110 is taken instead"]
+        assert said == [f"{damage if is_there else gone}; step-00000110 is used instead"]
 
     def test_the_one_before_says_which_is_the_best_where_the_newest_is_altered(self, run: Path) -> None:
         said: list[str] = []
@@ -178,7 +178,7 @@ class TestBestGood:
         assert found.manifest.step == 2
         assert found.standing == "the best (auc 0.7500); the last is step-00000110"
         (line,) = said
-        assert line.endswith("; step-00000002 is taken instead")
+        assert line.endswith("; step-00000002 is used instead")
 
     def test_a_good_one_is_taken_though_the_newest_is_not(self, run: Path) -> None:
         (step_folder(run, 110) / DENSE_FILE).write_bytes(b"")

@@ -126,7 +126,7 @@ def test_a_large_header_is_not_read(tmp_path: Path, length: int) -> None:
         file.truncate(99_000_000)
     for read in (map_arrays, read_tensors):
         with pytest.raises(
-            CheckpointError, match=f"^{path}: cannot be read: its header has more than 8 MiB$"
+            CheckpointError, match=f"^{path}: cannot be read: the header has more than 8 MiB$"
         ):
             read(path)
 
