@@ -1,4 +1,4 @@
-"""Names of tensors elsewhere, and names of tables here: ``embedding_bags.*.weight=*``."""
+"""Names of tensors in other programs and names of tables here: ``embedding_bags.*.weight=*``."""
 
 from __future__ import annotations
 
@@ -8,93 +8,76 @@ from dataclasses import dataclass
 
 from hybrid.errors import ConfigError
 
-OPTION = "--map"
-_MOST_SHOWN = 10
+_OPTION = "--map"
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Pairs of patterns, of a name elsewhere and of a table; a ``*`` stands for the same text in both.
-
-    Attributes:
-        pairs: in the order in which they are given.
-    """
+    """Pairs of a pattern for tensors and a pattern for tables; a ``*`` is the same text on both sides."""
 
     pairs: tuple[tuple[str, str], ...]
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> NameMap:
-        """Of ``ELSEWHERE=TABLE`` each.
-
-        Raises:
-            ConfigError: one is no pair, or has a ``*`` on one side only.
-        """
+        """Read ``TENSOR=TABLE`` texts; ConfigError for anything else."""
         pairs = []
         for text in texts:
-            elsewhere, equals, table = text.partition("=")
-            if not (equals and elsewhere and table) or elsewhere.count("*") != table.count("*"):
+            tensor, equals, table = text.partition("=")
+            if not (equals and tensor and table) or tensor.count("*") != table.count("*"):
                 rule = "must be NAME=TABLE, with as many * on the left as on the right"
-                raise ConfigError(OPTION, rule, text)
-            pairs.append((elsewhere, table))
+                raise ConfigError(_OPTION, rule, text)
+            pairs.append((tensor, table))
         return cls(tuple(pairs))
 
-    def sources(self, names: Iterable[str], tables: Iterable[str], where: str) -> dict[str, str]:
-        """The name elsewhere of each table that is taken from there.
+    def match_tables(self, tensors: Iterable[str], tables: Iterable[str], file: str) -> dict[str, str]:
+        """Return the name of the tensor for each table that has one.
 
         Args:
-            names: those that there are elsewhere.
-            tables: those that there are here.
-            where: the file that has the names, for errors.
+            file: where the tensors are, for errors.
 
         Raises:
-            ConfigError: a pair names nothing, no table of these, or one that another names too.
+            ConfigError: a pair matches no tensor, an unknown table, or the table of another pair.
         """
-        found: dict[str, str] = {}
-        names, tables = list(names), set(tables)
-        for elsewhere, table_pattern in self.pairs:
-            for name, table in _renamed(elsewhere, table_pattern, names, where):
+        matches: dict[str, str] = {}
+        tensors, tables = list(tensors), set(tables)
+        for pair in self.pairs:
+            for tensor, table in _match(*pair, tensors, file):
                 if table not in tables:
-                    rule = f"makes {name!r} table {table!r}, and there are {_listed(tables)}"
-                    raise ConfigError(OPTION, rule, f"{elsewhere}={table_pattern}")
-                if found.setdefault(table, name) != name:
-                    rule = f"makes both {found[table]!r} and {name!r} table {table!r}"
-                    raise ConfigError(OPTION, rule, f"{elsewhere}={table_pattern}")
-        return found
+                    rule = f"maps {tensor!r} to table {table!r}, but the tables are {_list(tables)}"
+                    raise ConfigError(_OPTION, rule, "=".join(pair))
+                if matches.setdefault(table, tensor) != tensor:
+                    rule = f"maps both {matches[table]!r} and {tensor!r} to table {table!r}"
+                    raise ConfigError(_OPTION, rule, "=".join(pair))
+        return matches
 
-    def names(self, tables: Iterable[str]) -> dict[str, str]:
-        """What each table is called elsewhere; those that no pair names keep their names.
+    def rename_tables(self, tables: Iterable[str]) -> dict[str, str]:
+        """Return the name of the tensor for each table; tables that no pair matches keep their names.
 
         Raises:
-            ConfigError: a pair names no table, or two tables are to have one name.
+            ConfigError: a pair matches no table, or two tables would have the same name.
         """
         tables = list(tables)
-        found: dict[str, str] = {}
-        for elsewhere, table_pattern in self.pairs:
-            for table, name in _renamed(table_pattern, elsewhere, tables, "the model"):
-                found.setdefault(table, name)
-        found = {table: found.get(table, table) for table in tables}
-        taken: dict[str, str] = {}
-        for table, name in found.items():
-            if taken.setdefault(name, table) != table:
-                raise ConfigError(OPTION, f"calls both {taken[name]!r} and {table!r} {name!r}")
-        return found
+        names = {table: table for table in tables}
+        for tensor_pattern, table_pattern in reversed(self.pairs):  # the first pair that matches applies
+            names |= _match(table_pattern, tensor_pattern, tables, "the model")
+        for table, name in names.items():
+            if others := [other for other in tables if other != table and names[other] == name]:
+                raise ConfigError(_OPTION, f"gives both {table!r} and {others[0]!r} the name {name!r}")
+        return names
 
 
-def _renamed(pattern: str, other: str, names: Iterable[str], where: str) -> list[tuple[str, str]]:
-    """The names that a pattern fits, and what the other side of the pair makes of each."""
-    fits = re.compile("(.+)".join(map(re.escape, pattern.split("*"))), re.DOTALL)
-    found = []
-    for name in names:
-        if (match := fits.fullmatch(name)) is not None:
-            first, *parts = other.split("*")
-            filled = [text + part for text, part in zip(match.groups(), parts, strict=True)]
-            found.append((name, first + "".join(filled)))
-    if not found:
-        raise ConfigError(OPTION, f"fits none of the names in {where}: {_listed(names)}", pattern)
-    return found
+def _match(pattern: str, target: str, names: list[str], file: str) -> list[tuple[str, str]]:
+    """Return the names that match a pattern, each with ``target`` filled in."""
+    regex = re.compile("(.+)".join(map(re.escape, pattern.split("*"))), re.DOTALL)
+    matches = [(name, match.groups()) for name in names if (match := regex.fullmatch(name))]
+    if not matches:
+        raise ConfigError(_OPTION, f"matches none of the names in {file}: {_list(names)}", pattern)
+    fill = target.replace("%", "%%").replace("*", "%s")
+    return [(name, fill % groups) for name, groups in matches]
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - _MOST_SHOWN} more" if len(ordered) > _MOST_SHOWN else ""
-    return ", ".join(ordered[:_MOST_SHOWN]) + more or "none"
+    more = f" and {len(ordered) - _MAX_SHOWN} more" if len(ordered) > _MAX_SHOWN else ""
+    return ", ".join(ordered[:_MAX_SHOWN]) + more or "none"

@@ -1,7 +1,7 @@
-"""Tensors of other programs: state dicts that ``torch.save`` has written, and safetensors.
+"""Tensors of other programs: state dicts of ``torch.save``, and safetensors.
 
-Both are mapped into memory, and read where they are asked for. Of a state dict nothing but tensors and plain
-containers is unpickled (``weights_only``).
+Both are memory-mapped and read block by block. Only tensors and plain containers are unpickled
+(``weights_only``).
 """
 
 import pickle
@@ -21,22 +21,21 @@ from hybrid.storage.remote_path import StoragePath
 
 @contextmanager
 def stored_tensors(path: StoragePath) -> Iterator[dict[str, StoredTensor]]:
-    """The tensors of a file by name; one within dicts has their names before its own, with dots between.
+    """Open a file; yield its tensors by name. The keys of nested dicts are joined by dots.
 
     Raises:
-        DataError: it cannot be read, or holds other things than tensors.
-        StorageError: its store refuses.
+        DataError: the file cannot be read, or holds other objects than tensors.
+        StorageError: the store refuses.
     """
     try:
-        with local_copy(path) as here:
+        with local_copy(path) as local_path:
             if path.suffix == ".safetensors":
-                with safe_open(here, framework="pt") as file:
+                with safe_open(local_path, framework="pt") as file:
                     yield {name: StoredTensor.of_safetensors(file, name) for name in file.keys()}  # noqa: SIM118
             else:
-                # A path: of an open file torch maps nothing.
-                loaded = torch.load(str(here), map_location="cpu", mmap=True, weights_only=True)
-                found = dict(_flat("", loaded))
-                yield {name: _of_torch(tensor) for name, tensor in found.items()}
+                # torch maps files that are given by path only.
+                state = torch.load(str(local_path), map_location="cpu", mmap=True, weights_only=True)
+                yield {name: _of_torch(tensor) for name, tensor in _flatten("", state)}
     except StorageError:
         raise
     except pickle.UnpicklingError as error:
@@ -52,10 +51,10 @@ def _of_torch(tensor: Tensor) -> StoredTensor:
     return StoredTensor(tuple(tensor.shape), lambda start, stop: tensor[start:stop])
 
 
-def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in nested dicts; what else there is, such as the number of an epoch, is left out."""
+def _flatten(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts; skip other values, such as the number of an epoch."""
     if isinstance(value, Tensor):
         yield prefix, value.detach()
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+            yield from _flatten(f"{prefix}.{key}" if prefix else str(key), inner)

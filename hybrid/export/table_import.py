@@ -1,12 +1,12 @@
-"""Tables of another program in a checkpoint: a copy of one, in which they take the place of its own."""
+"""A copy of a checkpoint in which some tables have the rows of another program."""
 
 import dataclasses
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 from hybrid.checkpoint import checkpoint_folders
@@ -26,105 +26,94 @@ _WEIGHT = "weight"
 
 
 def check_fit(stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str]) -> None:
-    """See that each tensor can be the rows of its table.
+    """Raise DataError if the shape or data type of a tensor does not fit its table.
 
     Args:
         sources: the name of the tensor of each table.
-
-    Raises:
-        DataError: one has another shape, or is of integers; names both.
     """
     for table, name in sources.items():
         num_rows, dim, _ = stored.manifest.tables[table]
         tensor = tensors[name]
         if tensor.shape != (num_rows, dim):
-            found = " x ".join(map(str, tensor.shape)) or "one value"
-            raise DataError(f"{name!r} is {found}, and table {table!r} of {stored.folder} {num_rows} x {dim}")
-        if not (kind := tensor.rows(0, 1).dtype).is_floating_point:
-            raise DataError(f"{name!r} is of {kind}, and rows of table {table!r} are floating point")
+            shape = " x ".join(map(str, tensor.shape)) or "one value"
+            expected = f"table {table!r} of {stored.folder} is {num_rows} x {dim}"
+            raise DataError(f"{name!r} is {shape}, but {expected}")
+        if not (dtype := tensor.rows(0, 1).dtype).is_floating_point:
+            raise DataError(f"{name!r} has type {dtype}, but table {table!r} needs floating-point values")
 
 
 def write_imported(
     stored: Checkpoint, tensors: Mapping[str, StoredTensor], sources: Mapping[str, str], folder: StoragePath
 ) -> None:
-    """Write a checkpoint like ``stored``, with the rows of some tables from elsewhere.
+    """Write a copy of a checkpoint in which some tables have other rows.
 
-    The state of their optimizers begins anew; every optimizer's begins with zeros. What was measured of the
-    model before is left out, and due again where it was.
+    The optimizer state of these tables is reset to zeros, as at the start of a run. The metrics of the model
+    are dropped; a run that keeps its best checkpoint evaluates the model first.
 
     Args:
         sources: the name of the tensor of each table; see :func:`check_fit`.
-        folder: of the checkpoint; must not exist.
+        folder: the new checkpoint; must not exist.
 
     Raises:
-        CheckpointError: it exists, or cannot be written; nothing is left of it.
+        CheckpointError: the folder exists or cannot be written. Nothing is left behind.
     """
     partial = checkpoint_folders.begin(folder)
     manifest = stored.manifest
+    is_remote = isinstance(partial, RemotePath)
     try:
-        with _written_here(partial) as here:
-            kept = _copied(stored, here) | _with_vocabularies(stored.parts, here)
+        # Shards are memory-mapped for writing, so files of a store are written locally and copied.
+        scratch = tempfile.TemporaryDirectory(prefix="hybrid-") if is_remote else nullcontext(str(partial))
+        with scratch as local:
+            files = _copy_files(stored, Path(local))
             for table, name in sources.items():
                 count = manifest.tables[table][2]
                 for index in range(count):
-                    kept |= _replaced(here, shard_file(table, index, count), tensors[name], index, count)
-            if isinstance(partial, RemotePath):
+                    shard = shard_file(table, index, count)
+                    files[shard] = _replace_rows(Path(local, shard), tensors[name], index, count)
+            if is_remote:
                 with write_errors(partial):
-                    for name in kept:
-                        copy(here / name, partial / name)
+                    for file in files:
+                        copy(Path(local, file), partial / file)
         progress = {name: value for name, value in manifest.progress.items() if name != BEST}
         if manifest.best is not None:
-            progress[OWES_EVALUATION] = True  # else a run with patience would count from its beginning
-        whole = dataclasses.replace(manifest, files=kept, metrics={}, progress=progress, parts="")
-        checkpoint_folders.commit(partial, whole)
+            progress[OWES_EVALUATION] = True  # patience counts from this evaluation
+        new = dataclasses.replace(manifest, files=files, metrics={}, progress=progress, parts="")
+        checkpoint_folders.commit(partial, new)
     except BaseException:
         checkpoint_folders.discard(partial)
         raise
 
 
-@contextmanager
-def _written_here(partial: StoragePath) -> Iterator[Path]:
-    """Where the files of a checkpoint are written: where they are to be, or of a store for a while here."""
-    if isinstance(partial, RemotePath):
-        with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
-            yield Path(folder)
-    else:
-        yield partial
+def _copy_files(stored: Checkpoint, folder: Path) -> Files:
+    """Copy the files of a checkpoint and its shared vocabularies; return their sizes and checksums.
 
-
-def _copied(stored: Checkpoint, folder: Path) -> Files:
-    """Copy the files of a checkpoint, but rows before the last update, which are none of the new rows."""
-    kept = {name: entry for name, entry in stored.manifest.files.items() if not is_pre_update_file(name)}
+    Pre-update rows are left out, because they belong to the rows that are replaced.
+    """
+    files = {name: entry for name, entry in stored.manifest.files.items() if not is_pre_update_file(name)}
     with write_errors(folder):
-        for name in kept:
+        for name in files:
             make_folder((folder / name).parent)
-            with stored.local_file(name) as here:
-                shutil.copyfile(here, folder / name)
-    return kept
+            with stored.local_file(name) as source:
+                shutil.copyfile(source, folder / name)
+    shared = vocabularies_place(stored.parts) if exists(stored.parts / FILE_NAME) else None
+    if shared is not None:
+        path = folder / VOCABULARIES_FILE
+        with write_errors(path), local_copy(shared) as source:
+            shutil.copyfile(source, path)
+            files[VOCABULARIES_FILE] = (path.stat().st_size, compute_checksum(path))
+    return files
 
 
-def _with_vocabularies(parts: StoragePath, partial: Path) -> Files:
-    """Copy the vocabularies that a checkpoint shares with others of its run: the new one may be alone."""
-    if not exists(parts / FILE_NAME) or (source := vocabularies_place(parts)) is None:
-        return {}
-    path = partial / VOCABULARIES_FILE
-    with write_errors(path), local_copy(source) as here:
-        shutil.copyfile(here, path)
-        return {VOCABULARIES_FILE: (path.stat().st_size, compute_checksum(path))}
-
-
-def _replaced(partial: Path, name: str, tensor: StoredTensor, index: int, count: int) -> Files:
-    """Write every ``count``-th row of a tensor from ``index`` on into a shard, block by block."""
-    path = partial / name
+def _replace_rows(path: Path, tensor: StoredTensor, index: int, count: int) -> tuple[int, str]:
+    """Write every ``count``-th row of a tensor, from ``index``, into a shard; return size and checksum."""
     with write_errors(path):
         arrays = map_arrays(path, is_writable=True)
         for kind, array in arrays.items():
             if kind != _WEIGHT:
                 array[:] = 0
-        for start, own_RD in tensor.of_shard(index, count):
-            arrays[_WEIGHT][start : start + len(own_RD)] = own_RD.double().numpy()
+        for start, block_RD in tensor.of_shard(index, count):
+            arrays[_WEIGHT][start : start + len(block_RD)] = block_RD.double().numpy()
         del arrays
         with path.open("rb+") as file:
             os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {name: (path.stat().st_size, digest)}
+            return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

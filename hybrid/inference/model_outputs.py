@@ -1,10 +1,10 @@
-"""What the outputs of a dense net become for whoever uses the model: predictions by task, under their names.
+"""Predictions from the outputs of a dense net, by name.
 
-Those of a binary task are ``click.probability``, of a regression ``spent.value``, of classes
-``stars.probability``, one for each; where there is one task, its name is left out.
+The prediction of a binary task is ``click.probability``, of a regression ``spent.value``, of classes
+``stars.probability``, one for each class. A single task has no prefix.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from hybrid.metrics import predicted
 
 
 def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """That of the prediction of each task."""
+    """Return the name of the prediction of each task."""
     return [
         metric_name(tasks, name, "value" if task.kind == "regression" else "probability")
         for name, task in tasks.items()
@@ -24,37 +24,33 @@ def prediction_names(tasks: Mapping[str, TaskSection]) -> list[str]:
 
 
 def predictions(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> dict[str, Tensor]:
-    """What a served model gives, of the type of its outputs: (B,), or (B, C) of C classes."""
-    found = {}
-    for name, task, of_task in _by_task(tasks, outputs_BO):
-        match task.kind:
-            case "binary":
-                found[name] = of_task.sigmoid()
-            case "classes":
-                found[name] = of_task.softmax(dim=1)
-            case _:
-                found[name] = of_task
-    return found
+    """Return the predictions of a module, of shape (B,), or (B, C) for C classes."""
+    activations = {"binary": torch.sigmoid, "classes": lambda logits_BC: logits_BC.softmax(dim=1)}
+    return {
+        name: activations.get(task.kind, lambda values: values)(outputs)
+        for name, task, outputs in _by_task(tasks, outputs_BO)
+    }
 
 
 def column_names(tasks: Mapping[str, TaskSection]) -> list[str]:
-    """Those of the predictions in a file: of C classes ``stars.probability.0`` and on."""
+    """Return the names of :func:`prediction_columns`."""
     return list(prediction_columns(tasks, torch.zeros(0, sum(task.num_outputs for task in tasks.values()))))
 
 
 def prediction_columns(tasks: Mapping[str, TaskSection], outputs_NO: Tensor) -> dict[str, Tensor]:
-    """Predictions as columns of a file, in float64."""
-    found: dict[str, Tensor] = {}
-    for name, task, of_task in _by_task(tasks, outputs_NO):
-        columns_NC = predicted(task, of_task)
+    """Return predictions as float64 columns of a file; C classes are ``stars.probability.0`` and so on."""
+    columns: dict[str, Tensor] = {}
+    for name, task, outputs in _by_task(tasks, outputs_NO):
+        values_NC = predicted(task, outputs)
         if task.kind == "classes":
-            found |= {f"{name}.{number}": one_N for number, one_N in enumerate(columns_NC.unbind(1))}
+            columns |= {f"{name}.{number}": column_N for number, column_N in enumerate(values_NC.unbind(1))}
         else:
-            found[name] = columns_NC
-    return found
+            columns[name] = values_NC
+    return columns
 
 
-def _by_task(tasks: Mapping[str, TaskSection], outputs_BO: Tensor) -> list[tuple[str, TaskSection, Tensor]]:
-    num_outputs = [task.num_outputs for task in tasks.values()]
-    parts = split_outputs(outputs_BO, num_outputs)
-    return list(zip(prediction_names(tasks), tasks.values(), parts, strict=True))
+def _by_task(
+    tasks: Mapping[str, TaskSection], outputs_BO: Tensor
+) -> Iterator[tuple[str, TaskSection, Tensor]]:
+    segments = split_outputs(outputs_BO, [task.num_outputs for task in tasks.values()])
+    return zip(prediction_names(tasks), tasks.values(), segments, strict=True)

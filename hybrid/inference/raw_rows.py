@@ -31,7 +31,7 @@ from hybrid.data.prepare.split_writer import LabelSums, label_reports
 from hybrid.data.values.column_values import decoded, is_list, without_maps
 from hybrid.data.values.targets import Targets
 from hybrid.errors import ConfigError, DataError
-from hybrid.inference.trained_run import Trained
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import InputSpec
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
@@ -74,7 +74,7 @@ class Rows(Protocol):
         ...
 
 
-def table_batch(trained: Trained, columns: Any) -> Batch:
+def table_batch(trained: TrainedRun, columns: Any) -> Batch:
     """Encode a table in memory.
 
     Args:
@@ -108,7 +108,7 @@ def table_batch(trained: Trained, columns: Any) -> Batch:
 
 
 def file_rows(
-    trained: Trained,
+    trained: TrainedRun,
     paths: Sequence[str],
     *,
     with_labels: bool,
@@ -128,7 +128,10 @@ def file_rows(
 
 
 def stream_rows(
-    trained: Trained, stream: StoragePath, text: Iterator[bytes], passthrough: Sequence[tuple[str, str]] = ()
+    trained: TrainedRun,
+    stream: StoragePath,
+    text: Iterator[bytes],
+    passthrough: Sequence[tuple[str, str]] = (),
 ) -> tuple[Rows, Layout]:
     """Rows of a stream of CSV or TSV, and the columns that it must have.
 
@@ -147,7 +150,7 @@ def stream_rows(
 
 
 def held_out_rows(
-    trained: Trained, *, passthrough: Sequence[tuple[str, str]] = (), report: Callable[[str], None]
+    trained: TrainedRun, *, passthrough: Sequence[tuple[str, str]] = (), report: Callable[[str], None]
 ) -> Rows:
     """The test rows of the run of a model, which are prepared again if they are no longer cached.
 
@@ -175,7 +178,7 @@ def held_out_rows(
 
 
 def _source(
-    trained: Trained,
+    trained: TrainedRun,
     files: Sequence[StoragePath],
     with_labels: bool,
     passthrough: Sequence[tuple[str, str]],
@@ -219,7 +222,7 @@ class _SourceRows:
         selection: int64, the only source rows to use; None for all.
     """
 
-    trained: Trained
+    trained: TrainedRun
     source: Source
     selection: npt.NDArray[np.int64] | None = None
     report: DatasetReport = field(init=False)

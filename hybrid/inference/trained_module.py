@@ -1,4 +1,4 @@
-"""A trained model as a plain module in this process, tables and all."""
+"""A trained model as a plain module in this process, with its tables."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from hybrid.embedding.table_spec import Pooling, tables_of
 from hybrid.errors import CheckpointError, ConfigError
 from hybrid.inference.mapped_table import MappedTable
 from hybrid.inference.model_outputs import predictions
-from hybrid.inference.pooling import pooled, sequences
+from hybrid.inference.pooling import pad_sequences, pool_bags
 from hybrid.inference.raw_rows import table_batch
-from hybrid.inference.trained_run import Trained
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.storage.remote_path import StoragePath, parse_path
 
-# End the names of tensors beside the ids of a column.
-OFFSETS, WEIGHTS = ".offsets", ".weights"
-SAMPLES, STARTS = "samples", "samples + 1"  # sizes that differ from batch to batch
+OFFSETS, WEIGHTS = ".offsets", ".weights"  # suffixes of the names of tensors
+SAMPLES, STARTS = "samples", "samples + 1"  # dynamic sizes
 
 
 @overload
@@ -45,34 +44,33 @@ def load(folder: str | StoragePath, module: nn.Module, *, trust_code: bool = Fal
 def load(
     folder: str | StoragePath, module: nn.Module | None = None, *, trust_code: bool = False
 ) -> nn.Module:
-    """A trained model as a plain module in this process, its tables among its parameters.
+    """Load a trained model as a plain module for inference; its tables are among its parameters.
 
     Args:
-        folder: a run, of whose checkpoints the best is taken; or a checkpoint.
-        module: for what a loop of your own has saved: the module, built as there. It takes the parameters of
-            the checkpoint; what is returned is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``.
-        trust_code: whether code that a run names (``dense.net``) may be run though you have not signed it.
+        folder: a run, of which the best checkpoint is used, or a checkpoint.
+        module: for a checkpoint of a custom training loop: the module, built as in the loop. It receives the
+            parameters; the result is a copy with ``nn.Embedding`` and ``nn.EmbeddingBag``.
+        trust_code: whether user code of the run (``dense.net``) may be executed if you have not signed it.
 
     Returns:
-        A :class:`TrainedModule`, or the copy of ``module``; to predict (``eval()``).
+        A :class:`TrainedModule`, or the copy of ``module``, in evaluation mode.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of another module.
-        ConfigError: it names code that may not be run.
+        CheckpointError: there is no checkpoint, or it is damaged, or of another module.
+        ConfigError: the run names code that may not be executed.
     """
     if module is not None:
-        return _own(Checkpoint.best_valid(parse_path(folder), warnings.warn), module)
-    return TrainedModule(Trained.read(parse_path(folder), warnings.warn, trust_code))
+        return _load_module(Checkpoint.best_valid(parse_path(folder), warnings.warn), module)
+    return TrainedModule(TrainedRun.read(parse_path(folder), warnings.warn, trust_code))
 
 
-def _own(stored: Checkpoint, module: nn.Module) -> nn.Module:
+def _load_module(stored: Checkpoint, module: nn.Module) -> nn.Module:
     names = {id(each): name for name, each in module.named_modules() if isinstance(each, TableModule)}
     if set(names.values()) != stored.manifest.tables.keys():
-        known = ", ".join(sorted(names.values())) or "no table"
-        there = ", ".join(sorted(stored.manifest.tables))
-        raise CheckpointError(
-            f"{stored.folder}: is of another module: it has {there}, {type(module).__name__} has {known}"
-        )
+        expected = ", ".join(sorted(names.values())) or "no tables"
+        tables = ", ".join(sorted(stored.manifest.tables))
+        rule = f"is of another module: it has {tables}, {type(module).__name__} has {expected}"
+        raise CheckpointError(f"{stored.folder}: {rule}")
 
     def rows_of(table: TableModule) -> Tensor:
         return stored.read_rows(names[id(table)], (table.num_embeddings, table.embedding_dim))
@@ -85,10 +83,8 @@ class Input(NamedTuple):
     """A plain tensor of a batch.
 
     Attributes:
-        name: in the batch.
-        dtype: of its values.
-        shape: its sizes; a name for the first, which differs from batch to batch: :data:`SAMPLES`,
-            :data:`STARTS`, or the ids of a column.
+        shape: the first size is a name, because it differs between batches: :data:`SAMPLES`, :data:`STARTS`,
+            or the ids of a column.
     """
 
     name: str
@@ -98,8 +94,12 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Feature:
-    """A categorical column: its name, the place of its table, and how its rows become a vector, or of how
-    many at most they are a sequence."""
+    """A categorical column.
+
+    Attributes:
+        table: index of its table.
+        sequence: maximum length if its rows are a sequence, else 0.
+    """
 
     name: str
     table: int
@@ -110,7 +110,7 @@ class _Feature:
 
     @property
     def inputs(self) -> list[Input]:
-        """What there is of it in a batch."""
+        """The tensors of the column in a batch."""
         if not self.is_multi_hot:
             return [Input(self.name, torch.int64, (SAMPLES,))]
         ids = (f"ids of {self.name}",)
@@ -120,35 +120,35 @@ class _Feature:
 
 
 class TrainedModule(nn.Module):
-    """A configured run's model, tables and all.
+    """The model of a configured run, with its tables.
 
-    It takes a batch as a dict: ``dense``, (samples, numeric columns), and for each categorical column, under
-    its name, ids: (samples,), or a :class:`hybrid.Jagged` where a sample may have any number. In place of
-    that, the ids of all samples under its name and int64 (samples + 1), where those of each start, under
-    ``NAME.offsets``. The weights of ids are ``NAME.weights``, in the same form as these. These are numbers,
-    scaled as in training, and rows of tables: :meth:`encode` makes them of raw values.
+    It takes a batch as a dict: ``dense`` of shape (samples, numeric columns), and for each categorical column
+    its ids, under its name, of shape (samples,). For a column with any number of ids per sample, the value is
+    a :class:`hybrid.Jagged`, or the ids of all samples, with int64 ``NAME.offsets`` of shape (samples + 1).
+    Weights of ids are ``NAME.weights``. :meth:`encode` makes a batch of raw values.
 
-    It gives what ``hybrid predict`` writes, as a dict: ``probability``, (samples,), or (samples, classes);
-    of a regression ``value``. Where there are several tasks, the names begin with theirs:
+    It returns a dict like the columns of ``hybrid predict``: ``probability`` of shape (samples,) or (samples,
+    classes), or ``value`` for a regression. With several tasks, names start with the task:
     ``click.probability``.
 
     Args:
-        trained: what it is read out of. Its tables need memory for all of their rows.
+        trained: the checkpoint.
+        in_memory: whether tables are parameters in memory. Otherwise their rows stay in the files.
 
     Raises:
-        ConfigError: two of its inputs would have the same name.
+        ConfigError: two inputs would have the same name.
 
     Attributes:
-        trained: the same; ``trained.origin`` says which checkpoint it is.
-        inputs: the plain tensors that make a batch, in their order.
-        tables: one module a table, which gives vectors for ids.
-        table_names: of these.
-        num_dense: how many numeric columns there are.
-        dtype: of its nets, and of what it gives.
-        autocast: lower precision in which the nets compute where that is safe, or None.
+        trained: the same; ``trained.origin`` names the checkpoint.
+        inputs: the plain tensors of a batch, in order.
+        tables: one module per table, which returns vectors for ids.
+        table_names: the names of ``tables``.
+        num_dense: number of numeric columns.
+        dtype: data type of the nets and the outputs.
+        autocast: lower precision for operations of the nets where it is safe, or None.
     """
 
-    def __init__(self, trained: Trained, *, in_memory: bool = True) -> None:
+    def __init__(self, trained: TrainedRun, *, in_memory: bool = True) -> None:
         super().__init__()
         self.trained = trained
         blueprint = trained.blueprint
@@ -190,24 +190,24 @@ class TrainedModule(nn.Module):
         self.eval()
 
     def _inputs(self) -> tuple[Input, ...]:
-        found = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
-        found += [each for feature in self._features for each in feature.inputs]
-        names = [each.name for each in found]
-        if taken := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", taken)
-        return tuple(found)
+        inputs = [Input(DENSE, torch.float32, (SAMPLES, self.num_dense))] if self.num_dense else []
+        inputs += [each for feature in self._features for each in feature.inputs]
+        names = [each.name for each in inputs]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError("data.sparse", "makes several inputs of one name; rename a column", repeated)
+        return tuple(inputs)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Of ``inputs``."""
+        """The names of ``inputs``."""
         return tuple(each.name for each in self.inputs)
 
     def forward(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Predictions by name."""
+        """Return predictions by name."""
         return predictions(self._tasks, self.outputs(batch))
 
     def outputs(self, batch: Mapping[str, Any]) -> Tensor:
-        """``outputs_BO`` of the dense net; ``outputs_B`` where there is one of a sample."""
+        """Return ``outputs_BO`` of the dense net, or ``outputs_B`` if each sample has one output."""
         pooled_BE = torch.cat([self._vectors(feature, batch) for feature in self._features], dim=1)
         dense_BF = batch[DENSE] if self.num_dense else pooled_BE.new_empty(pooled_BE.shape[0], 0)
         dense_BF = dense_BF.to(self.dtype)
@@ -220,22 +220,22 @@ class TrainedModule(nn.Module):
         return outputs_BO.to(self.dtype)
 
     def rows(self, table: str) -> Tensor:
-        """All rows of a table, (rows, D)."""
+        """Return all rows of a table, of shape (rows, D)."""
         module = self.tables[self.table_names.index(table)]
         assert isinstance(module, nn.Embedding)
         return module.weight
 
     def encode(self, columns: Any) -> dict[str, Tensor]:
-        """A batch of raw values, as they stand in files.
+        """Make a batch of raw values, as they are in files.
 
         Args:
-            columns: lists or arrays by column, a pyarrow table, or a data frame of pandas. Where a sample
-                may have any number of values, they are a list; ids with weights are text, as in files, or
-                lists of it, or a map or pairs of pyarrow.
+            columns: lists or arrays by column, a pyarrow table, or a pandas data frame. A column with any
+                number of values per sample holds lists. Ids with weights are texts as in files, lists of
+                such, or a map or pairs of pyarrow.
 
         Raises:
             ConfigError: a column of the model is missing.
-            DataError: a value cannot be used; names it and its row.
+            DataError: a value is invalid; the message names it and its row.
         """
         features = features_of(table_batch(self.trained, columns), self.trained.encoder.input_spec)
         batch = {DENSE: features[DENSE]} if self.num_dense else {}
@@ -258,10 +258,10 @@ class TrainedModule(nn.Module):
         return Predictions.of(batch, outputs_BO, self.trained.blueprint.sequences).tied()
 
     def _vectors(self, feature: _Feature, batch: Mapping[str, Any]) -> Tensor:
-        given, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)
-        if isinstance(given, Jagged):
-            given, offsets = given
-        rows_LD: Tensor = self.tables[feature.table](given).to(self.dtype)
+        ids_L, offsets = batch[feature.name], batch.get(feature.name + OFFSETS)
+        if isinstance(ids_L, Jagged):
+            ids_L, offsets = ids_L
+        rows_LD: Tensor = self.tables[feature.table](ids_L).to(self.dtype)
         if feature.is_weighted:
             weights = batch[feature.name + WEIGHTS]
             weights_L = weights.values if isinstance(weights, Jagged) else weights
@@ -269,8 +269,8 @@ class TrainedModule(nn.Module):
         if offsets is None:
             return rows_LD
         if feature.sequence:
-            return sequences(rows_LD, offsets, feature.sequence)
-        return pooled(rows_LD, offsets, feature.pooling)
+            return pad_sequences(rows_LD, offsets, feature.sequence)
+        return pool_bags(rows_LD, offsets, feature.pooling)
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
         return nullcontext() if self.autocast is None else torch.autocast(device.type, dtype=self.autocast)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a configured run holds, for whoever uses the model without a cluster."""
+"""The model of a configured run, read from a checkpoint without a cluster."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hybrid.user_code.run_signature import load_run_config
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainedRun:
     """A model in a checkpoint; the rows of its tables stay in their files.
 
     Attributes:
         stored: the checkpoint.
-        config: of its run.
-        encoder: makes numbers of raw values, as it did in training.
+        config: the configuration of the run.
+        encoder: encodes raw values as in training.
     """
 
     stored: Checkpoint
@@ -46,47 +46,47 @@ class Trained:
     def read(
         cls,
         folder: StoragePath,
-        say: Callable[[str], object],
+        warn: Callable[[str], object],
         trust_code: bool = False,
         *,
         uses_paths: bool = False,
-    ) -> Trained:
-        """The model of a run's best checkpoint, or of one that is named.
+    ) -> TrainedRun:
+        """Read the best checkpoint of a run, or a given checkpoint.
 
         Args:
-            folder: of the run, or of one of its checkpoints.
-            say: told, in one line, of checkpoints that are damaged.
-            trust_code: whether code that it names may be run though the user has not signed it.
-            uses_paths: whether its data will be read, too; see :func:`load_run_config`.
+            folder: a run or a checkpoint.
+            warn: receives a line for each damaged checkpoint.
+            trust_code: whether user code of a run that the user has not signed may be executed.
+            uses_paths: whether the data of the run will be read; see :func:`load_run_config`.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is broken, or of a loop of the user's own.
-            ConfigError: it names code that may not be run, or paths that may not be used.
+            CheckpointError: there is no checkpoint, or it is damaged, or of a custom training loop.
+            ConfigError: the run names code that may not be executed, or paths that may not be used.
         """
-        stored = Checkpoint.best_valid(folder, say)
+        stored = Checkpoint.best_valid(folder, warn)
         if not storage.exists(stored.parts / FILE_NAME):
-            rule = "its module is known to your code alone: hybrid.load(FOLDER, MODULE) takes both"
-            raise CheckpointError(f"{stored.folder}: was saved by a loop of your own; {rule}")
+            rule = "pass its module as well: hybrid.load(FOLDER, MODULE)"
+            raise CheckpointError(f"{stored.folder}: was saved by a custom training loop; {rule}")
         config = load_run_config(stored.parts / CONFIG_FILE, trust_code=trust_code, uses_paths=uses_paths)
         encoder = FeatureEncoder.load(stored.parts)
-        return cls(stored, _with_weights(config, encoder), encoder)
+        return cls(stored, _with_weighted_columns(config, encoder), encoder)
 
     @property
     def origin(self) -> str:
-        """The checkpoint, and what it is among those of its run, in words."""
+        """The folder of the checkpoint, and its standing among the checkpoints of the run."""
         stored = self.stored
         return f"{stored.folder}, {stored.standing}" if stored.standing else str(stored.folder)
 
     @cached_property
     def blueprint(self) -> Blueprint:
-        """What nets are built by, and the tables, each of them whole."""
+        """The parameters of the nets, and the tables, unsharded."""
         spec = self.encoder.input_spec
         tables = table_specs(self.config, spec, extra_columns(self.config.dense.net_call.name))
-        whole = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
-        return Blueprint(self.config, spec, whole)
+        unsharded = tuple(dataclasses.replace(each, placement="table", workers=()) for each in tables)
+        return Blueprint(self.config, spec, unsharded)
 
     def nets(self) -> tuple[DenseNet, nn.Sequential | None]:
-        """The dense net, and the remote one where there is one, as they were trained, to predict."""
+        """Build the dense net, and the remote net if there is one, with trained parameters."""
         files = {DENSE_FILE: self._net_state(DENSE_FILE)}
         if self.config.dense.remote_mlp:
             files[REMOTE_FILE] = self._net_state(REMOTE_FILE)
@@ -123,8 +123,8 @@ class Trained:
             raise CheckpointError(f"{self.stored.folder}: {rule}")
 
 
-def _with_weights(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:
-    """``config``, with a column of weighted ids for each feature that had such in the user's own batches."""
+def _with_weighted_columns(config: RunConfig, encoder: FeatureEncoder) -> RunConfig:
+    """Add a section [columns.NAME] for each feature that had weighted ids in batches of a custom loop."""
     weighted = {
         each.name: dataclasses.replace(config.columns.get(each.name, ColumnSection()), kind="weighted")
         for each in encoder.sparse

@@ -214,12 +214,12 @@ def test_a_run_goes_on_with_tables_of_another_program(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--map", "nothing.*=*"], "--map = 'nothing.*': fits none of the names in {file}: x.weight"),
+        (["--map", "nothing.*=*"], "--map = 'nothing.*': matches none of the names in {file}: x.weight"),
         (
             ["--map", "x.weight=C9"],
-            "--map = 'x.weight=C9': makes 'x.weight' table 'C9', and there are item, tags, user",
+            "--map = 'x.weight=C9': maps 'x.weight' to table 'C9', but the tables are item, tags, user",
         ),
-        (["--map", "x.weight=user"], "'x.weight' is 3 x 2, and table 'user' of {run} "),
+        (["--map", "x.weight=user"], "'x.weight' is 3 x 2, but table 'user' of {run} "),
     ],
 )
 def test_a_map_that_does_not_fit_is_one_line(

@@ -22,7 +22,7 @@ from hybrid.custom_loop.prepared_batches import features_of
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.inference.trained_module import TrainedModule, load
-from hybrid.inference.trained_run import Trained
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.protocol.ticket import Ticket
 from hybrid.topology import MASTER, Role, Topology
@@ -147,7 +147,7 @@ def test_weights_of_ids_are_in_what_is_saved(tmp_path: Path) -> None:
     assert list(model.input_names) == names
     batch = weighted_batches(7)[0]
     given = features_of(batch, model.trained.encoder.input_spec)
-    trained = Trained.read(tmp_path / "saved", print)
+    trained = TrainedRun.read(tmp_path / "saved", print)
     ours = TrainedModule(trained, in_memory=False).predict(batch).outputs.double()
     found = model(given)["probability"].double()
     assert_close(found, ours.sigmoid(), rtol=0, atol=1e-6)

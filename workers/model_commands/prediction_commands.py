@@ -12,7 +12,7 @@ from hybrid.errors import ConfigError, HybridError
 from hybrid.inference.model_outputs import column_names, prediction_columns
 from hybrid.inference.raw_rows import Rows, file_rows, held_out_rows, stream_rows
 from hybrid.inference.trained_module import TrainedModule
-from hybrid.inference.trained_run import Trained
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.metrics import Predictions
 from hybrid.storage import files as storage
 from hybrid.storage.remote_path import StoragePath
@@ -95,7 +95,7 @@ def predict(
 
 
 def _input_rows(
-    trained: Trained,
+    trained: TrainedRun,
     inputs: Sequence[str],
     output: StoragePath,
     passthrough: Sequence[tuple[str, str]],
@@ -141,7 +141,7 @@ def _read_model(folder: StoragePath, trust_code: bool, *, uses_paths: bool) -> T
     """Read the best checkpoint of a run, or a given one; the tables stay in their files."""
     with passing_status() as tell:
         tell("reading the model")
-        trained = Trained.read(folder, warn, trust_code, uses_paths=uses_paths)
+        trained = TrainedRun.read(folder, warn, trust_code, uses_paths=uses_paths)
         return TrainedModule(trained, in_memory=False)
 
 

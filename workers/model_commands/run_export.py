@@ -14,7 +14,7 @@ from hybrid.export import program_export
 from hybrid.export.name_map import NameMap
 from hybrid.inference.raw_rows import held_out_rows
 from hybrid.inference.trained_module import TrainedModule
-from hybrid.inference.trained_run import Trained
+from hybrid.inference.trained_run import TrainedRun
 from hybrid.storage import files as storage
 from hybrid.storage.private_files import make_folder
 from hybrid.storage.remote_path import RemotePath, StoragePath
@@ -41,7 +41,7 @@ def export_run(
         names: the names of the tables in the file of tables.
 
     Raises:
-        HybridError: the output exists or cannot be written; packages are missing; see :meth:`Trained.read`.
+        HybridError: the output exists or cannot be written, or packages are missing.
     """
     check_new(output)
     if "onnx" in formats:
@@ -49,9 +49,9 @@ def export_run(
     with passing_status() as tell:
         tell("reading the model")
         # Measuring the loss of precision reads the data of the run.
-        trained = Trained.read(folder, warn, trust_code, uses_paths=dtype is not None)
+        trained = TrainedRun.read(folder, warn, trust_code, uses_paths=dtype is not None)
         model = TrainedModule(trained)
-    new_names = names.names(model.table_names)
+    new_names = names.rename_tables(model.table_names)
     lines = [f"{'checkpoint':<20}{model.trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)

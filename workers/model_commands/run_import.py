@@ -1,4 +1,4 @@
-"""``hybrid import``: tables of another program in a copy of a run, or of a checkpoint."""
+"""``hybrid import``: tables of another program in a copy of a run or checkpoint."""
 
 from contextlib import suppress
 
@@ -16,49 +16,41 @@ from workers.model_commands.prediction_commands import check_new, warn
 
 
 def import_tables(source: StoragePath, base: StoragePath, output: StoragePath, names: NameMap) -> None:
-    """Write a run, or a checkpoint, like another one, with the rows of some tables from a file.
+    """Write a copy of a run or checkpoint in which some tables have the rows of a file.
 
     Args:
-        source: a state dict of ``torch.save``, or safetensors; of a store, it is fetched.
-        base: a run, of whose checkpoints the newest is taken; or one of these.
+        source: a state dict of ``torch.save``, or safetensors.
+        base: a run, of which the newest checkpoint is copied, or a checkpoint.
         output: of the same kind as ``base``; must not exist.
         names: which tensor is which table.
 
     Raises:
-        ConfigError: a name fits nothing.
+        ConfigError: a name matches nothing.
         DataError: the file cannot be read, or a tensor does not fit its table.
-        CheckpointError: ``base`` holds no checkpoint, or the output cannot be written.
+        CheckpointError: ``base`` has no checkpoint, or the output cannot be written.
     """
     check_new(output)
     stored = Checkpoint.newest_valid(base, warn)
     is_run = not storage.exists(base / MANIFEST_FILE)
     with stored_tensors(source) as tensors:
-        sources = names.sources(tensors, stored.manifest.tables, str(source))
+        sources = names.match_tables(tensors, stored.manifest.tables, str(source))
         check_fit(stored, tensors, sources)
         folder = step_folder(output, stored.manifest.step) if is_run else output
         try:
             write_imported(stored, tensors, sources, folder)
             if is_run:
-                _write_config(stored, base, output)
+                config = base / CONFIG_FILE
+                if not storage.exists(config):
+                    config = stored.parts / CONFIG_FILE
+                with write_errors(output):
+                    storage.write_bytes(output / CONFIG_FILE, storage.read_bytes(config))
         except BaseException:
             with suppress(OSError):
-                _remove_empty(output)
+                # A store may keep a folder whose last file was removed.
+                if not storage.list_entries(output, is_deep=True):
+                    storage.remove(output)
             raise
     for table, name in sources.items():
         rows, dim, _ = stored.manifest.tables[table]
         print_line(f"{'table':<20}{table}: {rows:,} x {dim}, {name} of {source}")
-    print_line(f"{'wrote':<20}{folder}, all else as in {stored.folder}")
-
-
-def _remove_empty(folder: StoragePath) -> None:
-    """Remove a folder without files; a store makes one where its last file is removed."""
-    if not storage.list_entries(folder, is_deep=True):
-        storage.remove(folder)
-
-
-def _write_config(stored: Checkpoint, base: StoragePath, output: StoragePath) -> None:
-    """Write the configuration of a copy of a run, without which nobody goes on with it."""
-    config = base / CONFIG_FILE
-    with write_errors(output):
-        text = storage.read_bytes(config if storage.exists(config) else stored.parts / CONFIG_FILE)
-        storage.write_bytes(output / CONFIG_FILE, text)
+    print_line(f"{'wrote':<20}{folder}, with everything else from {stored.folder}")

@@ -66,8 +66,8 @@ def test_the_state_of_a_table_that_was_trained_is_dropped(stored: Checkpoint, tm
 @pytest.mark.parametrize(
     ("tensor", "said"),
     [
-        (torch.zeros(3, 4), r"'u' is 3 x 4, and table 'user' of .*step-00000001 \d+ x 4"),
-        (torch.zeros(()), "'u' is one value, and table 'user'"),
+        (torch.zeros(3, 4), r"'u' is 3 x 4, .*table 'user' of .*step-00000001 is \d+ x 4"),
+        (torch.zeros(()), "'u' is one value, .*table 'user'"),
     ],
 )
 def test_a_tensor_of_another_shape(stored: Checkpoint, tensor: Tensor, said: str) -> None:
@@ -76,9 +76,7 @@ def test_a_tensor_of_another_shape(stored: Checkpoint, tensor: Tensor, said: str
 
 
 def test_a_tensor_of_integers(stored: Checkpoint) -> None:
-    with pytest.raises(
-        DataError, match=r"'u' is of torch\.int8, and rows of table 'user' are floating point"
-    ):
+    with pytest.raises(DataError, match=r"'u' .*int8.* table 'user'"):
         check_fit(stored, {"u": of(rows_like(stored, "user", torch.int8))}, {"user": "u"})
 
 

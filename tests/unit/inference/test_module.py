@@ -295,13 +295,11 @@ class TestAnOwnLoop:
     def test_what_does_not_fit_is_said(self, tmp_path: Path) -> None:
         folder = tmp_path / "step-1"
         self.saved(folder)
-        with pytest.raises(CheckpointError, match="is of another module: it has tags, user, Other has item"):
+        with pytest.raises(CheckpointError, match=r"tags, user.*item"):
             load(folder, Other())
         with pytest.raises(CheckpointError, match="table user has another shape"):
             load(folder, Net(rows=10))
-        with pytest.raises(
-            CheckpointError, match=r"saved by a loop of your own; .* hybrid\.load\(FOLDER, MODULE\)"
-        ):
+        with pytest.raises(CheckpointError, match=r"hybrid\.load\(FOLDER, MODULE\)"):
             load(folder)
 
 

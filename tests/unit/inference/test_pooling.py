@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 from torch.nn import functional as F
 
 from hybrid.embedding.table_spec import Pooling
-from hybrid.inference.pooling import pooled, sequences
+from hybrid.inference.pooling import pad_sequences, pool_bags
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
@@ -19,7 +19,7 @@ def test_it_is_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
     if len(rows_LD):
         positions = torch.arange(len(rows_LD))
         expected = F.embedding_bag(positions, rows_LD, offsets, mode=pooling.value, include_last_offset=True)
-    assert torch.equal(pooled(rows_LD, offsets, pooling), expected)
+    assert torch.equal(pool_bags(rows_LD, offsets, pooling), expected)
 
 
 @settings(deadline=None)
@@ -27,7 +27,7 @@ def test_it_is_embedding_bag(pooling: Pooling, lengths: list[int]) -> None:
 def test_sequences_are_padded_with_zeros_and_say_how_long_they_are(lengths: list[int], most: int) -> None:
     rows_LD = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths)))
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    found = sequences(rows_LD, offsets, most)
+    found = pad_sequences(rows_LD, offsets, most)
     assert found.shape == (len(lengths), 3 * most + 1)
     for row, bag in zip(found, rows_LD.split(lengths), strict=True):
         kept = bag[:most].flatten()
