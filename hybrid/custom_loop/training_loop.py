@@ -41,7 +41,7 @@ from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.gradient_reduction import SharedMemoryReduce
 from hybrid.engine.hybrid_model import LocalModel
-from hybrid.engine.losses import weighted_part
+from hybrid.engine.losses import weighted_summand
 from hybrid.engine.step_feed import Feed
 from hybrid.engine.train_step import seed_step
 from hybrid.engine.update_guard import Guard
@@ -265,7 +265,7 @@ class TrainingLoop:
         parts = []
         for values_B, weights_B in columns:
             if weights_B is not None:
-                parts.append(weighted_part(values_B, weights_B, next(totals)))
+                parts.append(weighted_summand(values_B, weights_B, next(totals)))
             elif batch.size:
                 # A mean, not a sum over a size: with one trainer it has the bits of torch's mean.
                 parts.append(values_B.mean() * (batch.size / batch.global_size))

@@ -1,8 +1,7 @@
-"""A second look at the last step of a trainer, in search of what went wrong in it.
+"""Diagnosis of a failed step: repeat the local passes to find the layer of an error or a non-finite value.
 
-The local net computes once more what it has computed, out of what it was given: batch, pooled embeddings,
-and the remote net's output. Nothing is sent for that, and nothing kept but those tensors, until the next
-step.
+The local net repeats its passes from its inputs: batch, pooled embeddings and output of the remote net. These
+tensors are kept until the next step. Nothing is sent.
 """
 
 from collections.abc import Callable
@@ -17,42 +16,42 @@ from hybrid.models.dense_net import DenseNet
 _REMOTE_NET = "the remote net"
 
 
-class Given(NamedTuple):
-    """What a net was given: ``dense_BF``, ``pooled_BE`` and, of a remote net, ``hidden_BH`` for the head."""
+class NetInputs(NamedTuple):
+    """The inputs of a net: ``dense_BF``, ``pooled_BE`` and, of a remote net, its output."""
 
     dense_BF: Tensor
     pooled_BE: Tensor
     remote_BH: Tensor | None
 
 
-def raise_of_backward(net: DenseNet, given: Given, precision: AbstractContextManager[object]) -> None:
-    """Raise what the backward pass of the net raises: distributed autograd tells its text, and no place."""
-    pooled_BE = given.pooled_BE.detach().requires_grad_()
+def raise_of_backward(net: DenseNet, inputs: NetInputs, precision: AbstractContextManager[object]) -> None:
+    """Repeat the backward pass: distributed autograd reports the text of an error, but no location."""
+    pooled_BE = inputs.pooled_BE.detach().requires_grad_()
     with torch.enable_grad(), precision:
-        output = _outputs(net, given._replace(pooled_BE=pooled_BE))
+        output = _outputs(net, inputs._replace(pooled_BE=pooled_BE))
     sources = [pooled_BE, *(parameter for parameter in net.parameters() if parameter.requires_grad)]
     torch.autograd.grad(output.sum(), sources, allow_unused=True)
 
 
 def first_not_finite(
-    net: DenseNet, given: Given, precision: AbstractContextManager[object], *, is_whole: bool = True
+    net: DenseNet, inputs: NetInputs, precision: AbstractContextManager[object], *, is_whole: bool = True
 ) -> str:
-    """What is the first in the net that is not finite: an input, a parameter, or the output of a layer.
+    """Find the first non-finite input, parameter or layer output.
 
     Args:
-        is_whole: whether this trainer has all of the net; without the others it can compute no part of it.
+        is_whole: whether this trainer holds the whole net; a shard alone cannot compute.
 
     Returns:
-        A part of a sentence; empty where all is finite.
+        A clause; empty if everything is finite.
     """
     for what, tensor in (
-        ("numeric columns of the batch", given.dense_BF),
-        ("vectors of the tables", given.pooled_BE),
+        ("numeric columns of the batch", inputs.dense_BF),
+        ("vectors of the tables", inputs.pooled_BE),
     ):
         if not tensor.isfinite().all():
             return f"the {what} are not finite"
     bad_parameters = [name for name, p in net.named_parameters() if not p.isfinite().all()]
-    outputs = _outputs_not_finite(net, given, precision) if is_whole else []
+    outputs = _outputs_not_finite(net, inputs, precision) if is_whole else []
     if outputs:
         first = f"the first that is not finite is the output of {outputs[0]}"
         if outputs[0] == _REMOTE_NET:
@@ -63,8 +62,10 @@ def first_not_finite(
     return f"the parameter {bad_parameters[0]} is not finite" if bad_parameters else ""
 
 
-def _outputs_not_finite(net: DenseNet, given: Given, precision: AbstractContextManager[object]) -> list[str]:
-    """The layers whose outputs are not finite, in the order in which they end."""
+def _outputs_not_finite(
+    net: DenseNet, inputs: NetInputs, precision: AbstractContextManager[object]
+) -> list[str]:
+    """Return the layers with non-finite outputs, in the order in which they end."""
     found: list[str] = []
 
     def look(name: str, output: object) -> None:
@@ -78,17 +79,17 @@ def _outputs_not_finite(net: DenseNet, given: Given, precision: AbstractContextM
     ]
     try:
         with torch.no_grad(), precision:
-            _outputs(net, given, look)
+            _outputs(net, inputs, look)
     finally:
         for hook in hooks:
             hook.remove()
     return found
 
 
-def _outputs(net: DenseNet, given: Given, look: Callable[[str, Tensor], None] | None = None) -> Tensor:
-    hidden_BH = net.interaction(net.bottom(given.dense_BF), given.pooled_BE)
-    if given.remote_BH is not None:
-        hidden_BH = given.remote_BH
+def _outputs(net: DenseNet, inputs: NetInputs, look: Callable[[str, Tensor], None] | None = None) -> Tensor:
+    hidden_BH = net.interaction(net.bottom(inputs.dense_BF), inputs.pooled_BE)
+    if inputs.remote_BH is not None:
+        hidden_BH = inputs.remote_BH
         if look is not None:
             look(_REMOTE_NET, hidden_BH)
     output: Tensor = net.head(hidden_BH)

@@ -1,4 +1,4 @@
-"""The model that spans processes: remote embeddings, a local dense net, and perhaps a remote one."""
+"""The model across processes: remote embeddings, a local dense net, and optionally a remote dense net."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hybrid.batch import Batch
 from hybrid.dense import step_replay
 from hybrid.dense.layer_names import name_layer
-from hybrid.dense.step_replay import Given
+from hybrid.dense.step_replay import NetInputs
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.deferred_response import Awaited
 from hybrid.primitives.step_timings import StepClock
@@ -20,12 +20,12 @@ AnySamples = TypeVar("AnySamples")
 
 
 class MicroBatch(NamedTuple, Generic[AnySamples]):
-    """Some samples of one step, with the way to their vectors.
+    """Samples of one step, and their lookup.
 
     Attributes:
         batch: the samples.
-        ticket: of the calls that the dense side makes for them.
-        start: starts the lookup, or gives the one that was started ahead.
+        ticket: identifies the calls for these samples.
+        start: starts the lookup, or returns the prefetched one.
     """
 
     batch: AnySamples
@@ -34,30 +34,30 @@ class MicroBatch(NamedTuple, Generic[AnySamples]):
 
 
 class RemoteStage(Protocol):
-    """A dense net elsewhere: a stub of a :class:`hybrid.dense.hosted_net.HostedNet`, or a net at hand."""
+    """A remote dense net: a stub of :class:`hybrid.dense.hosted_net.HostedNet`, or a local substitute."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor: ...
 
 
 class LocalModel(nn.Module):
-    """What DDP wraps: a net, and what it can tell of its last passes.
+    """The module that DDP wraps, with diagnosis of its last forward pass.
 
     Attributes:
-        net: whose parameters are trained, by their names.
+        net: holds the parameters, under their names.
     """
 
     net: nn.Module
 
     def raise_of_backward(self) -> None:
-        """Raise what the net's own backward pass raises, where that can be told."""
+        """Repeat the local backward pass, to raise its error with a location."""
 
     def first_not_finite(self, is_whole: bool) -> str:
-        """What of the last forward pass is the first that is not finite, as a part of a sentence, if any."""
+        """Return a clause on the first non-finite tensor of the last forward pass; empty if there is none."""
         return ""
 
 
 class HybridModel(LocalModel):
-    """Remote embeddings + local net (+ a remote dense net between interaction and head).
+    """Remote embeddings and a local net, with an optional remote dense net between interaction and head.
 
     ::
 
@@ -70,18 +70,18 @@ class HybridModel(LocalModel):
                            ▼
                          head ──► outputs
 
-    Lookups leave before ``bottom`` runs and are awaited after it, so the two overlap.
+    Lookups are sent before ``bottom`` runs and are awaited after it, so that both overlap.
 
     Args:
-        net: the local net; its parameters are this module's only ones.
-        remote_net: a net across RPC, or None.
+        net: the local net; this module has no other parameters.
+        remote_net: a net that is called by RPC, or None.
         dtype: of parameters, inputs and outputs.
-        autocast: lower precision in which the local stages compute where that is safe, or None.
-        num_outputs: of a sample, over all tasks.
+        autocast: lower precision of the local stages, or None.
+        num_outputs: outputs per sample, over all tasks.
 
     Attributes:
         net: the local net, with the names of its parameters.
-        stages: what computes its stages: they themselves, or other forms over the same parameters.
+        stages: computes the stages of ``net``, with an execution backend over the same parameters.
     """
 
     net: DenseNet
@@ -97,17 +97,17 @@ class HybridModel(LocalModel):
         super().__init__()
         self.net = net.to(dtype)
         self.stages = DenseNet(net.bottom, net.interaction, net.head)
-        # It holds no local parameters; kept out of the module tree so that DDP and state_dict pass by.
+        # Outside the module tree, since it has no local parameters for DDP and state_dict.
         self._remote = (remote_net,)
         self._dtype = dtype
         self._autocast = autocast
         self._shape = (-1,) if num_outputs == 1 else (-1, num_outputs)
-        self._given: Given | None = None  # in the last forward pass
+        self._inputs: NetInputs | None = None  # of the last forward pass
 
     def forward(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
-        """``outputs_BO`` of a micro-batch; ``outputs_B`` where there is one of a sample.
+        """Return ``outputs_BO`` of a micro-batch, or ``outputs_B`` for one output per sample.
 
-        Under ``torch.no_grad`` nothing is recorded; the ticket's purpose must then be to predict.
+        Under ``torch.no_grad``, the purpose of the ticket must be to predict.
         """
         try:
             return self._outputs(micro, clock)
@@ -118,7 +118,7 @@ class HybridModel(LocalModel):
     def _outputs(self, micro: MicroBatch[Batch], clock: StepClock) -> Tensor:
         (remote_net,) = self._remote
         device = self.device
-        self._given = None
+        self._inputs = None
         with clock.phase("lookup"):
             lookup = micro.start()
         with clock.phase("dense"), clock.span("bottom"), self._precision(device):
@@ -126,44 +126,44 @@ class HybridModel(LocalModel):
             bottom_BH = self.stages.bottom(dense_BF)
         with clock.phase("lookup"), clock.span("wait"):
             pooled_BE = to_device(lookup.wait().to(self._dtype), device)
-        given = Given(dense_BF, pooled_BE.detach(), None)
+        inputs = NetInputs(dense_BF, pooled_BE.detach(), None)
         with clock.phase("dense"):
             with clock.span("interaction"), self._precision(device):
                 hidden_BH = self.stages.interaction(bottom_BH, pooled_BE)
             if remote_net is not None:
                 with clock.span("remote net"):
                     hidden_BH = to_device(remote_net(micro.ticket, hidden_BH.to(self._dtype).cpu()), device)
-                given = given._replace(remote_BH=hidden_BH.detach())
+                inputs = inputs._replace(remote_BH=hidden_BH.detach())
             with clock.span("head"), self._precision(device):
                 outputs_BO: Tensor = self.stages.head(hidden_BH).view(self._shape)
-        self._given = given
+        self._inputs = inputs
         return outputs_BO.to(self._dtype)
 
     def raise_of_backward(self) -> None:
-        """See :func:`hybrid.dense.step_replay.raise_of_backward`; of the last forward pass."""
-        if self._given is not None:
-            step_replay.raise_of_backward(self.net, self._given, self._precision(self.device))
+        """See :func:`hybrid.dense.step_replay.raise_of_backward`."""
+        if self._inputs is not None:
+            step_replay.raise_of_backward(self.net, self._inputs, self._precision(self.device))
 
     def first_not_finite(self, is_whole: bool) -> str:
-        """See :func:`hybrid.dense.step_replay.first_not_finite`; of the last forward pass."""
-        if self._given is None:
+        """See :func:`hybrid.dense.step_replay.first_not_finite`."""
+        if self._inputs is None:
             return ""
         return step_replay.first_not_finite(
-            self.net, self._given, self._precision(self.device), is_whole=is_whole
+            self.net, self._inputs, self._precision(self.device), is_whole=is_whole
         )
 
     def _precision(self, device: torch.device) -> AbstractContextManager[object]:
-        """Autocast for what the trainer itself computes; it does not reach across RPC."""
+        """Return the autocast context of the local stages."""
         return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)
 
     @property
     def device(self) -> torch.device:
-        """Where the local net computes."""
+        """The device of the local net."""
         return next((p.device for p in self.net.parameters()), torch.device("cpu"))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; copies to a GPU start from pinned memory and overlap what follows."""
+    """Return ``tensor`` on ``device``; copies to a GPU are asynchronous, from pinned memory."""
     if device.type == "cpu":
         return tensor
     moved: Tensor = _ToDevice.apply(tensor, device)  # type: ignore[no-untyped-call]
@@ -171,7 +171,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _ToDevice(torch.autograd.Function):
-    """An overlapped copy; autograd knows no derivative of ``pin_memory``."""
+    """An asynchronous copy; ``pin_memory`` has no derivative."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,14 +1,13 @@
-"""What a step minimises: of each task, the weighted mean of a loss over the samples of all trainers.
+"""The loss of a step: for each task, the weighted mean over the samples of all trainers.
 
 ::
 
     loss = sum over tasks t:  weight_t * sum over samples b: w_bt * value_bt / sum over samples b: w_bt
 
-Sums go over the global batch, so a trainer's part is its own sum over the whole of the weights, and the parts
-add up. A task of which no sample counts (all its weights are 0) adds 0.
+Sums are over the global batch. The loss of a trainer is its local sum divided by the sum of all weights, so
+that the losses of the trainers add up. A task whose weights are all 0 contributes 0.
 
-A task with a ranking loss has ``(1 - share) * loss + share * ranking loss`` in place of its loss
-(:mod:`hybrid.engine.ranking_losses`).
+With a ranking loss (:mod:`hybrid.engine.ranking_losses`), the loss of a task is a mixture of both.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ from hybrid.errors import ConfigError
 from hybrid.user_code.function_names import load_function
 from hybrid.user_code.tracebacks import describe_error
 
-# Of outputs_B (outputs_BC of C classes), labels_B, and "none" for values_B or "mean" for the mean of these.
+# Takes outputs_B (outputs_BC of C classes), labels_B, and the reduction "none" or "mean".
 Loss: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
@@ -36,10 +35,10 @@ class Objective:
     """The loss of a run.
 
     Args:
-        tasks: what is predicted, in the order of the labels and outputs.
+        tasks: the tasks, in the order of labels and outputs.
 
     Raises:
-        ConfigError: a loss of the user's own cannot be had, or does not give one value a sample.
+        ConfigError: a custom loss cannot be imported, or does not return one value per sample.
     """
 
     def __init__(self, tasks: Mapping[str, TaskSection]) -> None:
@@ -48,11 +47,11 @@ class Objective:
         self._num_outputs = [task.num_outputs for task in tasks.values()]
 
     def __call__(self, outputs_BO: Tensor, batch: Batch) -> Tensor:
-        """What some samples add to the loss of the global batch; zero where there are none.
+        """Return the contribution of local samples to the loss of the global batch; zero for no samples.
 
         Args:
-            outputs_BO: of the dense net, (B,) where there is one.
-            batch: the samples; labels and weights may be elsewhere, and of another precision.
+            outputs_BO: outputs of the dense net, (B,) for one output.
+            batch: the samples; labels and weights may be of another device and precision.
         """
         if not len(batch.labels):
             return outputs_BO.sum()
@@ -60,54 +59,54 @@ class Objective:
         labels, weights = self._columns(batch.labels, outputs_BO), None
         if batch.weights is not None:
             weights = self._columns(batch.weights, outputs_BO)
-        parts = [
-            self._part(t, outputs[t], labels[t], None if weights is None else weights[t], batch)
+        losses = [
+            self._task_loss(t, outputs[t], labels[t], None if weights is None else weights[t], batch)
             for t in range(len(outputs))
         ]
-        return reduce(add, parts)
+        return reduce(add, losses)
 
-    def _part(
+    def _task_loss(
         self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
     ) -> Tensor:
         task = self._tasks[t]
         if not task.ranking_loss:
-            part = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
+            loss = self._mean_loss(t, outputs_B, labels_B, weights_B, batch)
         else:
-            part = task.ranking_fraction * self._part_of_order(t, outputs_B, batch)
+            loss = task.ranking_fraction * self._ranking_loss(t, outputs_B, batch)
             if task.ranking_fraction < 1:
-                mean = self._part_of_mean(t, outputs_B, labels_B, weights_B, batch)
-                part = part + (1 - task.ranking_fraction) * mean
-        return part if task.weight == 1 else part * task.weight
+                mean = self._mean_loss(t, outputs_B, labels_B, weights_B, batch)
+                loss = loss + (1 - task.ranking_fraction) * mean
+        return loss if task.weight == 1 else loss * task.weight
 
-    def _part_of_mean(
+    def _mean_loss(
         self, t: int, outputs_B: Tensor, labels_B: Tensor, weights_B: Tensor | None, batch: Batch
     ) -> Tensor:
         if weights_B is None:
-            # A mean times a share, not a sum over a size: with one trainer the share is 1 and every gradient
-            # has the bits of torch's own mean.
+            # A mean times a fraction, not a sum over a size: with one trainer the fraction is 1, and every
+            # gradient has the bits of torch's mean.
             return self._losses[t](outputs_B, labels_B, "mean") * (len(labels_B) / batch.global_size)
-        assert batch.total_weights is not None, "who gives a batch weights gives their sums too"
+        assert batch.total_weights is not None, "batches with weights have their totals"
         values_B = self._losses[t](outputs_B, labels_B, "none")
-        return weighted_part(values_B, weights_B, batch.total_weights[t].item())
+        return weighted_summand(values_B, weights_B, batch.total_weights[t].item())
 
-    def _part_of_order(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
-        assert batch.groups is not None, "who has a ranking loss gives batches groups"
-        assert batch.total_groups is not None, "and their sums"
+    def _ranking_loss(self, t: int, outputs_B: Tensor, batch: Batch) -> Tensor:
+        assert batch.groups is not None, "a ranking loss needs groups"
+        assert batch.total_groups is not None, "batches with groups have their totals"
         labels_B, weights_B = by_task(batch.labels, len(self._tasks))[:, t], None
         if batch.weights is not None:
             weights_B = by_task(batch.weights, len(self._tasks))[:, t]
         ranking_loss = RANKING[self._tasks[t].ranking_call.name]
         values_B, counts_B = ranking_loss(outputs_B, labels_B, batch.groups, weights_B)
-        return weighted_part(values_B, counts_B, batch.total_groups[t].item())
+        return weighted_summand(values_B, counts_B, batch.total_groups[t].item())
 
     def _columns(self, values: Tensor, outputs: Tensor) -> Sequence[Tensor]:
-        """One for each task, of the precision of ``outputs``, and where these are."""
+        """Return one column per task, with type and device of ``outputs``."""
         moved = to_device(values.to(outputs.dtype), outputs.device)
         return by_task(moved, len(self._losses)).unbind(1)
 
 
-def weighted_part(values_B: Tensor, weights_B: Tensor, total: float) -> Tensor:
-    """What some samples add to a weighted mean over all samples, whose weights add up to ``total``."""
+def weighted_summand(values_B: Tensor, weights_B: Tensor, total: float) -> Tensor:
+    """Return the contribution of local samples to a weighted mean; ``total`` is the sum of all weights."""
     return (values_B * weights_B).sum() / (total or 1.0)
 
 
@@ -123,7 +122,7 @@ def _loss(name: str, task: TaskSection) -> Loss:
             return partial(_huber_loss, task.loss_call["delta"])
         case "softmax":
             return _softmax_loss
-    return _own_loss(name, task)
+    return _custom_loss(name, task)
 
 
 def _log_loss(outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
@@ -131,9 +130,9 @@ def _log_loss(outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
 
 
 def _focal_loss(gamma: float, outputs_B: Tensor, labels_B: Tensor, reduction: str) -> Tensor:
-    """The log loss times (1 - p)^gamma, where p is the probability of what is so (Lin et al. 2017, eq. 4)."""
+    """Return the log loss times (1 - p)^gamma; p is the probability of the label (Lin et al. 2017, eq. 4)."""
     log_loss_B = _log_loss(outputs_B, labels_B, "none")
-    # No power of zero: its derivative is infinite where gamma is below 1.
+    # Not below tiny, since the derivative of a power of zero is infinite for gamma < 1.
     wrong_B = -torch.expm1(-log_loss_B).clamp_max(-torch.finfo(log_loss_B.dtype).tiny)
     return _reduced(wrong_B.pow(gamma) * log_loss_B, reduction)
 
@@ -150,7 +149,7 @@ def _softmax_loss(outputs_BC: Tensor, labels_B: Tensor, reduction: str) -> Tenso
     return F.cross_entropy(outputs_BC, labels_B.long(), reduction=reduction)
 
 
-def _own_loss(name: str, task: TaskSection) -> Loss:
+def _custom_loss(name: str, task: TaskSection) -> Loss:
     key = f"tasks.{name}.loss"
     function = load_function(key, task.loss, ("outputs", "labels"))
 
@@ -159,18 +158,18 @@ def _own_loss(name: str, task: TaskSection) -> Loss:
         values_B = function(outputs_B, labels_B)
         found = list(values_B.shape) if isinstance(values_B, Tensor) else type(values_B).__name__
         if found != [len(labels_B)]:
-            rule = f"must give one value a sample, {[len(labels_B)]}, and gives {found}"
+            rule = f"must return one value per sample, {[len(labels_B)]}, but returns {found}"
             raise ConfigError(key, rule, task.loss)
         return _reduced(values_B, reduction)
 
     outputs_BC = torch.zeros(2, task.num_outputs, requires_grad=True)
-    given = outputs_BC if task.kind == "classes" else outputs_BC.squeeze(1)
+    outputs = outputs_BC if task.kind == "classes" else outputs_BC.squeeze(1)
     try:
-        loss(given, torch.zeros(2), "mean").backward()
+        loss(outputs, torch.zeros(2), "mean").backward()
     except ConfigError:
         raise
-    except Exception as error:  # the user's own code, which may raise anything
-        reason = " ".join(f"fails where it is given two samples: {describe_error(error)}".split())
+    except Exception as error:  # user code may raise anything
+        reason = " ".join(f"fails for two samples: {describe_error(error)}".split())
         raise ConfigError(key, reason, task.loss) from error
     return loss
 

@@ -1,5 +1,4 @@
-"""The one way from a configuration to a model, for whoever needs it: trainers, the worker that hosts a remote
-net, predictions in one process, the comparison."""
+"""Construction of models from a configuration, for trainers, workers, predictions and the comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from hybrid.protocol.update_rules import UpdateRules
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What the dense nets of a run are built by; every role builds the same ones."""
+    """The specification of the dense nets of a run; every role builds the same nets from it."""
 
     config: RunConfig
     input_spec: InputSpec
@@ -30,39 +29,39 @@ class Blueprint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of rows, dense nets and optimizer state."""
+        """The type of rows, dense nets and optimizer state."""
         dtype: torch.dtype = getattr(torch, self.config.train.dtype)
         return dtype
 
     @property
     def widths(self) -> list[int]:
-        """Width of what the net gets of each feature, in feature order."""
+        """The input width of each sparse feature, in feature order."""
         return [table.width for table in tables_of(self.input_spec, self.tables)]
 
     @property
     def sequences(self) -> tuple[int, ...]:
-        """Numbers of the features that are sequences, whose ids have an order."""
+        """Indices of the features that are sequences, whose ids are ordered."""
         tables = tables_of(self.input_spec, self.tables)
         return tuple(k for k, table in enumerate(tables) if table.sequence)
 
     def dense_net(self) -> DenseNet:
-        """The net of a trainer; see :func:`build_dense_net`."""
+        """Build the net of a trainer; see :func:`build_dense_net`."""
         return build_dense_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def remote_net(self) -> nn.Sequential | None:
-        """The net of a worker; None where there is none."""
+        """Build the remote net, if there is one."""
         if not self.config.dense.remote_mlp:
             return None
         return build_remote_net(self.config, self.input_spec, self.widths).to(self.dtype)
 
     def model(self, net: DenseNet, remote_net: RemoteStage | None) -> HybridModel:
-        """The model of ``net``, in the precision that the configuration says."""
+        """Return the model of ``net``, with the configured precision."""
         config, name = self.config, self.config.dense.autocast
         autocast = None if name == "none" else getattr(torch, name)
         return HybridModel(net, remote_net, self.dtype, autocast, config.num_outputs)
 
     def optimizer(self, net: nn.Module, *, is_remote: bool = False) -> torch.optim.Optimizer:
-        """The optimizer of a trainer's dense net, or of the remote one."""
+        """Create the optimizer of a trainer's dense net, or of the remote net."""
         dense = self.config.dense
         named, sections = net.named_parameters(), self.config.dense_groups
         groups = parameter_groups(named, sections, is_remote=is_remote)
@@ -72,7 +71,7 @@ class Blueprint:
 
 
 def host_remote_net(blueprint: Blueprint, rules: UpdateRules) -> HostedNet:
-    """The remote dense net of a run, compiled if it is to be; called on the worker that it is to live on."""
+    """Create the remote dense net of a run, on the worker that hosts it."""
     net = blueprint.remote_net()
     assert net is not None, "dense.remote_mlp asks for one"
     form, mode = None, blueprint.config.dense.compile

@@ -1,4 +1,4 @@
-"""The steps of one trainer: its batches in micro-batches, with their lookups started in time.
+"""The steps of one trainer: batches as micro-batches, with lookups that start in time.
 
 ::
 
@@ -8,8 +8,8 @@
     pipelined,       step s     compute s, send its gradients with the ids of s+2
     async            step s+1   compute s+1, send its gradients with the ids of s+3
 
-Pipelined, the rows of step s+2 have all updates up to that of step s. A run that goes on from a checkpoint
-after step s+1 asks for the same: the checkpoint has what the rows were before the update of that step.
+In pipelined mode, step s+2 reads rows with all updates up to that of step s. A run that resumes after step
+s+1 reads the same, since the checkpoint has the pre-update rows of that step.
 """
 
 from collections import deque
@@ -26,29 +26,29 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
 from hybrid.server.barrier import UpdateBarrier
 
-# A lookup ahead leaves two steps before its vectors are needed, with the gradients of that step.
-_STEPS_AHEAD = 2
+# A prefetch is sent two steps before its vectors are needed, with the gradients of that earlier step.
+_LOOK_AHEAD = 2
 Ids_co = TypeVar("Ids_co", covariant=True)
 Ids_contra = TypeVar("Ids_contra", contravariant=True)
 AnySamples = TypeVar("AnySamples", bound="Samples[Any]")
 
 
 class Samples(Protocol[Ids_co]):
-    """What a feed must know of a batch."""
+    """The interface of a batch that a feed needs."""
 
     @property
     def ended(self) -> bool: ...
 
     @property
     def sparse_features(self) -> Ids_co:
-        """What of it is looked up."""
+        """The ids to look up."""
         ...
 
     def split(self, parts: int) -> Sequence[Self]: ...
 
 
 class Lookups(Protocol[Ids_contra]):
-    """Where vectors come from."""
+    """A source of embedding vectors."""
 
     def lookup(self, ids: Ids_contra, ticket: Ticket, after: Lookup | None = None, /) -> Lookup: ...
 
@@ -58,28 +58,28 @@ class Lookups(Protocol[Ids_contra]):
 
 
 class StepInput(NamedTuple, Generic[AnySamples]):
-    """What one trainer computes in one step."""
+    """The input of one step of one trainer."""
 
     batch: AnySamples
     micro_batches: list[MicroBatch[AnySamples]]
 
 
 class _Step(NamedTuple, Generic[AnySamples]):
-    """A step, and its lookups where they are under way, one a micro-batch."""
+    """A step, and its prefetched lookups, one per micro-batch."""
 
     input: StepInput[AnySamples]
     lookups: list[Lookup]
 
 
 class Feed(Generic[AnySamples]):
-    """Iterates over the steps of one trainer.
+    """An iterator over the steps of one trainer.
 
     Args:
-        embeddings: where vectors come from.
+        embeddings: the source of vectors.
         hosted: the workers that expect gradients for their tables.
-        trainer: its index.
+        trainer: the index of the trainer.
         mode, parts: see :class:`hybrid.protocol.update_rules.UpdateRules`.
-        clock: counts the time spent here, and is told of each step that begins.
+        clock: measures the time spent here, and records the start of each step.
     """
 
     def __init__(
@@ -95,33 +95,33 @@ class Feed(Generic[AnySamples]):
         self._hosted = hosted
         self._trainer = trainer
         self._mode = mode
-        self._looks_ahead = mode is not UpdateMode.SYNC
+        self._should_prefetch = mode is not UpdateMode.SYNC
         self._parts = parts
         self._clock = clock
         self._has_ended = False
         self.begin(iter(()), 0)
 
     def begin(self, batches: Iterator[AnySamples], step: int, *, is_within: bool = False) -> None:
-        """Go on with other batches, the first of which is of ``step``; drops what was looked up ahead.
+        """Continue with other batches, the first of which is of ``step``; drop prefetched lookups.
 
         Args:
-            is_within: whether they are the rest of others, so that this step would have been looked up ahead.
+            is_within: whether the batches continue an epoch, in which this step would have been prefetched.
         """
         self._batches = batches
         self._step = step
         self._first_version = step - 1 if is_within and self._mode is UpdateMode.PIPELINED else step
         self._last_step: int | None = None
-        self._ahead: deque[_Step[AnySamples]] = deque()  # looked up already
+        self._ahead: deque[_Step[AnySamples]] = deque()  # prefetched
 
     def take(self, num_steps: int) -> Iterator[StepInput[AnySamples]]:
-        """The next steps, or as many as there are; a checkpoint may follow the last of them."""
+        """Return at most ``num_steps`` next steps; a checkpoint may follow the last of them."""
         self._last_step = self._step + num_steps - 1
         return islice(self, num_steps)
 
     def rejoin(self) -> None:
-        """Take part again from the next step on, where this trainer has ended; once all have come to theirs.
+        """Take part again from the next step on, if this trainer's batches had ended.
 
-        Nobody may go on until every trainer has called this: one that did could miss this one's gradients.
+        No trainer may continue before all trainers have called this. Its steps could miss gradients.
         """
         if self._has_ended:
             self._has_ended = False
@@ -130,9 +130,9 @@ class Feed(Generic[AnySamples]):
             )
 
     def settle(self) -> None:
-        """Return once the workers have the gradients of all steps that were taken.
+        """Wait until the workers have the gradients of all steps so far.
 
-        They leave by messages that nobody waits for, but for the lookups that leave with them.
+        The messages with gradients are not awaited otherwise, except by the lookups that they carry.
         """
         for step in self._ahead:
             for lookup in step.lookups:
@@ -144,8 +144,8 @@ class Feed(Generic[AnySamples]):
 
     def __next__(self) -> StepInput[AnySamples]:
         self._clock.begin_step(self._step)
-        if self._looks_ahead:
-            current = self._next_of_ahead()
+        if self._should_prefetch:
+            current = self._next_prefetched()
         elif (batch := self._read()) is not None:
             current = self._step_of(batch, self._step)
         else:
@@ -153,9 +153,9 @@ class Feed(Generic[AnySamples]):
         self._step += 1
         return current.input
 
-    def _next_of_ahead(self) -> _Step[AnySamples]:
-        """The step of now. With its gradients, the step after the next is looked up."""
-        while len(self._ahead) < _STEPS_AHEAD and (batch := self._read()) is not None:
+    def _next_prefetched(self) -> _Step[AnySamples]:
+        """Return the current step, whose gradients will carry the lookup of the step after the next."""
+        while len(self._ahead) < _LOOK_AHEAD and (batch := self._read()) is not None:
             self._ahead.append(self._step_of(batch, self._step + len(self._ahead)))
         if not self._ahead:
             raise StopIteration
@@ -164,7 +164,7 @@ class Feed(Generic[AnySamples]):
             lookup.is_followed = bool(self._ahead and not self._ahead[0].input.batch.ended)
             lookup.is_closing = self._mode is UpdateMode.PIPELINED and self._step == self._last_step
         if self._ahead and (batch := self._read()) is not None:
-            self._ahead.append(self._step_of(batch, self._step + _STEPS_AHEAD, current.lookups))
+            self._ahead.append(self._step_of(batch, self._step + _LOOK_AHEAD, current.lookups))
         return current
 
     def _read(self) -> AnySamples | None:
@@ -182,13 +182,13 @@ class Feed(Generic[AnySamples]):
         for part, samples in enumerate(batch.split(self._parts)):
             ticket = Ticket(self._trainer, step, step, part)
             start = partial(self._start, samples, ticket)
-            if self._looks_ahead:
-                lookups.append(self._look_ahead(samples, ticket, after[part] if after else None))
-                start = partial(_given, lookups[part])
+            if self._should_prefetch:
+                lookups.append(self._prefetch(samples, ticket, after[part] if after else None))
+                start = partial(_identity, lookups[part])
             micro_batches.append(MicroBatch(samples, ticket, start))
         return _Step(StepInput(batch, micro_batches), lookups)
 
-    def _look_ahead(self, samples: AnySamples, ticket: Ticket, after: Lookup | None) -> Lookup:
+    def _prefetch(self, samples: AnySamples, ticket: Ticket, after: Lookup | None) -> Lookup:
         version = max(self._first_version, ticket.step - 1)
         ticket = ticket._replace(version=version, purpose=Purpose.PREFETCH)
         with self._clock.phase("lookup"):
@@ -200,5 +200,5 @@ class Feed(Generic[AnySamples]):
         return self._embeddings.lookup(samples.sparse_features, ticket, after)
 
 
-def _given(lookup: Lookup) -> Lookup:
+def _identity(lookup: Lookup) -> Lookup:
     return lookup

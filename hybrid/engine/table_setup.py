@@ -1,4 +1,4 @@
-"""From configuration and data set to table specs."""
+"""Table specifications from the configuration and the data set."""
 
 import os
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ _SPEC_FIELDS = {"beta": "ftrl_beta", "l1": "ftrl_l1"}  # arguments whose field h
 
 
 def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0) -> tuple[TableSpec, ...]:
-    """One table a sparse feature, or one for several where a [tables.NAME] section lists them.
+    """Return one table per sparse feature, or per [tables.NAME] section that lists several.
 
     Args:
-        extra_columns: columns beyond ``embedding.dim`` that the dense net wants of every table.
+        extra_columns: columns beyond ``embedding.dim`` that the dense net needs in every table.
 
     Raises:
-        ConfigError: a [tables.NAME] section is of no feature, two claim one feature, one is named after a
-            feature that it leaves out, or a feature of one id a sample is to be a sequence.
+        ConfigError: a [tables.NAME] section has no feature, two sections list one feature, a section has the
+            name of a feature that it does not list, or a feature with one id per sample is a sequence.
     """
     features = {f.name: f for f in input_spec.sparse_features}
     owner = table_of_column(config.tables)
@@ -59,7 +59,7 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         pooling=pooling,
         features=tuple(f.name for f in features),
         optimizer=_optimizer(shared, section),
-        # The customary scale of DLRM (Naumov et al. 2019): small tables start wider.
+        # The scale of DLRM (Naumov et al. 2019).
         init_scale=section.initializer.arguments.get("scale") or num_rows**-0.5,
         placement=section.placement or shared.placement,
         pooled_by=section.pooled_by or shared.pooled_by,
@@ -73,10 +73,10 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
 
 
 def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pooling) -> Pooling:
-    """That of a feature; ConfigError where there is none such."""
+    """Return the pooling of a feature; raise ConfigError if weighted ids rule it out."""
     own = config.columns.get(feature.name, ColumnSection()).pooling
     if own == UNPOOLED:
-        return of_table  # of which a sequence makes no use
+        return of_table  # which a sequence does not use
     found = Pooling(own or of_table)
     if feature.weighted and found is Pooling.MAX:
         of_tables = (
@@ -90,7 +90,7 @@ def _pooling(config: RunConfig, table: str, feature: FeatureSpec, of_table: Pool
 
 
 def _sequence(config: RunConfig, feature: FeatureSpec) -> int:
-    """Of how many ids at most a feature is a sequence; ConfigError where it holds one id a sample."""
+    """Return the largest length of a sequence, else 0; raise ConfigError for one id per sample."""
     length = sequence_length(feature.name, config.columns.get(feature.name, ColumnSection()))
     if length and not feature.multi_hot:
         rule = "needs a column of several ids: set its multi_hot_separator, or leave pooling out"
@@ -107,14 +107,14 @@ def _optimizer(shared: EmbeddingSection, section: TableSection) -> OptimizerSpec
 
 
 def _with_rows(table: TableSpec, data_source: str | None) -> TableSpec:
-    """``table`` with all that is to be known of the file of its first rows."""
+    """Return ``table`` with what its pretrained rows need; raise ConfigError if they do not fit."""
     if not table.initial:
         return table
     key = f"tables.{table.name}.initial"
     found = table.initial if is_url(table.initial) else os.path.relpath(table.initial)
     if table.initial.endswith(".parquet"):
         if len(table.features) > 1:
-            rule = "must not be Parquet, whose rows go by value, for a table of several columns"
+            rule = "must not be Parquet, whose rows are found by value, for a table of several columns"
             raise ConfigError(key, rule, found)
         return replace(table, keys=data_source or "")
     shape = shape_of(table.initial)
@@ -132,16 +132,15 @@ def place_tables(
     ids_per_sample: Mapping[str, float],
     data_source: str | None = None,
 ) -> tuple[tuple[TableSpec, ...], Placement]:
-    """The tables of a run, where its workers hold their rows, and who pools their bags.
+    """Return the tables of a run and their placement on workers.
 
     Args:
-        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on, and who
-            pools them.
-        data_source: where the prepared data are, where there are any.
+        ids_per_sample: mean number of ids of the multi-hot features, which their traffic depends on.
+        data_source: the location of the prepared data, if there is any.
 
     Raises:
-        ConfigError: as from :func:`table_specs`, or a file of first rows does not fit its table.
-        DataError: such a file cannot be read.
+        ConfigError: see :func:`table_specs`, or pretrained rows do not fit their table.
+        DataError: pretrained rows cannot be read.
     """
     tables = table_specs(config, input_spec, extra_columns(config.dense.net_call.name))
     tables = tuple(_with_rows(table, data_source) for table in tables)
@@ -150,10 +149,10 @@ def place_tables(
 
 
 def samples_of_lookup(config: RunConfig) -> float:
-    """How many samples a trainer looks up at once, in the mean."""
+    """Return the mean number of samples in a lookup of a trainer."""
     return config.train.batch_size / config.cluster.trainers / config.train.micro_batches
 
 
 def wire_bytes_per_value(config: RunConfig) -> int | None:
-    """Of vectors and gradients in training; None for that of the rows."""
+    """Return the bytes of a sent value in training; None for those of the rows."""
     return 2 if config.embedding.wire_dtype == "bfloat16" else None

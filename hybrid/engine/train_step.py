@@ -22,12 +22,12 @@ from hybrid.protocol.ticket import Ticket
 
 
 class StepResult(NamedTuple):
-    """What one trainer has after a step.
+    """The result of one step on one trainer.
 
     Attributes:
-        loss: this trainer's part of the global batch's mean loss; the parts add up to it.
-        outputs: ``outputs_BO`` before the update, on the CPU; ``outputs_B`` where there is one of a sample.
-        is_skipped: whether no update was made, on any side, since a loss or gradient was not finite.
+        loss: this trainer's contribution to the mean loss of the global batch.
+        outputs: ``outputs_BO`` before the update, on the CPU; ``outputs_B`` for one output per sample.
+        is_skipped: whether the step made no update because a loss or gradient was not finite.
     """
 
     loss: float
@@ -59,13 +59,13 @@ def train_step(
     clock: StepClock,
     spans_processes: bool,
 ) -> StepResult:
-    """One step of training, called by every trainer with its share of the global batch.
+    """Take one training step; every trainer calls it with its slice of the global batch.
 
-    Tables and remote nets are updated at their workers, by the gradients that each backward pass
-    delivers there; the trainers' own net by ``optimizer``, with those of all micro-batches together.
+    Workers update tables and remote nets by the gradients that each backward pass sends. ``optimizer``
+    updates the local net by the gradients of all micro-batches.
 
     Args:
-        objective: what is minimised.
+        objective: the loss.
         spans_processes: whether lookups or a remote net are part of the graph.
     """
     losses, outputs = [], []
@@ -101,7 +101,7 @@ def _backward(model: DdpModel, graph: Graph, loss: Tensor) -> None:
 def predict_step(
     model: nn.Module, embeddings: Embeddings, batch: Batch, ticket: Ticket, clock: StepClock
 ) -> Tensor:
-    """``outputs_BO`` of a batch, on the CPU; the ticket's purpose must be to predict."""
+    """Return ``outputs_BO`` of a batch, on the CPU; the purpose of the ticket must be to predict."""
     micro = MicroBatch(batch, ticket, partial(embeddings.lookup, batch.sparse_features, ticket))
     with torch.no_grad():
         outputs_BO: Tensor = model(micro, clock)

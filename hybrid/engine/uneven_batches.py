@@ -1,4 +1,4 @@
-"""Batches of the trainers' own, of different numbers and sizes, as steps that all of them take."""
+"""Alignment of batches that differ between trainers in number and size."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 from hybrid.batch import Batch, by_task
 from hybrid.errors import DataError
 
-_MANY = 1 << 60  # steps, where nobody knows how many
+_UNKNOWN = 1 << 60  # as a number of steps
 
 
 def align_batches(
@@ -21,52 +21,51 @@ def align_batches(
     num_tasks: int = 1,
     has_ranking: bool = False,
 ) -> Iterator[Batch]:
-    """Batches of trainers that have different numbers of them, or of different sizes, step by step.
+    """Give all trainers the same number of steps, and each batch the totals of its step.
 
-    Each step's ``global_size`` becomes the samples of all trainers together, its ``total_weights`` their
-    weights, and ``total_groups``, where a loss is of the order within groups, what these count. A trainer
-    that has run out gets empty batches that say so, until all have: it goes on reducing gradients with the
-    others. Where every trainer has a sequence, all sizes are known at once; else they meet step by step.
+    ``global_size`` becomes the number of samples of all trainers, ``total_weights`` the sum of their weights,
+    and ``total_groups``, for ranking losses, the sum of the weights of groups. A trainer without further
+    batches gets empty batches, marked as ended, and so takes part in the all-reduce of gradients. If every
+    trainer has a sequence, all sizes are exchanged at once, otherwise step by step.
 
     Args:
-        batches: this trainer's own.
+        batches: the batches of this trainer.
         empty: a batch of no samples.
-        group: of all trainers, each of which must iterate.
+        group: all trainers, each of which must iterate.
         device: on which ``group`` reduces.
         num_tasks: columns of the weights.
-        has_ranking: whether a loss is of the order within groups; :meth:`Batch.check_groups` has seen them.
+        has_ranking: whether there is a ranking loss; :meth:`Batch.check_groups` has checked the groups.
 
     Raises:
         DataError: a group is split between trainers.
     """
     sums_of = partial(_sums, num_tasks=num_tasks, has_ranking=has_ranking)
-    num_steps = len(batches) if isinstance(batches, Sequence) else _MANY
-    most = int(_reduced([num_steps], torch.int64, group, device, dist.ReduceOp.MAX)[0])
-    if most < _MANY:
+    num_steps = len(batches) if isinstance(batches, Sequence) else _UNKNOWN
+    most = int(_all_reduce([num_steps], torch.int64, group, device, dist.ReduceOp.MAX)[0])
+    if most < _UNKNOWN:
         assert isinstance(batches, Sequence)
         sums = [sums_of(batch) for batch in batches] + [sums_of(None)] * (most - num_steps)
         flat = [each for step in sums for each in step]
-        of_all = _reduced(flat, torch.float64, group, device, dist.ReduceOp.SUM)
-        for step, of_step in enumerate(of_all.view(most, len(sums_of(None)))):
+        totals = _all_reduce(flat, torch.float64, group, device, dist.ReduceOp.SUM)
+        for step, step_totals in enumerate(totals.view(most, len(sums_of(None)))):
             batch = batches[step] if step < num_steps else None
             if has_ranking:
                 _refuse_split(batch, group, device)
-            yield _share(batch, empty, of_step, num_tasks)
+            yield _with_totals(batch, empty, step_totals, num_tasks)
         return
     rest = iter(batches)
     while True:
         batch = next(rest, None)
-        of_step = _reduced(sums_of(batch), torch.float64, group, device, dist.ReduceOp.SUM)
-        if not of_step[0]:
+        step_totals = _all_reduce(sums_of(batch), torch.float64, group, device, dist.ReduceOp.SUM)
+        if not step_totals[0]:
             return
         if has_ranking:
             _refuse_split(batch, group, device)
-        yield _share(batch, empty, of_step, num_tasks)
+        yield _with_totals(batch, empty, step_totals, num_tasks)
 
 
 def _sums(batch: Batch | None, num_tasks: int, has_ranking: bool) -> list[float]:
-    """What adds up over trainers: those that go on, their samples, and the weights of these, and of their
-    groups where a loss reads them, by task."""
+    """Return the summands of the totals: 1 for a trainer with a batch, samples, and weights by task."""
     if batch is None:
         return [0.0] * (2 + num_tasks * (1 + has_ranking))
     size = float(len(batch.labels))
@@ -78,9 +77,13 @@ def _sums(batch: Batch | None, num_tasks: int, has_ranking: bool) -> list[float]
     return sums + batch.order_totals(num_tasks).tolist() if has_ranking else sums
 
 
-def _share(batch: Batch | None, empty: Batch, of_step: Tensor, num_tasks: int) -> Batch:
-    """A trainer's own batch, which knows of the others; with weights of 1 where only others have some."""
-    global_size, totals_T, groups_T = int(of_step[1]), of_step[2 : 2 + num_tasks], of_step[2 + num_tasks :]
+def _with_totals(batch: Batch | None, empty: Batch, step_totals: Tensor, num_tasks: int) -> Batch:
+    """Return the local batch with the totals of its step, and with weights if any trainer has weights."""
+    global_size, totals_T, groups_T = (
+        int(step_totals[1]),
+        step_totals[2 : 2 + num_tasks],
+        step_totals[2 + num_tasks :],
+    )
     own = batch or empty
     if own.weights is None and not bool((totals_T == global_size).all()):
         own = own._replace(weights=torch.ones_like(own.labels))
@@ -93,7 +96,7 @@ def _share(batch: Batch | None, empty: Batch, of_step: Tensor, num_tasks: int) -
 
 
 def _refuse_split(batch: Batch | None, group: dist.ProcessGroup, device: torch.device) -> None:
-    """DataError where trainers have samples of one group in a step."""
+    """Raise DataError if several trainers have samples of one group in a step."""
     groups = None if batch is None else batch.groups
     own_U = torch.empty(0, dtype=torch.int64) if groups is None else groups.unique()
     parts = gather_slices(own_U, group, device)
@@ -106,7 +109,7 @@ def _refuse_split(batch: Batch | None, group: dist.ProcessGroup, device: torch.d
         )
 
 
-def _reduced(
+def _all_reduce(
     values: Sequence[float],
     dtype: torch.dtype,
     group: dist.ProcessGroup,
@@ -119,17 +122,17 @@ def _reduced(
 
 
 def gather_slices(values: Tensor, group: dist.ProcessGroup, device: torch.device) -> list[Tensor]:
-    """All trainers' tensors, on ``device``, in the order of the trainers; all of them call it at once.
+    """Return the tensors of all trainers, on ``device``, in rank order; all trainers must call it.
 
     Args:
-        values: this trainer's, (n, ...); n may be another with each, and 0.
-        device: where the group's collectives take tensors.
+        values: the local tensor, (n, ...); n may differ between trainers, and may be 0.
+        device: on which the collectives of ``group`` take tensors.
     """
     own = torch.tensor([len(values)], device=device)
-    counted = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(counted, own, group=group)
-    sizes = [int(each) for each in counted]
-    # Collectives take tensors of one shape.
+    counts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(counts, own, group=group)
+    sizes = [int(each) for each in counts]
+    # Collectives need tensors of one shape.
     padded = torch.zeros(max(sizes), *values.shape[1:], dtype=values.dtype, device=device)
     padded[: len(values)] = values
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,15 +1,15 @@
-"""How a step is applied, decided for all sides alike: clipped, skipped, or as it is.
+"""The decision how a step is applied on trainers and workers: clipped, skipped, or unchanged.
 
 ::
 
     trainers                                            workers
     ────────                                            ───────
     after the backward pass: norm of the dense ──────►  merge the step's gradients
-      gradients; ask every worker for its own  ◄──────  answer with their norm, and hold the update
-    sum over trainers and workers; all decide
+      gradients; request the norms of workers  ◄──────  respond with their norm, hold the update
+    sum over trainers and workers; all compute
       the same scale, trainer 0 sends it       ──────►  apply the update, or drop it
 
-One round trip, and none where neither clipping nor skipping is asked for.
+This takes one round trip, and none without clipping and skipping.
 """
 
 import math
@@ -24,7 +24,7 @@ from hybrid.primitives.deferred_response import Awaited
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 
-# As torch.nn.utils.clip_grad_norm_ has it.
+# As in torch.nn.utils.clip_grad_norm_.
 _CLIP_EPS = 1e-6
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or
 
 
 class Decided(Protocol):
-    """What waits for decisions about its steps: a stub of what a worker hosts, or it itself."""
+    """A hosted module that waits for the decision about a step, or its stub."""
 
     def norm(self, step: int) -> Awaited[float]:
         """See :meth:`UpdateBarrier.norm`."""
@@ -41,17 +41,17 @@ class Decided(Protocol):
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Awaited[Result]:
-        """Start a method of its update barrier."""
+        """Start a method of the update barrier."""
         ...
 
 
 class Guard:
-    """One trainer's part in the decisions of a run.
+    """The decisions of a run, on one trainer.
 
     Args:
-        rules: of the run; those of the hosted.
-        hosted: everything on workers that waits for decisions.
-        group: of all trainers.
+        rules: the update rules of the run.
+        hosted: all modules on workers that wait for decisions.
+        group: all trainers.
         device: on which ``group`` reduces.
     """
 
@@ -69,10 +69,10 @@ class Guard:
         self._sent: list[Awaited[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
-        """NonFiniteError where the run is to stop at a loss that is not finite.
+        """Raise NonFiniteError for a non-finite loss, if such a run must stop.
 
         Args:
-            find: gives what is the first that is not finite, as a part of a sentence, or nothing.
+            find: returns a clause on the first non-finite tensor, or nothing.
         """
         if self._rules.check_finite and not math.isfinite(loss):
             first = f": {found}" if (found := find()) else ""
@@ -83,12 +83,12 @@ class Guard:
     def decide(
         self, step: int, loss: float, squared_norm: float, find: Callable[[], str | None]
     ) -> float | None:
-        """What to multiply the gradients of a step by; None to skip it. All trainers call it each step.
+        """Return the scale of the gradients of a step; None skips it. All trainers must call it in each step.
 
         Args:
-            loss: this trainer's part.
-            squared_norm: this trainer's part of that of all dense gradients.
-            find: gives a parameter whose gradient is not finite, if there is one.
+            loss: this trainer's summand.
+            squared_norm: this trainer's summand of the squared norm of all dense gradients.
+            find: returns a parameter with a non-finite gradient, if there is one.
         """
         if not self._rules.decided:
             if not math.isfinite(squared_norm):
@@ -102,12 +102,12 @@ class Guard:
         scale = self._scale(step, total)
         if self._group.rank() == 0:
             for sent in self._sent:
-                sent.wait()  # long answered: the norms came after them
+                sent.wait()  # has its response: the norms came later
             self._sent = [each.call_barrier(UpdateBarrier.decide, step, scale) for each in self._hosted]
         return scale
 
     def _sum(self, value: float) -> float:
-        """Sum over trainers."""
+        """Return the sum over trainers."""
         if self._group.size() == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self._device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.step_replay import Given, first_not_finite
+from hybrid.dense.step_replay import NetInputs, first_not_finite
 from hybrid.models.dense_net import Concatenation, DenseNet
 
 
@@ -21,9 +21,9 @@ def net() -> DenseNet:
     return DenseNet(nn.Linear(2, 3), Concatenation(), head)
 
 
-def found(net: DenseNet, given: Given | None = None, *, is_whole: bool = True) -> str:
-    given = given or Given(torch.ones(3, 2), torch.ones(3, 2), None)
-    return first_not_finite(net, given, nullcontext(), is_whole=is_whole)
+def found(net: DenseNet, inputs: NetInputs | None = None, *, is_whole: bool = True) -> str:
+    inputs = inputs or NetInputs(torch.ones(3, 2), torch.ones(3, 2), None)
+    return first_not_finite(net, inputs, nullcontext(), is_whole=is_whole)
 
 
 def test_where_all_is_finite_it_says_nothing() -> None:
@@ -31,22 +31,25 @@ def test_where_all_is_finite_it_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("inputs", "said"),
     [
         (
-            Given(torch.full((3, 2), math.nan), torch.ones(3, 2), None),
+            NetInputs(torch.full((3, 2), math.nan), torch.ones(3, 2), None),
             "the numeric columns of the batch are not",
         ),
-        (Given(torch.ones(3, 2), torch.full((3, 2), math.inf), None), "the vectors of the tables are not"),
         (
-            Given(torch.ones(3, 2), torch.ones(3, 2), torch.full((3, 5), math.nan)),
+            NetInputs(torch.ones(3, 2), torch.full((3, 2), math.inf), None),
+            "the vectors of the tables are not",
+        ),
+        (
+            NetInputs(torch.ones(3, 2), torch.ones(3, 2), torch.full((3, 5), math.nan)),
             "the first that is not finite is the output of the remote net",
         ),
     ],
     ids=["batch", "tables", "remote net"],
 )
-def test_what_the_net_is_given_comes_first(given: Given, said: str) -> None:
-    assert found(net(), given).startswith(said)
+def test_what_the_net_is_given_comes_first(inputs: NetInputs, said: str) -> None:
+    assert found(net(), inputs).startswith(said)
 
 
 def test_a_parameter_is_named_with_its_layer() -> None:

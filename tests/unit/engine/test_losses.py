@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import RunConfig, TaskSection
-from hybrid.engine.losses import Objective, weighted_part
+from hybrid.engine.losses import Objective, weighted_summand
 from hybrid.errors import ConfigError
 from hybrid.reference.reference_losses import ReferenceLoss
 
@@ -185,7 +185,7 @@ def test_a_batch_that_counts_nowhere_adds_nothing() -> None:
     loss = Objective(TASKS)(outputs, batch._replace(weights=none, total_weights=none.double().sum(0)))
     assert loss.item() == 0
     assert not torch.autograd.grad(loss, outputs)[0].any()
-    assert weighted_part(torch.ones(2), torch.zeros(2), 0.0).item() == 0
+    assert weighted_summand(torch.ones(2), torch.zeros(2), 0.0).item() == 0
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
@@ -230,10 +230,10 @@ def test_a_loss_of_the_users_own_is_called_by_task() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("summed", r"'own_losses:summed': must give one value a sample, \[2\], and gives \[\]$"),
+        ("summed", r"'own_losses:summed': must return one value per sample, \[2\], but returns \[\]$"),
         (
             "broken",
-            r"'own_losses:broken': fails where it is given two samples: .*own_losses.py:9, in broken: ",
+            r"'own_losses:broken': fails for two samples: .*own_losses.py:9, in broken: ",
         ),
         ("absent", r"'own_losses:absent': cannot be imported: AttributeError"),
     ],
