@@ -1,4 +1,6 @@
-"""Predictions as a file, block by block: CSV, or Parquet where its name ends so; or as standard output."""
+"""Predictions as a CSV or Parquet file, or on standard output, written block by block."""
+
+from __future__ import annotations
 
 import csv
 import io
@@ -18,31 +20,26 @@ from hybrid.storage.private_files import open_file
 from hybrid.storage.remote_path import RemotePath, StoragePath
 from workers.exit_codes import ExitCode
 
-ROW = "row"  # the column that counts the rows of the input
-STDOUT = Path("-")  # in the place of a file
-_PARQUET = ".parquet"
-_BETWEEN_VALUES, _BETWEEN_PAIR = "|", ":"  # of a list, in a field of a CSV
+ROW = "row"  # the column of row numbers
+STDOUT = Path("-")
+_ITEM_SEPARATOR, _PAIR_SEPARATOR = "|", ":"  # of a list in a CSV field
 
 
 class PredictionWriter(Protocol):
-    """Takes the columns of a file, some rows after the other."""
+    """Writes the columns of a file, block by block."""
 
     def write(self, columns: Mapping[str, Any]) -> None:
-        """Add rows.
-
-        Args:
-            columns: pyarrow arrays of one length, by name; the same names each time.
-        """
+        """Append rows: pyarrow arrays of one length by name, with the same names each time."""
         ...
 
 
 def prediction_file(output: StoragePath) -> AbstractContextManager[PredictionWriter]:
-    """A file to write; it is there once all is written, and else nothing is left of it.
+    """Open a file that exists only once it is complete.
 
-    To :data:`STDOUT` rows go as they are written. Where nobody reads them any more, the process ends.
+    Rows for :data:`STDOUT` are written at once; the process ends if nobody reads them any more.
 
     Raises:
-        HybridError: it cannot be written.
+        HybridError: the file cannot be written.
     """
     return _standard_output() if output == STDOUT else _file(output)
 
@@ -50,9 +47,9 @@ def prediction_file(output: StoragePath) -> AbstractContextManager[PredictionWri
 @contextmanager
 def _standard_output() -> Iterator[PredictionWriter]:
     try:
-        # Not sys.stdout, which goes on where nothing can be written any more.
+        # sys.stdout would ignore errors at the end of the process.
         with open(1, "w", newline="", encoding="utf-8", closefd=False) as text:
-            yield _CsvWriter(text, end="\n", at_once=True)
+            yield _CsvWriter(text, line_end="\n", flushes=True)
     except BrokenPipeError:
         sys.exit(ExitCode.FAILED)
     except OSError as error:
@@ -62,21 +59,20 @@ def _standard_output() -> Iterator[PredictionWriter]:
 @contextmanager
 def _file(output: StoragePath) -> Iterator[PredictionWriter]:
     try:
-        with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as file:
-            if output.suffix == _PARQUET:
+        with _uploaded(output) if isinstance(output, RemotePath) else _renamed(output) as file:
+            if output.suffix == ".parquet":
                 with _ParquetWriter(file) as writer:
                     yield writer
             else:
                 with io.TextIOWrapper(file, newline="", encoding="utf-8") as text:
                     yield _CsvWriter(text)
-    except (OSError, ValueError, pa.ArrowException) as error:  # of other types than before, too
+    except (OSError, ValueError, pa.ArrowException) as error:  # or a column that changes its type
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise HybridError(f"{output}: cannot be written: {reason}") from error
 
 
 @contextmanager
 def _renamed(output: Path) -> Iterator[IO[bytes]]:
-    """A file of this machine that has its name once it is whole."""
     partial = output.with_name(f".{output.name}.partial")
     try:
         with open(partial, "wb", opener=open_file) as file:
@@ -87,59 +83,59 @@ def _renamed(output: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _sent(output: RemotePath) -> Iterator[IO[bytes]]:
-    """A file of a store, which is there once it is whole: one upload, as it is written."""
-    with open_writer(output) as stream, _Upload(stream) as file:
+def _uploaded(output: RemotePath) -> Iterator[IO[bytes]]:
+    with open_writer(output) as writer, _UploadFile(writer) as file:
         yield cast(IO[bytes], file)
 
 
-class _Upload(io.RawIOBase):
-    """As Python's own files are written; whoever has begun the upload ends it."""
+class _UploadFile(io.RawIOBase):
+    """An upload with the interface of Python's files."""
 
-    def __init__(self, stream: Writer) -> None:
-        self._stream = stream
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
 
     def writable(self) -> bool:
         return True
 
     def write(self, content: Any) -> int:
-        return self._stream.write(content)
+        return self._writer.write(content)
 
 
 class _CsvWriter:
-    def __init__(self, file: IO[str], end: str = "\r\n", at_once: bool = False) -> None:
-        self._writer = csv.writer(file, lineterminator=end)
+    def __init__(self, file: IO[str], line_end: str = "\r\n", flushes: bool = False) -> None:
+        self._writer = csv.writer(file, lineterminator=line_end)
         self._file = file
-        self._at_once = at_once
+        self._flushes = flushes
         self._has_header = False
 
     def write(self, columns: Mapping[str, Any]) -> None:
         if not self._has_header:
             self._writer.writerow(columns)
             self._has_header = True
-        values = [_texts(column) for column in columns.values()]
-        self._writer.writerows(zip(*values, strict=True))
-        if self._at_once:
+        self._writer.writerows(zip(*map(_fields, columns.values()), strict=True))
+        if self._flushes:
             self._file.flush()
 
 
-def _texts(column: Any) -> list[Any]:
+def _fields(column: Any) -> list[Any]:
+    """Return the fields of a column; the items of a list are joined."""
+    values: list[Any] = column.to_pylist()
     if not is_list(column):
-        return list(column.to_pylist())
-    return [None if each is None else _BETWEEN_VALUES.join(map(_text, each)) for each in column.to_pylist()]
+        return values
+    return [None if each is None else _ITEM_SEPARATOR.join(map(_item, each)) for each in values]
 
 
-def _text(item: Any) -> str:
-    """An item of a list; of a pair, as of an id and its weight, both."""
-    return _BETWEEN_PAIR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
+def _item(item: Any) -> str:
+    """Return the text of an item of a list; an id and its weight are a pair."""
+    return _PAIR_SEPARATOR.join(map(str, item.values())) if isinstance(item, dict) else str(item)
 
 
 class _ParquetWriter:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
-        self._writer: Any = None
+        self._writer: pq.ParquetWriter | None = None
 
-    def __enter__(self) -> "_ParquetWriter":
+    def __enter__(self) -> _ParquetWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""``hybrid export``: a trained model as files that need nothing of this project."""
+"""``hybrid export``: a trained model as files for other programs."""
 
 import os
 import shutil
@@ -52,7 +52,7 @@ def export_run(
         trained = TrainedRun.read(folder, warn, trust_code, uses_paths=dtype is not None)
         model = TrainedModule(trained)
     new_names = names.rename_tables(model.table_names)
-    lines = [f"{'checkpoint':<20}{model.trained.origin}"]
+    lines = [f"{'checkpoint':<20}{trained.origin}"]
     if dtype is not None and getattr(torch, dtype).itemsize < model.dtype.itemsize:
         lines += _narrow(model, dtype)
     with _new_folder(output) as partial, passing_status() as tell:
@@ -61,28 +61,31 @@ def export_run(
             files += program_export.write_tables(model, new_names, partial)
         if {"program", "onnx"} & {*formats}:
             tell("exporting the program")
-            program = program_export.recorded_program(model)
-            files += program_export.write_program(program, partial) if "program" in formats else []
-            tell("writing")
-            files += program_export.write_onnx(program, model, partial) if "onnx" in formats else []
+            program = program_export.export_program(model)
+            if "program" in formats:
+                torch.export.save(program, partial / program_export.PROGRAM_FILE)
+                files.append(program_export.PROGRAM_FILE)
+            if "onnx" in formats:
+                files += program_export.write_onnx(program, model, partial)
     lines += [f"{'wrote':<20}{output / name}" for name in files]
     for line in lines:
         print_line(line)
 
 
 def _narrow(model: TrainedModule, dtype: str) -> list[str]:
-    """Convert the tables to a narrower data type; return lines that say what it costs."""
+    """Convert the tables to a narrower data type; return lines that report what it costs."""
     full = {name: model.rows(name).detach() for name in model.table_names}
+    before: dict[str, float] = {}
+    notes = []
     try:
         rows = held_out_rows(model.trained, report=lambda text: None)
         before = measure(model, rows)
     except HybridError as error:
-        program_export.narrow(model, getattr(torch, dtype))
-        metrics = [f"{'on test rows':<20}not measured: {error}"]
-    else:
-        program_export.narrow(model, getattr(torch, dtype))
+        notes = [f"{'on test rows':<20}not measured: {error}"]
+    program_export.narrow_tables(model, getattr(torch, dtype))
+    if before:
         after = measure(model, rows)
-        metrics = [
+        notes = [
             f"{name.replace('_', ' ') + ' ':<20}{value:.6f} before, {after[name]:.6f} after"
             for name, value in before.items()
             if name.rpartition(".")[2] not in ("base_rate", "num_samples")
@@ -92,15 +95,15 @@ def _narrow(model: TrainedModule, dtype: str) -> list[str]:
     return [
         f"{'tables':<20}{dtype}, {sizes[0]:,.2f} MiB of {sizes[1]:,.2f}",
         f"{'largest change':<20}{max(changes):.2g} of a value of a row",
-        *metrics,
+        *notes,
     ]
 
 
 @contextmanager
 def _new_folder(output: StoragePath) -> Iterator[Path]:
-    """A folder to write into, which is ``output`` once everything is in it, and else nothing of it."""
+    """Create a folder atomically: write into the yielded folder, which becomes ``output`` at the end."""
     try:
-        with _sent(output) if isinstance(output, RemotePath) else _renamed(output) as folder:
+        with _uploaded(output) if isinstance(output, RemotePath) else _renamed(output) as folder:
             yield folder
     except OSError as error:
         raise HybridError(f"{output}: cannot be written: {error.strerror or error}") from error
@@ -119,13 +122,13 @@ def _renamed(output: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _sent(output: RemotePath) -> Iterator[Path]:
-    """What is written here is sent to a store, and last the file without which the others are no use."""
+def _uploaded(output: RemotePath) -> Iterator[Path]:
+    """Upload what was written; the file that the others need comes last."""
     with tempfile.TemporaryDirectory(prefix="hybrid-") as folder:
         yield Path(folder)
         try:
-            written = Path(folder).iterdir()
-            for path in sorted(written, key=lambda path: path.name == program_export.PREPROCESSING_FILE):
+            paths = Path(folder).iterdir()
+            for path in sorted(paths, key=lambda path: path.name == program_export.PREPROCESSING_FILE):
                 storage.copy(path, output / path.name)
         except BaseException:
             with suppress(OSError):
