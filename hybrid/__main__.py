@@ -1,9 +1,9 @@
 """``python -m hybrid``: the command line."""
 
-from workers.module_search_path import search_here_last
+from workers.module_imports import search_working_directory_last
 
 if __name__ == "__main__":
-    search_here_last()
+    search_working_directory_last()
     from workers.cli import main
 
     main()

@@ -10,7 +10,7 @@ from support.cluster import Clusters
 from support.stores import CREDENTIALS, Store, named_by_environment
 
 from hybrid.storage.remote_path import RemotePath
-from workers.launching.preloading import lasting_imports
+from workers.module_imports import importing_much
 
 # As commands set it before they import torch; processes that are forked here have imported it.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -19,7 +19,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Of what is collected nothing is garbage: to look for it takes a quarter of the time."""
-    with lasting_imports():
+    with importing_much():
         return (yield)
 
 

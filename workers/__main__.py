@@ -1,9 +1,9 @@
 """``python -m workers``: the same as the command ``hybrid``."""
 
-from workers.module_search_path import search_here_last
+from workers.module_imports import search_working_directory_last
 
 if __name__ == "__main__":
-    search_here_last()  # before the project's modules are: a folder hybrid of the user's is none of them
+    search_working_directory_last()  # first, since the user may have a folder "hybrid"
     from workers.cli import main
 
     main()

@@ -1,4 +1,4 @@
-"""The command line: a command is chosen, run, stopped by signals, and ends with a line and a code."""
+"""The command line: runs a command, stops it on signals, and ends with an exit code."""
 
 import argparse
 import os
@@ -12,72 +12,65 @@ from hybrid.errors import HybridError
 from hybrid.topology import RoleKind
 from workers.arguments import parse
 from workers.commands import offline_commands, role_commands, run_commands
-from workers.compile_cache import choose_torch_cache
+from workers.compile_cache import choose_compile_cache
 from workers.console.messages import logging_to_stderr, print_line, visible
 from workers.console.output_stream import tolerate_lost_output
 from workers.exit_codes import ExitCode, Interrupt, exit_code
-from workers.module_search_path import search_here_last
-from workers.signals import ASK_SIGNAL, HEARD
+from workers.module_imports import search_working_directory_last
+from workers.signals import HANDLED_SIGNALS, STOP_REQUEST
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; exits with a code of :class:`workers.exit_codes.ExitCode`, and a line on stderr."""
+    """Run one command; exit with a code of :class:`workers.exit_codes.ExitCode`, and a line on stderr."""
     started_at = time.time()
-    # torch's C++ side logs every broken connection with a stack; the roles say it in one line.
+    # torch's C++ code logs each broken connection with a stack; the roles report it in one line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    search_here_last()  # where a user's own net (dense.net = module:function) is
+    search_working_directory_last()  # for modules of the user (dense.net = module:function)
     options = parse(arguments)
     if options.command not in _WITHOUT_TORCH:
-        choose_torch_cache()
+        choose_compile_cache()
     is_run = options.command in _RUNS
     try:
         with (
             tolerate_lost_output(_name(options), run_continues=is_run) as lost,
             logging_to_stderr(options.verbosity),
         ):
-            _run_interruptibly(options, started_at)
+            try:
+                with _interruptible():
+                    _COMMANDS[options.command](options, started_at)
+            except KeyboardInterrupt as interrupt:
+                print_line(f"{_name(options)}: {str(interrupt) or 'interrupted'}", to_stderr=True)
+                sys.exit(exit_code(interrupt))
         if lost.any and not is_run:
             sys.exit(ExitCode.FAILED)
     except HybridError as error:
         code = exit_code(error, has_stepped=False)
+        line = f"{_name(options)}: {visible(' '.join(str(error).split()))}"
         if code is ExitCode.FAILED:
-            sys.exit(_line(options, error))
-        print_line(_line(options, error), to_stderr=code is not ExitCode.DONE)
+            sys.exit(line)
+        print_line(line, to_stderr=code is not ExitCode.DONE)
         sys.exit(code)
 
 
-def _run_interruptibly(options: argparse.Namespace, started_at: float) -> None:
-    try:
-        with _interruptible():
-            _COMMANDS[options.command](options, started_at)
-    except KeyboardInterrupt as interrupt:
-        print_line(f"{_name(options)}: {str(interrupt) or 'interrupted'}", to_stderr=True)
-        sys.exit(exit_code(interrupt))
-
-
-def _line(options: argparse.Namespace, error: HybridError) -> str:
-    return f"{_name(options)}: {visible(' '.join(str(error).split()))}"
-
-
 def _name(options: argparse.Namespace) -> str:
-    """What speaks in an error message, such as ``hybrid trainer 1``."""
+    """Return the start of an error message, such as ``hybrid trainer 1``; ``hybrid role`` finds its index."""
     index = getattr(options, "index", None)
     return f"hybrid {options.command}" + ("" if index is None else f" {index}")
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make SIGTERM and the like stop the command as Ctrl-C does, once: the way out is not interrupted."""
+    """Make SIGTERM and the like stop the command as Ctrl-C does; the cleanup is not interrupted again."""
 
     def interrupt(signum: int, frame: object) -> None:
         for each in previous:
             signal.signal(each, signal.SIG_IGN)
-        raise Interrupt(ExitCode.TERMINATED if signum == ASK_SIGNAL else ExitCode.of_signal(signum))
+        raise Interrupt(ExitCode.TERMINATED if signum == STOP_REQUEST else ExitCode.of_signal(signum))
 
-    # What is ignored already, as SIGHUP is under nohup, stays so.
+    # Ignored signals stay ignored, such as SIGHUP under nohup.
     previous = {
         each: handler
-        for each in (*HEARD, ASK_SIGNAL)
+        for each in (*HANDLED_SIGNALS, STOP_REQUEST)
         if (handler := signal.getsignal(each)) != signal.SIG_IGN
     }
     for each in previous:

@@ -1,4 +1,4 @@
-"""What the master of a cluster is there for. Free of torch."""
+"""The task of a cluster's master. Free of torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import ClassVar, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class TrainTask:
-    """Train, evaluate, and leave a run folder.
+    """Train and evaluate a model, and leave a run folder.
 
     Attributes:
         folder: of the run.
-        resume: whether to go on in it: from its newest checkpoint, or from the start where it has none.
+        resume: whether to continue from its newest checkpoint, or from the start if it has none.
         started_at: ``time.time()`` of the user's command.
     """
 
@@ -23,15 +23,15 @@ class TrainTask:
 
 @dataclass(frozen=True, slots=True)
 class CompareTask:
-    """Train some steps on the cluster and in one process, and print what differs."""
+    """Train some steps on the cluster and in one process, and print the differences."""
 
     command: ClassVar = "compare"
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class OwnTask:
-    """Call a function of the user's own.
+class FunctionTask:
+    """Call a function of the user on the master.
 
     Attributes:
         function: "module:function".
@@ -43,12 +43,12 @@ class OwnTask:
 
 @dataclass(frozen=True, slots=True)
 class ScriptTask:
-    """Run a script of the user's own on every trainer.
+    """Run a script of the user on every trainer.
 
     Attributes:
-        path: of the file.
-        arguments: that it is started with.
-        snapshot: where to save what there is after ``train.max_steps``, or None.
+        path: of the script.
+        arguments: of the script.
+        snapshot: where to save the state after ``train.max_steps``, or None.
     """
 
     command: ClassVar = "run"
@@ -57,4 +57,4 @@ class ScriptTask:
     snapshot: Path | None = None
 
 
-Task: TypeAlias = TrainTask | CompareTask | OwnTask | ScriptTask
+Task: TypeAlias = TrainTask | CompareTask | FunctionTask | ScriptTask

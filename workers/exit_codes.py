@@ -1,4 +1,4 @@
-"""How a process ends: why, with which exit code, and whether another start may help. Free of torch."""
+"""Exit codes of processes, causes of failures, and whether a restart may help. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from enum import Enum, IntEnum
 
 from hybrid.errors import ClusterError, HybridError, OutageError
 
-# Slurm sends it when told to (--signal), some time before it takes a job's machines away.
+# Slurm sends it some time before it takes the machines of a job away, if told to (--signal).
 WARNING = signal.SIGUSR1
-_ABOVE_SIGNALS = 128  # what shells add to the number of a signal
+_SIGNAL_BASE = 128  # shells add it to the number of a signal
 
 
 class ExitCode(IntEnum):
-    """What a command ends with; schedulers decide by it whether to start a job again."""
+    """The exit code of a command; schedulers use it to decide on a restart."""
 
     DONE = 0
-    FAILED = 1  # another start would fail the same way
+    FAILED = 1  # a restart would fail in the same way
     USAGE = 2
-    AGAIN = 75  # another start may help; sysexits.h has it as EX_TEMPFAIL
-    HUNG_UP = _ABOVE_SIGNALS + signal.SIGHUP
-    INTERRUPTED = _ABOVE_SIGNALS + signal.SIGINT
-    TERMINATED = _ABOVE_SIGNALS + signal.SIGTERM
+    AGAIN = 75  # a restart may help; EX_TEMPFAIL of sysexits.h
+    HUNG_UP = _SIGNAL_BASE + signal.SIGHUP
+    INTERRUPTED = _SIGNAL_BASE + signal.SIGINT
+    TERMINATED = _SIGNAL_BASE + signal.SIGTERM
 
     @classmethod
     def of_signal(cls, number: int) -> ExitCode:
-        """That of a process which ends since it was asked to by a signal."""
-        return cls.AGAIN if number == WARNING else cls(_ABOVE_SIGNALS + number)
+        """Return the code of a process that a signal has asked to stop."""
+        return cls.AGAIN if number == WARNING else cls(_SIGNAL_BASE + number)
 
 
 class Cause(Enum):
     """Why a role failed."""
 
-    STOPPED = "stopped"  # it was asked to
-    KILLED = "killed"  # its process was ended by a signal
-    STARVED = "starved"  # the same, since memory ran out
-    REFUSED = "refused"  # it said what the user can mend; another start would end the same way
-    OUTAGE = "outage"  # a store was down, or out of reach, for longer than it was asked again
-    EXCEPTION = "exception"  # an exception that nobody has thought of
-    LOST = "lost"  # it found another role gone, frozen, or too late
-    SILENT = "silent"  # it ended with an error and said nothing
-    ECHO = "echo"  # it was told that another one had failed
+    STOPPED = "stopped"  # a stop was requested
+    KILLED = "killed"  # by a signal
+    STARVED = "starved"  # killed since memory ran out
+    REFUSED = "refused"  # an error that the user must correct; a restart would fail in the same way
+    OUTAGE = "outage"  # a store was unreachable for longer than requests are repeated
+    EXCEPTION = "exception"  # an unexpected exception
+    LOST = "lost"  # another role was lost, frozen, or too late
+    SILENT = "silent"  # an exit code without a report
+    ECHO = "echo"  # a reported failure of another role
 
 
 def may_help(cause: Cause, has_stepped: bool) -> bool:
-    """Whether a run that has failed may come further by another start.
+    """Whether a restart of a failed run may help.
 
     Args:
-        has_stepped: whether it has taken a step since the last one: an exception, or memory that runs out,
-            before the first is a mistake in somebody's code or settings, and not of this moment.
+        has_stepped: whether the run took a step since its start. An exception or a lack of memory before the
+            first step comes from code or settings and would occur again.
     """
     if cause in (Cause.EXCEPTION, Cause.STARVED):
         return has_stepped
@@ -57,20 +57,20 @@ def may_help(cause: Cause, has_stepped: bool) -> bool:
 
 
 class Interrupt(KeyboardInterrupt):
-    """This process was asked to stop.
+    """A requested stop of this process.
 
     Args:
-        code: that it ends with.
-        said: what came of it, where that is not all.
+        code: exit code of the process.
+        message: what the stop has left, if there is something to say.
     """
 
-    def __init__(self, code: ExitCode, said: str = "") -> None:
-        super().__init__(*[said] if said else [])
+    def __init__(self, code: ExitCode, message: str = "") -> None:
+        super().__init__(*[message] if message else [])
         self.code = code
 
 
-class ToldError(ClusterError):
-    """A failure whose exit code is known to whoever tells it."""
+class ReportedError(ClusterError):
+    """A failure that another process has reported, with its exit code."""
 
     def __init__(self, message: str, code: ExitCode = ExitCode.AGAIN) -> None:
         super().__init__(message)
@@ -78,10 +78,10 @@ class ToldError(ClusterError):
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Why a role has failed that is ended by this error."""
+    """Return the cause of the failure of a role that ends with this error."""
     if isinstance(error, KeyboardInterrupt):
         return Cause.STOPPED
-    if isinstance(error, ToldError):
+    if isinstance(error, ReportedError):
         return Cause.ECHO
     if not isinstance(error, HybridError) or not issubclass(error.kind, HybridError):
         return Cause.EXCEPTION
@@ -91,12 +91,12 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
-    """What a process ends with that is ended by this error.
+    """Return the exit code of a process that ends with this error.
 
     Args:
-        has_stepped: see :func:`may_help`; who does not know takes it to have.
+        has_stepped: see :func:`may_help`; True if unknown.
     """
-    if isinstance(error, Interrupt | ToldError):
+    if isinstance(error, Interrupt | ReportedError):
         return error.code
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED
@@ -104,17 +104,17 @@ def exit_code(error: BaseException, has_stepped: bool = True) -> ExitCode:
 
 
 def code_of(cause: Cause, has_stepped: bool) -> ExitCode:
-    """What a run ends with that nobody starts again from within."""
+    """Return the exit code of a failed run that is not restarted."""
     return ExitCode.AGAIN if may_help(cause, has_stepped) else ExitCode.FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
-    """What the master tells every role at the end, so that all end alike.
+class StopMessage:
+    """The master's last message to every role.
 
     Attributes:
-        code: that they end with.
-        reason: why the run has failed; empty where they are to end in peace.
+        code: exit code of the roles.
+        reason: why the run has failed; empty after a normal end.
     """
 
     code: ExitCode = ExitCode.DONE
@@ -124,7 +124,7 @@ class Word:
         return f"{self.code:d} {self.reason}"
 
     @classmethod
-    def parse(cls, text: str) -> Word:
-        """The word of which ``text`` is the text."""
+    def parse(cls, text: str) -> StopMessage:
+        """Return the message with this text."""
         code, _, reason = text.partition(" ")
         return cls(ExitCode(int(code)), reason)

@@ -1,19 +1,19 @@
-"""Being asked to stop, by Ctrl-C, SIGTERM or SIGHUP: first in peace, then at once. Free of torch.
+"""Signals that stop a run: the first one saves it, the next one stops at once. Free of torch.
 
 ::
 
     launcher                          master                            other roles
     ────────                          ──────                            ───────────
-    Ctrl-C: tells the master ───────► finishes its step, saves          ignore the signals
-                                      says "done" ────────────────────► end
+    Ctrl-C: STOP_REQUEST ───────────► finishes its step, saves          ignore the signals
+                                      sends the stop message ─────────► end
                              ◄─────── ends
-    Ctrl-C again: ends all
+    Ctrl-C again: kills all
 
-    started by hand                   hears Ctrl-C itself
-                                      hears of it by its signs of ◄──── Ctrl-C: tells the master
-                                      life, and stops as above          Ctrl-C again: ends at once
+    started by hand                   handles Ctrl-C itself
+                                      receives the request with ◄────── Ctrl-C: request to the master
+                                      the heartbeat, stops as above     Ctrl-C again: ends at once
 
-A warning, SIGUSR1, asks for the same; it may come to all at once and as often as it likes.
+A warning, SIGUSR1, has the same effect; a scheduler may send it to all processes and more than once.
 """
 
 import signal
@@ -25,46 +25,45 @@ from typing import Any
 from workers.exit_codes import WARNING, ExitCode, Interrupt
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HEARD = (*STOP_SIGNALS, WARNING)  # what a command hears that runs a cluster, or is part of one
-# What the launcher, or another role, tells its master by: a signal that nobody else sends to all.
-ASK_SIGNAL = signal.SIGRTMAX
+HANDLED_SIGNALS = (*STOP_SIGNALS, WARNING)
+# From the launcher, or another role, to the master: a signal that nobody else sends.
+STOP_REQUEST = signal.SIGRTMAX
 
 
-class Stop:
-    """Whether a run has been asked to stop.
+class StopRequest:
+    """The request to stop a run, if there is one.
 
     Args:
-        seconds: how long it may take to stop in peace, once asked.
-        ask: called with the code when it is asked, in a signal handler.
+        seconds: how long the run may take to stop.
+        forward: called by the signal handler with the exit code.
 
     Attributes:
-        is_asked: whether it has been.
-        code: what the process is to end with then.
+        is_requested: whether the run must stop.
+        code: exit code of the process then.
     """
 
-    def __init__(self, seconds: float, ask: Callable[[ExitCode], object] = lambda _: None) -> None:
-        self.is_asked = False
+    def __init__(self, seconds: float, forward: Callable[[ExitCode], object] = lambda _: None) -> None:
+        self.is_requested = False
         self.code = ExitCode.DONE
-        self._has_heard = False  # a signal that was for this very process
+        self._has_direct_signal = False  # a signal for this process alone
         self._seconds = seconds
-        self._ask = ask
+        self._forward = forward
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], Any]] = {}
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note the first signal in here, and leave the next to whom it was for; entered by the main thread.
+    def handling_signals(self) -> Iterator[None]:
+        """Handle the first signal in this block, and leave the next to its old handler; main thread only.
 
-        What is ignored stays so. What was not for this process alone, a warning or a word of another one, is
-        no first signal, and no next.
+        Ignored signals stay ignored. A warning or a forwarded request counts as neither first nor next.
 
         Raises:
-            Interrupt: it has taken too long since it was asked.
+            Interrupt: the run takes too long to stop.
         """
-        for number in (*HEARD, ASK_SIGNAL):
+        for number in (*HANDLED_SIGNALS, STOP_REQUEST):
             handler = signal.getsignal(number)
             if callable(handler):
                 self._previous[number] = handler
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
         alarm = signal.signal(signal.SIGALRM, self._give_up)
         try:
             yield
@@ -72,21 +71,21 @@ class Stop:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, alarm)
             for number, handler in self._previous.items():
-                if signal.getsignal(number) == self._hear:  # the second signal may have changed it
+                if signal.getsignal(number) == self._handle:  # the second signal may have changed it
                     signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        is_for_this = number in STOP_SIGNALS
-        if is_for_this and self._has_heard:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_direct = number in STOP_SIGNALS
+        if is_direct and self._has_direct_signal:
             self._previous[signal.Signals(number)](number, frame)
             return
-        self._has_heard |= is_for_this
-        if self.is_asked:
+        self._has_direct_signal |= is_direct
+        if self.is_requested:
             return
-        self.is_asked = True
-        self.code = ExitCode.TERMINATED if number == ASK_SIGNAL else ExitCode.of_signal(number)
+        self.is_requested = True
+        self.code = ExitCode.TERMINATED if number == STOP_REQUEST else ExitCode.of_signal(number)
         signal.setitimer(signal.ITIMER_REAL, self._seconds)
-        self._ask(self.code)
+        self._forward(self.code)
 
     def _give_up(self, number: int, frame: FrameType | None) -> None:
         raise Interrupt(
@@ -96,31 +95,31 @@ class Stop:
 
 
 @contextmanager
-def passing_on(ask: Callable[[int], object]) -> Iterator[None]:
-    """Have the signals that stop a role ask its master in here, which stops all; entered by the main thread.
+def forwarding_signals(forward: Callable[[int], object]) -> Iterator[None]:
+    """Forward signals to the master, which stops all roles, during this block; main thread only.
 
-    Ctrl-C again ends the role at once. A scheduler may send the others to all, and more than once. What is
-    ignored stays so.
+    The second Ctrl-C ends the role at once. A scheduler may send the other signals to all roles, and more
+    than once. Ignored signals stay ignored.
 
     Args:
-        ask: called with the number of a signal.
+        forward: called with the number of a signal.
     """
-    previous = {number: signal.getsignal(number) for number in HEARD}
-    heard = list[int]()
+    previous = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
+    received = list[int]()
 
-    def hear(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         before = previous[signal.Signals(number)]
-        if number == signal.SIGINT and heard and callable(before):
+        if number == signal.SIGINT and received and callable(before):
             before(number, frame)
-        heard.append(number)
-        ask(number)
+        received.append(number)
+        forward(number)
 
     for number, handler in previous.items():
         if handler != signal.SIG_IGN:
-            signal.signal(number, hear)
+            signal.signal(number, handle)
     try:
         yield
     finally:
         for number, handler in previous.items():
-            if signal.getsignal(number) == hear:  # the second signal may have changed it
+            if signal.getsignal(number) == handle:  # the second signal may have changed it
                 signal.signal(number, handler)

@@ -19,7 +19,7 @@ _PROJECT = Path(__file__).resolve().parents[2]
 _SECONDS = 180.0  # for each thing to happen; a step of Slurm's waits for 60 of them for who is lost
 _POLL_SECONDS = 0.1
 _RANKS = {"worker 0": 3, "trainer 0": 1, "the master": 0}  # of 1 master, 2 trainers, 2 workers
-_GOING_ON = "going on from step"
+_GOING_ON = "resuming from step"
 _JOB = """
 [run]
 folder = "run"

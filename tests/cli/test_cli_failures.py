@@ -60,7 +60,7 @@ def test_launch_gives_up_with_the_first_cause(endless: list[str], tmp_path: Path
     cause = rf"worker 0 \(pid {first.pid}\) was killed by SIGKILL; see run/logs/worker-0.log"
     assert re.fullmatch(
         rf"hybrid launch: {cause}; steps 0 to \d+ are lost, starting from the beginning\n"
-        rf"hybrid launch: {cause}; given up after 1 restart\(s\) without a new checkpoint "
+        rf"hybrid launch: {cause}; stopped after 1 restart\(s\) without a new checkpoint "
         r"\(cluster.max_restarts\)\n",
         ended.stderr,
     )
@@ -82,7 +82,7 @@ def test_launch_goes_on_where_all_its_processes_are_gone(
         assert eventually(lambda: command.stdout.count("\nstep ") > steps, COMMAND_SECONDS), command.stderr
     assert re.fullmatch(
         rf"hybrid launch: the process that starts the roles \(pid \d+\) {how}; steps \d+ to \d+ are lost, "
-        r"(starting from the beginning|going on from step \d+)\n",
+        r"(starting from the beginning|resuming from step \d+)\n",
         said,
     )
 

@@ -90,7 +90,7 @@ def test_a_signal_saves_and_stops_everything(
     if number is signal.SIGTERM:
         goes_on = ["--set", f"train.max_steps={step + 1}"]
         said = output_of(["launch", "--resume", "run", *goes_on], tmp_path)
-        assert f"\ngoing on from step {step}: run/checkpoints/step-{step:08}\n" in said
+        assert f"\nresuming from step {step}: run/checkpoints/step-{step:08}\n" in said
 
 
 def test_the_master_by_hand_saves_and_stops_all(endless: list[str], tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_run_goes_on_elsewhere_and_is_evaluated(
         output_of(["launch", *keys, *settings(train={"max_steps": 12})], tmp_path, afresh=True)
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / f"elsewhere-{len(shown)}"))
         said = output_of(["launch", *keys, *settings(train={"max_steps": 20})], tmp_path, afresh=True)
-        assert "going on from step 12" in said
+        assert "resuming from step 12" in said
         output_of(["predict", folder / "run", "--output", folder / "p.csv"], tmp_path, afresh=True)
         said = output_of(["evaluate", folder / "run"], tmp_path, afresh=True)
         shown.append((re.findall(r"\d\.\d{4}", said), files.read_bytes(folder / "p.csv")))

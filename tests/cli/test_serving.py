@@ -207,7 +207,7 @@ def test_a_run_goes_on_with_tables_of_another_program(
     assert len(tables) == len(stored.manifest.tables)
     # Patience counts from the model as it was imported, which is evaluated first.
     said = output_of(["launch", "--resume", warm, *settings(train={"epochs": 2, "patience": 1})], tmp_path)
-    assert "going on from step 16" in said
+    assert "resuming from step 16" in said
     assert step_folder(warm, 32).exists()
 
 

@@ -160,7 +160,7 @@ def test_killed_while_data_and_checkpoints_are_sent_it_goes_on_by_the_same_comma
         with started(["launch", *keys], tmp_path, afresh=True, variables=variables) as strikes.command:
             said = strikes.command.wait(150.0)
     assert (said.code, strikes.left) == (0, []), said
-    assert "going on from step 5" in said.stdout
+    assert "resuming from step 5" in said.stdout
     assert rows_of(parse_path(f"{base}/run/checkpoints/step-00000016")) == rows_of(
         trained.folder / "checkpoints/step-00000016"
     )
@@ -184,7 +184,7 @@ def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     more = settings(train={"max_steps": 16}, cluster={"workers": 3})
     said = output_of(["launch", "--resume", RUN, *more], tmp_path, afresh=True)
-    assert f"going on from step 12: {RUN}/checkpoints/step-00000012" in said
+    assert f"resuming from step 12: {RUN}/checkpoints/step-00000012" in said
     assert f"hybrid evaluate {RUN}" in " ".join(said.split())
     whole = trained.folder / "checkpoints/step-00000016"
     assert rows_of(there / "checkpoints" / "step-00000016") == rows_of(whole)

@@ -101,7 +101,7 @@ def assert_goes_on_when_killed(
     for count, (cut, last_step, saved_step) in zip(workers, ends, strict=True):
         now = config.replace(cluster=dataclasses.replace(config.cluster, workers=count))
         said = clusters.get(2, count).run(train, now, cache, run, True, last_step, saved_step)
-        assert said == [f"going on from step {cut}: {step_folder(run, cut)}"]
+        assert said == [f"resuming from step {cut}: {step_folder(run, cut)}"]
     assert_same_run(run, whole)
 
 

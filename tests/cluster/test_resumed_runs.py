@@ -80,7 +80,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit_as_one_that_was_not(
     assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == CUT
     assert not (run / "result.json").exists()
     (step_folder(run, 16).with_suffix(".partial")).mkdir()
-    said = [f"going on from step {CUT}: {step_folder(run, CUT)}"]
+    said = [f"resuming from step {CUT}: {step_folder(run, CUT)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == said
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
@@ -126,7 +126,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_bit_for_bit_as_one_that_was_not(
     assert f"stopping after step {step}; again to stop at once" in statuses or moment[0] == "done evaluating"
     assert checkpoint_folders.parse_step(checkpoint_folders.list_checkpoints(run)[0]) == step
     assert not (run / "result.json").exists()
-    said = [f"going on from step {step}: {step_folder(run, step)}"]
+    said = [f"resuming from step {step}: {step_folder(run, step)}"]
     assert cluster.run(train, CONFIG, cache, run, resume=True) == said
     assert lines(run) == lines(whole)
     assert checksums(step_folder(run, TOTAL)) == checksums(step_folder(whole, TOTAL))
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_ends(
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (run / "result.json").unlink()
-    said = [f"going on from step {TOTAL}: {step_folder(run, TOTAL)}"]
+    said = [f"resuming from step {TOTAL}: {step_folder(run, TOTAL)}"]
     assert clusters.get(2, 2).run(train, CONFIG, cache, run, resume=True) == said
     assert lines(run) == lines(whole)
     results = [json.loads((each / "result.json").read_text()) for each in (run, whole)]
@@ -280,10 +280,10 @@ def test_a_run_ends_by_its_patience_and_goes_on_with_more_of_it_only(
     ):
         cluster.run(train, config(2), cache, run, resume=True)
     said = cluster.run(train, config(3), cache, run, resume=True)
-    assert said == [f"going on from step 6: {step_folder(run, 6)}", ended(8, 3)]
+    assert said == [f"resuming from step 6: {step_folder(run, 6)}", ended(8, 3)]
     (run / "result.json").unlink()  # as if killed right before it was written
     said = cluster.run(train, config(3), cache, run, resume=True)
-    assert said == [f"going on from step 8: {step_folder(run, 8)}", ended(8, 3)]
+    assert said == [f"resuming from step 8: {step_folder(run, 8)}", ended(8, 3)]
     assert json.loads((run / "result.json").read_text())["steps"] == 8
 
 
@@ -301,7 +301,7 @@ def test_a_run_in_a_store_that_fails_now_and_then_goes_on_bit_for_bit(
         cluster.run(train, config, cache, run, last_step=15, saved_step=CUT)
         left = checkpoint_folders.begin(step_folder(there, 16))
         write_bytes(left / DENSE_FILE, b"left by a kill")
-        said = [f"going on from step {CUT}: {step_folder(there, CUT)}"]
+        said = [f"resuming from step {CUT}: {step_folder(there, CUT)}"]
         assert cluster.run(train, config, cache, run, resume=True) == said
         assert not (run / "checkpoints").exists()
         assert lines(run) == lines(whole)

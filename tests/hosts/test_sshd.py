@@ -95,7 +95,7 @@ def test_a_connection_breaks_and_the_script_is_stopped(
         for each in sessions(pair[1]):
             if each != servers[pair[1].name]:
                 each.kill()
-        assert eventually(lambda: "going on from step" in script.stdout, SECONDS)
+        assert eventually(lambda: "resuming from step" in script.stdout, SECONDS)
         progress.await_checkpoint()
         (bash,) = psutil.Process(script.process.pid).children()
         bash.send_signal(signal.SIGINT)

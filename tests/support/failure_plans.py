@@ -85,7 +85,7 @@ class Row:
             return "nothing is lost, starting from the beginning"
         if self.phase == "step":
             return "steps 0 to 1 are lost, starting from the beginning"
-        return r"steps (?P<step>\d+) to \d+ are lost, going on from step (?P=step)"
+        return r"steps (?P<step>\d+) to \d+ are lost, resuming from step (?P=step)"
 
 
 @dataclass(frozen=True, slots=True)

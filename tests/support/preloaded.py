@@ -4,9 +4,9 @@
 
 from cryptography.hazmat.backends import default_backend
 
-from workers.launching.preloading import lasting_imports
+from workers.module_imports import importing_much
 
-with lasting_imports():
+with importing_much():
     import pytest  # by modules of cases
     import support.cluster
     import support.forked_commands

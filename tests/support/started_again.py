@@ -11,7 +11,7 @@ from support.hosts import Host
 from workers.run_folder.run_state import newest_step
 
 _SECONDS = 300.0
-_GOING_ON = "\ngoing on from step "
+_GOING_ON = "\nresuming from step "
 
 
 class Progress:

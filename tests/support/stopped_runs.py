@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from workers.exit_codes import ExitCode
 from workers.jobs.training_job import Training
 from workers.rendezvous.bootstrap import Cluster
 from workers.run_folder.remote_run import checkpoint_root
-from workers.signals import ASK_SIGNAL
+from workers.signals import STOP_REQUEST
 
 _TIMED = ("time", "samples_per_second", "phase_seconds")
 
@@ -59,6 +60,10 @@ class View(TerminalView):
         self._saved_step = saved_step
 
     def note(self, text: str) -> None:
+        if not re.match(r"dense net |\d+ embedding table|run folder ", text):  # of every run
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
         self.notes.append(text)
 
     def status(self, text: str) -> None:
@@ -86,15 +91,15 @@ class Asking(DatasetSession):
     def train(self, epoch: int, first_step: int, num_steps: int, steps_before: int) -> list[Report]:
         self.calls.append(num_steps)
         if self.moment[0] == "training" and steps_before <= self.moment[1] < steps_before + num_steps:
-            signal.raise_signal(ASK_SIGNAL)
+            signal.raise_signal(STOP_REQUEST)
         return super().train(epoch, first_step, num_steps, steps_before)
 
     def evaluation(self, steps_before: int) -> Iterator[list[Predictions]]:
         if self.moment == ("evaluating", steps_before):
-            signal.raise_signal(ASK_SIGNAL)
+            signal.raise_signal(STOP_REQUEST)
         yield from super().evaluation(steps_before)
         if self.moment == ("done evaluating", steps_before):
-            signal.raise_signal(ASK_SIGNAL)
+            signal.raise_signal(STOP_REQUEST)
 
     def take_staleness(self, step: int) -> Staleness:
         self._ask_if_it_is(("counting staleness", step))
@@ -107,7 +112,7 @@ class Asking(DatasetSession):
     def _ask_if_it_is(self, moment: tuple[str, int]) -> None:
         if self.moment == moment:
             self.moment = ("", 0)  # it may come again
-            signal.raise_signal(ASK_SIGNAL)
+            signal.raise_signal(STOP_REQUEST)
 
 
 @contextmanager
@@ -149,7 +154,7 @@ def stop(
 ) -> tuple[ExitCode, list[str]]:
     """Train in a run folder until the run is asked to stop: whether it came to its end, and what it said."""
     view = View(run)
-    signal.signal(ASK_SIGNAL, signal.default_int_handler)
+    signal.signal(STOP_REQUEST, signal.default_int_handler)
     # However slow the machine is, a call goes as far as the next thing that is due.
     with view, sessions_closed(moment), patch("workers.jobs.training_job._CALL_SECONDS", CASE_SECONDS):
         training = Training(config, TrainTask(run, False, time.time()))

@@ -15,7 +15,7 @@ from hybrid.errors import (
     StorageError,
 )
 from hybrid.topology import Role, RoleKind
-from workers.exit_codes import Cause, ExitCode, Interrupt, ToldError, Word, code_of, exit_code
+from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, StopMessage, code_of, exit_code
 from workers.rendezvous.interrupt import EndedRoleError, LostRoleError, StoppedError
 from workers.roles.diagnosis import UnexpectedError
 
@@ -58,7 +58,7 @@ def come_of(error: HybridError, cause: Exception) -> HybridError:
         (StoppedError("stopped by the master: lost worker 0"), 75, 75),
         (StoppedError("stopped by the master: a.b: is bad", ExitCode.FAILED), 1, 1),
         (EndedRoleError("worker 0 has ended: a.b: is bad", ExitCode.FAILED), 1, 1),
-        (ToldError("the run is over", ExitCode.DONE), 0, 0),
+        (ReportedError("the run is over", ExitCode.DONE), 0, 0),
         (KeyboardInterrupt(), 130, 130),
         (Interrupt(ExitCode.TERMINATED), 143, 143),
     ],
@@ -91,6 +91,8 @@ def test_a_signal_ends_it_with(number: signal.Signals, code: int) -> None:
     assert ExitCode.of_signal(number) == code
 
 
-@pytest.mark.parametrize("word", [Word(), Word(ExitCode.AGAIN, "lost worker 0: a 1 b"), Word(ExitCode.AGAIN)])
-def test_a_word_arrives_as_it_was_said(word: Word) -> None:
-    assert Word.parse(str(word)) == word
+@pytest.mark.parametrize(
+    "word", [StopMessage(), StopMessage(ExitCode.AGAIN, "lost worker 0: a 1 b"), StopMessage(ExitCode.AGAIN)]
+)
+def test_a_word_arrives_as_it_was_said(word: StopMessage) -> None:
+    assert StopMessage.parse(str(word)) == word

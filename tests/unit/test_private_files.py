@@ -16,8 +16,8 @@ from hybrid.storage.private_files import make_folder, open_file, private_user_fo
 from workers.exit_codes import Cause
 from workers.launching.network_namespace import enter_network_namespace
 from workers.launching.restarts import Restarts
-from workers.launching.role_outcome import Outcome
-from workers.launching.role_processes import _log_to
+from workers.launching.role_failure import RoleFailure
+from workers.launching.role_processes import _redirect_output
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_lock import run_lock
 
@@ -87,7 +87,7 @@ def test_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
     def write_all() -> None:
         with run_lock(tmp_path / "run"):
             if name == "log":
-                _log_to(link, keep_stdout=True)
+                _redirect_output(link, keep_stdout=True)
             if name == "metrics.jsonl":
                 RunFolder(tmp_path / "run")
             RunFolder.create(tmp_path / "run", RunConfig()).finish({})
@@ -102,7 +102,7 @@ def test_a_record_of_a_restart_is_not_written_through_a_link_and_the_run_goes_on
     (tmp_path / "mine").write_text("kept")
     link = tmp_path / "restarts.jsonl"
     link.symlink_to("mine")
-    said = Restarts(tmp_path, 3).after(Outcome("killed", Cause.KILLED))
+    said = Restarts(tmp_path, 3).after(RoleFailure("killed", Cause.KILLED))
     assert f"; {link}: is a symbolic link, and nothing is written through one; remove it" in said
     assert (tmp_path / "mine").read_text() == "kept"
 

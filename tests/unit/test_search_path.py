@@ -10,7 +10,7 @@ from support import forked
 from support.commands import HYBRID, ROOT
 
 from workers.launching.fork_server import ForkServer
-from workers.module_search_path import search_here_last
+from workers.module_imports import search_working_directory_last
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_it_is_searched_last_and_once(
     monkeypatch.chdir(tmp_path / "here")
     first = {"": "", None: os.getcwd(), "link": str(tmp_path / "link")}[before]
     monkeypatch.setattr(sys, "path", [first, "/a", os.getcwd(), "/b"])
-    search_here_last()
+    search_working_directory_last()
     assert sys.path == ["/a", "/b", os.getcwd()]
 
 
@@ -53,6 +53,6 @@ def test_roles_are_forked_from_a_process_that_imports_nothing_of_it(
     crowded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(crowded), *sys.path])
-    search_here_last()
+    search_working_directory_last()
     with ForkServer(["support.forked"]) as server:
         assert forked.exit_code(server, forked.exit_with, 0) == 0

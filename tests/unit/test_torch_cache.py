@@ -11,7 +11,7 @@ from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir, triton_cache_dir
 
 from workers import cli
-from workers.compile_cache import choose_torch_cache
+from workers.compile_cache import choose_compile_cache
 
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "QUACK_CACHE_DIR": "quack"}
 
@@ -34,14 +34,14 @@ def chosen() -> dict[str, str]:
 
 
 def test_it_is_among_the_users_own_caches(home: Path) -> None:
-    choose_torch_cache()
+    choose_compile_cache()
     assert chosen() == {name: f"{home}/.cache/hybrid/torch/{sub}" for name, sub in VARIABLES.items()}
     assert (home / ".cache/hybrid/torch").stat().st_mode & 0o777 == 0o700
 
 
 def test_torch_keeps_there_what_it_compiles(home: Path) -> None:
     """What a new release of torch keeps elsewhere fails here."""
-    choose_torch_cache()
+    choose_compile_cache()
 
     assert cache_dir() == f"{home}/.cache/hybrid/torch/inductor"
     assert triton_cache_dir(0) == f"{home}/.cache/hybrid/torch/inductor/triton/0"
@@ -52,7 +52,7 @@ def test_torch_keeps_there_what_it_compiles(home: Path) -> None:
 
 def test_headers_that_torch_compiles_beforehand_are_not_taken_from_the_temporary_folder(home: Path) -> None:
     """It keeps them there, under a name that anybody can take first, whatever is named for its cache."""
-    choose_torch_cache()
+    choose_compile_cache()
     assert os.environ[HEADERS] == "0"
     assert HEADERS in Path(config.__file__).read_text(), "torch reads it when it is imported"
 
@@ -60,7 +60,7 @@ def test_headers_that_torch_compiles_beforehand_are_not_taken_from_the_temporary
 def test_what_the_user_has_set_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.setenv(HEADERS, "1")
-    choose_torch_cache()
+    choose_compile_cache()
     assert os.environ[HEADERS] == "1"
     assert chosen() == {
         "TORCHINDUCTOR_CACHE_DIR": "mine",
@@ -71,7 +71,7 @@ def test_what_the_user_has_set_is_left_alone(home: Path, monkeypatch: pytest.Mon
 def test_where_others_could_put_something_it_is_a_fresh_folder(home: Path) -> None:
     (home / ".cache/hybrid/torch").mkdir(parents=True)
     (home / ".cache/hybrid/torch").chmod(0o777)
-    choose_torch_cache()
+    choose_compile_cache()
     (fresh,) = {Path(path).parent for path in chosen().values()}
     assert fresh.name.startswith("hybrid-torch-")
     assert fresh.stat().st_mode & 0o777 == 0o700
@@ -79,7 +79,7 @@ def test_where_others_could_put_something_it_is_a_fresh_folder(home: Path) -> No
 
 def test_a_fresh_folder_goes_with_its_process(tmp_path: Path) -> None:
     (tmp_path / ".cache").touch()
-    code = "from workers.compile_cache import *; choose_torch_cache(); print(len(os.listdir()))"
+    code = "from workers.compile_cache import *; choose_compile_cache(); print(len(os.listdir()))"
     kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "XDG_CACHE_HOME")}
     ended = subprocess.run(
         [sys.executable, "-c", f"import os; {code}"],

@@ -23,7 +23,7 @@ from workers.commands.run_request import (
     requested_run,
 )
 from workers.console.messages import print_line
-from workers.exit_codes import ExitCode, ToldError, exit_code
+from workers.exit_codes import ExitCode, ReportedError, exit_code
 from workers.launching.forked_roles import end_with_parent
 from workers.launching.scheduler_rank import ends_with_starter, index_of, master_host, role_of
 from workers.rendezvous.host_requirements import allow_open_files
@@ -99,7 +99,7 @@ def _coded(code_of: Callable[[BaseException], ExitCode]) -> Iterator[None]:
     try:
         yield
     except HybridError as error:
-        raise ToldError(str(error), code_of(error)) from error
+        raise ReportedError(str(error), code_of(error)) from error
 
 
 def other_role(options: argparse.Namespace, started_at: float) -> None:

@@ -11,7 +11,7 @@ from hybrid.config.key import USER_FUNCTION
 from hybrid.config.loading import validate
 from hybrid.errors import ConfigError
 from workers.arguments import COMPARED_DTYPE
-from workers.cluster_task import CompareTask, OwnTask, ScriptTask, TrainTask
+from workers.cluster_task import CompareTask, FunctionTask, ScriptTask, TrainTask
 from workers.commands.run_request import importing_torch, read_config, report_saved_state, requested_run
 from workers.console.messages import print_line
 from workers.run_folder.remote_run import hold_run
@@ -75,9 +75,9 @@ def run(options: argparse.Namespace, started_at: float) -> None:
     """Have a cluster do what a script, or a function, of the user's own says."""
     from workers.launching.launcher import launch
 
-    task: OwnTask | ScriptTask
+    task: FunctionTask | ScriptTask
     if re.fullmatch(USER_FUNCTION, options.program):
-        task = OwnTask(options.program)
+        task = FunctionTask(options.program)
     else:
         task = script_task(options.program, options.arguments)
     config = read_config(options)

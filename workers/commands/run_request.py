@@ -14,7 +14,7 @@ from workers.arguments import AUTO
 from workers.console.messages import print_line
 from workers.console.terminal import passing_status
 from workers.exit_codes import Interrupt, exit_code
-from workers.launching.preloading import lasting_imports
+from workers.module_imports import importing_much
 from workers.run_folder.resume import check_same_model, is_finished, load_resumed_config, newest_run
 from workers.run_folder.run_paths import refuse_existing, run_path
 from workers.run_folder.run_state import describe_saved_state
@@ -23,7 +23,7 @@ from workers.run_folder.run_state import describe_saved_state
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """Import torch in here, which takes seconds, and is said."""
-    with passing_status() as say, lasting_imports():
+    with passing_status() as say, importing_much():
         say("importing PyTorch")
         yield
 

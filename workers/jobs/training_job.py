@@ -30,7 +30,7 @@ from workers.jobs.run_counters import Interval, Tally
 from workers.run_folder.remote_run import checkpoint_root
 from workers.run_folder.run_files import RunFolder
 from workers.run_folder.run_paths import RESULT_FILE, command_name
-from workers.signals import Stop
+from workers.signals import StopRequest
 
 _SPANS_SHOWN = 6  # of a profile, at the end of a run
 # About how long trainers are left to themselves: what a run that is asked to stop waits for at least.
@@ -63,7 +63,7 @@ class Training:
         self._profile: ProfileSummary | None = None
         self._owes_evaluation = False
         self._seconds_per_step = _CALL_SECONDS
-        self._stop = Stop(config.cluster.timeout_seconds)
+        self._stop = StopRequest(config.cluster.timeout_seconds)
 
     def run(self, topology: Topology, data: Callable[[], Path], view: TerminalView, reach: Reach) -> ExitCode:
         """Train, evaluate, write checkpoints and the report; DONE at its end, else what stops it."""
@@ -83,7 +83,7 @@ class Training:
         if not session.has_test_rows:
             view.note("no test rows (data.test_fraction = 0): nothing is evaluated")
         progress = self._go_on(session, view)
-        with self._open_folder() as self._folder, self._stop.listening():
+        with self._open_folder() as self._folder, self._stop.handling_signals():
             section = dataclasses.replace(self._config.checkpoint, keep_best=self._config.best_by)
             self._checkpoints = Checkpoints(session, self._folder, section, view.warn, progress)
             self._train(session, view)
@@ -126,7 +126,7 @@ class Training:
         self._tally = Tally.unpack(progress, checkpoint.tensors(PROGRESS_FILE) if has_reports else {})
         self._step = step
         self._owes_evaluation = bool(progress.get(OWES_EVALUATION))
-        view.note(f"going on from step {step}: {checkpoint.folder}")
+        view.note(f"resuming from step {step}: {checkpoint.folder}")
         if step < total and checkpoint.manifest.metrics:
             self._metrics = checkpoint.manifest.metrics
         return progress
@@ -139,7 +139,7 @@ class Training:
 
     def _train(self, session: DatasetSession, view: TerminalView) -> None:
         """Take every step, or as many as there is time for until the run is asked to stop."""
-        while not self._is_over(session) and not self._stop.is_asked:
+        while not self._is_over(session) and not self._stop.is_requested:
             if not self._owes_evaluation:
                 self._take_steps(session, view)
             is_evaluated = self._owes_evaluation and self._evaluate(session, view)
@@ -192,7 +192,7 @@ class Training:
         """Have the screen say, as soon as the run is asked to stop, that it will after ``step``."""
 
         def tell() -> None:
-            if self._stop.is_asked:
+            if self._stop.is_requested:
                 view.status(f"stopping after step {step}{_AGAIN}")
                 session.meanwhile = lambda: None
 
@@ -271,7 +271,7 @@ class Training:
         self._tell_of_stop(session, view, self._step)
         parts: list[Predictions] = []
         for some in session.evaluation(self._step):
-            if self._stop.is_asked:
+            if self._stop.is_requested:
                 return False
             parts += some
         self._owes_evaluation = False

@@ -11,7 +11,7 @@ from workers.controller.shared_folders import Reach
 from workers.exit_codes import ExitCode
 
 
-class OwnJob:
+class FunctionJob:
     """Calls ``function(topology, config)`` in the master's process, once the cluster is there."""
 
     doing = "in your function"

@@ -1,6 +1,6 @@
-"""A cluster on this machine: its processes started, watched, ended, and started again.
+"""A cluster on this machine: its processes are started, supervised, stopped and restarted.
 
-Begin with ``launch``. Roles are forked (``role_processes``, ``forking``) from a ``fork_server`` that has
-imported torch, in a network of their own (``namespace``); ``outcome`` and ``description`` are how each
-ends, ``restarts`` whether to try again. The command line calls it.
+Begin with ``launcher``. A ``fork_server`` imports torch once and forks the roles (``forked_roles``), in a
+network of their own (``network_namespace``). ``role_processes`` supervises one start, ``role_failure``
+describes how a role failed, ``restarts`` decides whether to try again.
 """

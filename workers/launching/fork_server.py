@@ -1,20 +1,20 @@
-"""A process that imports torch once and forks from itself whatever the launcher asks for.
+"""A server process that imports torch once and forks the processes of a launch.
 
 ::
 
     launcher                     server                        role
     ────────                     ──────                        ────
-    "isolate"         ─────────► enters a network of its own
-    "listen"          ─────────► makes a socket there
+    "isolate"         ─────────► enters a network namespace
+    "listen"          ─────────► opens a socket there
                       ◄───────── the socket
     "start worker 0"  ─────────► forks  ─────────────────────► runs
                       ◄───────── "started", with its pid       │
                       ◄───────── "ended", and how  ◄───────────┘ exit code or signal
     "signal worker 0" ─────────► signals it
 
-They end in a chain: the system kills the server when the launcher ends, however it ends, and the roles
-when the server does, frozen ones too. What multiprocessing has of this kind lets its children run on, and
-leaves the folder of its socket behind. Free of torch, and so is the launcher.
+The system kills the server when the launcher ends, and the roles when the server ends, even frozen ones.
+The fork server of multiprocessing lets its children run on and leaves a socket folder behind. Free of torch,
+as the launcher is.
 """
 
 import os
@@ -32,27 +32,27 @@ from typing import Any, Self
 import psutil
 
 from hybrid.errors import ClusterError
-from workers.launching.forked_roles import MARKER, Answer, Ended, Started
-from workers.signals import HEARD
+from workers.launching.forked_roles import MARKER, Ended, Reply, Started
+from workers.signals import HANDLED_SIGNALS
 
 _END_SECONDS = 10.0
-_ANSWER_SECONDS = 30.0
+_REPLY_SECONDS = 30.0
 _IMPORT_SECONDS = 600.0
 _POLL_SECONDS = 0.01
-# Who stops a launch with Ctrl-Z and goes on stops the server as well: it must be stopped at two looks.
-_LOOK_SECONDS = 2.0
+# Ctrl-Z stops the server too, for a moment: it counts as frozen if it is stopped at two checks in a row.
+_CHECK_SECONDS = 2.0
 
 
 class ForkServer:
-    """The launcher's side; leave it by ``with``, which ends the server and all that it has forked.
+    """The launcher's side of the server; the end of its ``with`` block ends the server and its processes.
 
-    Every method raises ClusterError where the server has ended, and with it every process.
+    Every method raises ClusterError if the server has ended, and with it every process.
 
     Args:
         preload: modules to import before the first fork.
 
     Attributes:
-        is_isolated: whether what it starts has a network of its own.
+        is_isolated: whether its processes run in a network namespace.
     """
 
     def __init__(self, preload: Sequence[str]) -> None:
@@ -70,14 +70,14 @@ class ForkServer:
             f"import sys; sys.path[:] = {sys.path!r}; from workers.launching.forked_roles import serve; "
             f"serve({theirs.fileno()}, {os.getpid()})"
         )
-        # Ctrl-C and the like are not meant for it: blocked until it has said so itself.
-        signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
+        # Blocked until the server ignores them itself.
+        signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
         try:
             return subprocess.Popen(
                 [sys.executable, "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
     def __enter__(self) -> Self:
         return self
@@ -88,91 +88,91 @@ class ForkServer:
         self._socket.close()
 
     def is_running(self) -> bool:
-        """Whether the server is there; without it, nothing that it has forked is."""
+        """Whether the server runs; its processes end with it."""
         return self._process.poll() is None
 
     def isolate(self) -> None:
-        """Give what it starts a network of its own, without any connection to others; before the first start.
+        """Move the server into a network namespace without outside connections, before the first start.
 
         Raises:
             OSError: the system does not allow it.
         """
-        self._ask("isolate")
-        self._await_answer()
+        self._request("isolate")
+        self._await_reply()
         self.is_isolated = True
 
     def listen(self, address: str, port: int) -> socket.socket:
-        """A socket as of :func:`workers.rendezvous.listener.listen`, in the network of what it starts."""
-        self._ask("listen", address, port)
-        self._await_answer()
+        """Return a socket of :func:`workers.rendezvous.listener.listen` in the network of the processes."""
+        self._request("listen", address, port)
+        self._await_reply()
         _, (descriptor,), *_ = socket.recv_fds(self._socket, len(MARKER), 1)
         return socket.socket(fileno=descriptor)
 
     @property
     def has_imported(self) -> bool:
-        """Whether it has been asked to import what it is to."""
+        """Whether :meth:`preload` was called."""
         return not self._preload
 
     def preload(self) -> None:
-        """Import what is to be imported, and return when that is done; the first start does it, too.
+        """Import the modules of the server; the first start does it otherwise.
 
         Raises:
-            BrokenServerError: something cannot be imported.
+            BrokenServerError: a module cannot be imported.
         """
         if not self.has_imported:
-            self._ask("preload", self._preload)
+            self._request("preload", self._preload)
             self._preload = ()
-            self._await_answer(_IMPORT_SECONDS)
+            self._await_reply(_IMPORT_SECONDS)
 
     def start(
         self, name: str, target: Callable[..., None], args: Sequence[Any], files: Sequence[int]
     ) -> None:
-        """Start a process that runs ``target(*args, *files)``; ``Started`` tells when it is there.
+        """Start a process that runs ``target(*args, *files)``; the event ``Started`` follows.
 
         Args:
-            name: not that of a process that is running.
+            name: unique among the running processes.
             target: a function of a module.
-            files: file descriptors to pass on; the process gets descriptors of its own for them.
+            files: file descriptors; the process gets duplicates of them.
 
         Raises:
             BrokenServerError: as :meth:`preload`.
         """
         self.preload()
-        self._ask("start", name, pickle.dumps((target, tuple(args))), len(files))
+        self._request("start", name, pickle.dumps((target, tuple(args))), len(files))
         if files:
             socket.send_fds(self._socket, [MARKER], list(files))
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a process; nothing happens where it has ended."""
-        self._ask("signal", name, number)
+        """Send a signal to a process; nothing happens if it has ended."""
+        self._request("signal", name, number)
 
     def event(self, timeout_seconds: float) -> Started | Ended | None:
-        """The next thing that has happened, or None where nothing does in time; ends a frozen server."""
+        """Return the next event, or None after the timeout; ends a frozen server."""
         message = self._receive(timeout_seconds)
-        assert not isinstance(message, Answer), "nothing was asked"
+        assert not isinstance(message, Reply), "no request is open"
         return message
 
-    def _await_answer(self, seconds: float = _ANSWER_SECONDS) -> None:
-        # What is told of processes meanwhile is of a start that is over.
-        while not isinstance(message := self._receive(seconds), Answer):
+    def _await_reply(self, seconds: float = _REPLY_SECONDS) -> None:
+        # Events of processes before the reply belong to the start before.
+        while not isinstance(message := self._receive(seconds), Reply):
             if message is None:
-                raise self._gone(f"has not answered for {seconds:g} s")
+                raise self._dead_server(f"has not replied for {seconds:g} s")
         if message.error is not None:
             raise message.error
 
-    def _receive(self, timeout_seconds: float) -> Started | Ended | Answer | None:
+    def _receive(self, timeout_seconds: float) -> Started | Ended | Reply | None:
         deadline, was_frozen = time.monotonic() + timeout_seconds, False
         try:
-            while not self._connection.poll(min(max(0.0, deadline - time.monotonic()), _LOOK_SECONDS)):
+            while not self._connection.poll(min(max(0.0, deadline - time.monotonic()), _CHECK_SECONDS)):
                 if time.monotonic() >= deadline:
                     return None
                 is_frozen = psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
                 if is_frozen and was_frozen:
-                    raise self._gone("was frozen")
+                    raise self._dead_server("was frozen")
                 was_frozen = is_frozen
-            message: Started | Ended | Answer = self._connection.recv()
+            message: Started | Ended | Reply = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._dead_server() from error
         if isinstance(message, Started):
             self._pids[message.name] = message.pid
         elif isinstance(message, Ended):
@@ -180,8 +180,8 @@ class ForkServer:
         return message
 
     def _end(self) -> None:
-        """End the server, and return once its processes, which end with it, have."""
-        self._process.kill()  # by itself it would take torch down for seconds first
+        """End the server and wait until its processes, which end with it, have ended."""
+        self._process.kill()  # a normal exit would take seconds to unload torch
         # On a busy machine this takes longer; nothing can refuse the signal, so nothing is left to do.
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
@@ -189,19 +189,19 @@ class ForkServer:
         while any(map(is_alive, self._pids.values())) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _ask(self, *request: object) -> None:
+    def _request(self, *request: object) -> None:
         try:
             self._connection.send(request)
         except OSError as error:
-            raise self._gone() from error
+            raise self._dead_server() from error
 
-    def _gone(self, how: str = "has ended") -> ClusterError:
+    def _dead_server(self, how: str = "has ended") -> ClusterError:
         self._end()
         return ClusterError(f"the process that starts the roles (pid {self._process.pid}) {how}")
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is there that has not ended."""
+    """Whether a process exists and has not ended."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

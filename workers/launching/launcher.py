@@ -1,8 +1,7 @@
-"""The launcher: starts every role of a cluster on this machine, watches them, and says who failed.
+"""The launcher: starts every role of a cluster on this machine, supervises them, and reports failures.
 
-It does nothing that the roles need: started by hand they do the same. What it adds is speed (torch is
-imported once, in a server process from which the roles are forked), logs, a witness of how a process
-died, and another start for a run that has lost a role.
+Roles that are started by hand do the same work. The launcher adds a fast start (torch is imported once, in a
+server process that forks the roles), log files, exit codes of killed processes, and restarts.
 """
 
 from __future__ import annotations
@@ -22,150 +21,136 @@ from hybrid.security.secret import Secret
 from workers.cluster_task import Task, TrainTask
 from workers.console.messages import print_line
 from workers.console.terminal import TerminalView
-from workers.exit_codes import Cause, ExitCode, Interrupt, ToldError, code_of
+from workers.exit_codes import Cause, ExitCode, Interrupt, ReportedError, code_of
 from workers.launching import network_namespace
 from workers.launching.fork_server import ForkServer
 from workers.launching.forked_roles import BrokenServerError
 from workers.launching.restarts import Restarts
-from workers.launching.role_outcome import Outcome
+from workers.launching.role_failure import RoleFailure
 from workers.launching.role_processes import RoleProcesses
 from workers.rendezvous.host_requirements import allow_open_files
 from workers.run_folder.remote_run import checkpoint_root
 from workers.run_folder.run_state import describe_saved_state
-from workers.signals import Stop
+from workers.signals import StopRequest
 
-# Constructing DDP imports torch._dynamo, which takes as long as torch itself.
-_PRELOAD = (
-    "torch._dynamo",
-    "workers.roles.master",
-    "workers.roles.role_main",
-    "workers.launching.error_report",
-)
+# DDP imports torch._dynamo, which takes as long as torch itself.
+_PRELOAD = ("torch._dynamo", "workers.roles.master", "workers.roles.role_main")
 
 
 def launch(config: RunConfig, folder: Path, task: Task, lock: int) -> None:
-    """Run a whole cluster on this machine; returns when the task is done and every process has ended.
+    """Run a cluster on this machine; return when the task is done and every process has ended.
 
-    Training that loses a role goes on from its newest checkpoint, with a new start of the whole cluster.
+    A training run that loses a role is restarted from its newest checkpoint.
 
     Args:
         folder: for the roles' logs.
-        task: what the cluster is for.
-        lock: descriptor of the folder's lock, which every role is given.
+        task: the work of the cluster.
+        lock: descriptor of the folder's lock, which every role gets.
 
     Raises:
-        ToldError: a role failed; the message is the first cause.
-        HybridError: too few files may be open.
-        Interrupt: the user or the system asked to stop.
+        ReportedError: a role failed; the message is the first cause.
+        HybridError: the limit of open files is too low.
+        Interrupt: the user or the system requested a stop.
     """
     allow_open_files(config.cluster)
     with _Screen() as screen, ExitStack() as stack:
         restarts = Restarts(folder, config.cluster.max_restarts)
-        server = stack.enter_context(_server(config, folder, screen))
+        server = stack.enter_context(_start_server(config, folder, screen))
         while True:
             roles = RoleProcesses(server, config, folder)
-            # The master gives up by itself; this is for one that cannot be reached.
+            # The master has its own timeout; this one is for a master that cannot be reached.
             seconds = config.cluster.timeout_seconds + 2 * config.cluster.stop_timeout_seconds
-            stop = Stop(seconds, roles.ask_to_stop)
-            failure = _run(server, roles, config, task, lock, screen, stop)
+            stop = StopRequest(seconds, roles.request_stop)
+            failure = _run_once(server, roles, config, task, lock, screen, stop)
             if failure is None:
                 return
             if not isinstance(task, TrainTask):
-                raise ToldError(failure.message, code_of(failure.cause, has_stepped=False))
+                raise ReportedError(failure.message, code_of(failure.cause, has_stepped=False))
             if restarts.is_finished():
-                screen.say(f"{failure.message}; the run had finished, nothing is lost")
+                screen.report(f"{failure.message}; the run had finished, nothing is lost")
                 return
             if failure.cause is Cause.STOPPED:
                 raise Interrupt(stop.code or ExitCode.INTERRUPTED, failure.message)
-            if roles.is_asked:
-                left = describe_saved_state(folder, "launch")
-                said = f"{failure.message}; the run was asked to stop; {left}"
-                raise ToldError(said, restarts.code_of(failure))
-            screen.say(restarts.after(failure))
+            if roles.is_stop_requested:
+                state = describe_saved_state(folder, "launch")
+                message = f"{failure.message}; the run was asked to stop; {state}"
+                raise ReportedError(message, restarts.code_of(failure))
+            screen.report(restarts.after(failure))
             task = dataclasses.replace(task, resume=True, started_at=time.time())
             if not server.is_running():
-                server = stack.enter_context(_server(config, folder, screen))
+                server = stack.enter_context(_start_server(config, folder, screen))
 
 
 @contextmanager
-def _server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
-    """The server that forks the roles, in a network of their own where that can be."""
+def _start_server(config: RunConfig, folder: Path, screen: _Screen) -> Iterator[ForkServer]:
+    """Start the server that forks the roles, in a network namespace if possible."""
     with ForkServer(_PRELOAD) as server:
         if network_namespace.is_wanted(config, checkpoint_root(folder)):
             try:
                 server.isolate()
             except OSError as error:
-                screen.say(network_namespace.what_is_open(error))
+                screen.report(network_namespace.describe_exposure(error))
         yield server
 
 
-def _run(
+def _run_once(
     server: ForkServer,
     roles: RoleProcesses,
     config: RunConfig,
     task: Task,
     lock: int,
     screen: _Screen,
-    stop: Stop,
-) -> Outcome | None:
-    """One start of a cluster, from its first process to the end of its last; the first failure."""
+    stop: StopRequest,
+) -> RoleFailure | None:
+    """Start a cluster and wait until all its processes have ended; return the first failure."""
     section = config.cluster
-    with server.listen(section.master_address, section.master_port) as listener:  # the master gets its own
-        if (failure := _import(server)) is not None:
-            return failure
+    with server.listen(section.master_address, section.master_port) as listener:  # the master gets a copy
+        if not server.has_imported:
+            try:
+                with TerminalView() as view:
+                    view.status("importing PyTorch")
+                    server.preload()
+            except ClusterError as error:
+                is_broken = isinstance(error, BrokenServerError)
+                return RoleFailure(str(error), Cause.REFUSED if is_broken else Cause.KILLED)
         secret = Secret.find(section.secret_file) or Secret.fresh()
-        screen.is_live = True
+        screen.has_region = True
         roles.start(task, secret, listener, lock)
-    with stop.listening() if isinstance(task, TrainTask) else nullcontext():
-        failure = roles.watch()
+    with stop.handling_signals() if isinstance(task, TrainTask) else nullcontext():
+        failure = roles.wait()
     roles.end()
-    screen.is_live = not roles.has_cleared_screen
+    screen.has_region = not roles.has_cleared_screen
     if failure is not None and server.is_isolated:
         return dataclasses.replace(failure, message=failure.message + network_namespace.hint(failure.message))
     return failure
 
 
-def _import(server: ForkServer) -> Outcome | None:
-    """Have the server import everything, which takes seconds and is said; how it fails."""
-    if server.has_imported:
-        return None
-    try:
-        with TerminalView() as view:
-            view.status("importing PyTorch")
-            server.preload()
-    except BrokenServerError as error:
-        return Outcome(str(error), Cause.REFUSED)
-    except ClusterError as error:
-        return Outcome(str(error), Cause.KILLED)
-    return None
-
-
 class _Screen:
-    """The terminal that the launcher shares with its masters.
+    """The terminal that the launcher shares with the masters of its starts.
 
     Attributes:
-        is_live: whether a master may have its live region there, or have left it there when it was killed.
+        has_region: whether the live region of a master, perhaps a killed one, may be on the terminal.
     """
 
-    is_live = False
+    has_region = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt):
-            self.is_live = True  # at least the ^C that the terminal shows
-        self._leave()
+            self.has_region = True  # at least the ^C that the terminal shows
+        self._leave_region()
 
-    def _leave(self) -> None:
-        """Go below the live region; no master draws any more."""
+    def _leave_region(self) -> None:
+        """Move the cursor below the live region."""
         console = Console()
         console.show_cursor()
-        if self.is_live and console.is_terminal:
+        if self.has_region and console.is_terminal:
             console.line()
-        self.is_live = False
+        self.has_region = False
 
-    def say(self, line: str) -> None:
-        """Tell the user of something that does not end the launch."""
-        self._leave()
+    def report(self, line: str) -> None:
+        """Print an event that does not end the launch."""
+        self._leave_region()
         print_line(f"hybrid launch: {line}", to_stderr=True)

@@ -1,8 +1,8 @@
-"""A network of their own for the processes of a launch, which nobody else on the machine can reach.
+"""A network namespace for the processes of a launch, which other users of the machine cannot reach.
 
-A network namespace has ports and a loopback interface of its own; see network_namespaces(7). Root makes one
-as it is. Others make a user namespace with it, which takes no privilege, where the system allows that; they
-remain who they are in it. Free of torch, and entered before threads are there: the system asks for that.
+A network namespace has its own ports and loopback interface; see network_namespaces(7). Root creates one
+directly. Other users create a user namespace with it, which needs no privilege if the system allows it, and
+keep their user id. Free of torch, and entered before threads exist, as the system requires.
 """
 
 import ctypes
@@ -23,8 +23,8 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
 _SIOCGIFFLAGS, _SIOCSIFFLAGS = 0x8913, 0x8914  # linux/sockios.h
 _IFF_UP = 1
 _INTERFACE_FLAGS = struct.Struct("16sh22x")  # struct ifreq of netdevice(7)
-# As exceptions of code that connects tell it.
-_SIGNS_OF_NO_NETWORK = (
+# Texts of exceptions from code that connects.
+_NO_NETWORK_TEXTS = (
     os.strerror(errno.ENETUNREACH),
     "Temporary failure in name resolution",
     "Name or service not known",
@@ -32,10 +32,10 @@ _SIGNS_OF_NO_NETWORK = (
 
 
 def is_wanted(config: RunConfig, folder: StoragePath) -> bool:
-    """Whether a launch may have a network of its own: it needs none but loopback.
+    """Whether a launch may use a network namespace: all its connections stay on loopback.
 
     Args:
-        folder: where it keeps what it writes, which is not always what its configuration says.
+        folder: the root of checkpoints, which may differ from the configuration.
     """
     section, data = config.cluster, config.data
     first_rows = (table.initial for table in config.tables.values())
@@ -45,28 +45,28 @@ def is_wanted(config: RunConfig, folder: StoragePath) -> bool:
     return section.namespace == "auto" and is_loopback_interface and is_loopback(section.master_address)
 
 
-def what_is_open(error: OSError) -> str:
-    """What a user is told where there is none, for ``error``."""
+def describe_exposure(error: OSError) -> str:
+    """Return the message for a launch without a namespace, because of ``error``."""
     return (
         f"no network namespace ({error.strerror}): until all roles are connected, other users of this "
-        'machine can reach their ports; docs/security.md says more; cluster.namespace = "off" hides this line'
+        'machine can reach their ports (docs/security.md); cluster.namespace = "off" hides this line'
     )
 
 
 def hint(failure: str) -> str:
-    """What to add to what is told of a failure in a network namespace: the remedy, if it came of that."""
-    if not any(sign in failure for sign in _SIGNS_OF_NO_NETWORK):
+    """Return the remedy for a failure in a network namespace, if the namespace caused it."""
+    if not any(text in failure for text in _NO_NETWORK_TEXTS):
         return ""
-    return '; what launch starts has no network, unless cluster.namespace = "off"'
+    return '; the processes of launch have no network unless cluster.namespace = "off"'
 
 
 def enter_network_namespace() -> None:
-    """Leave this process, and those that it forks from now on, with a loopback interface of their own.
+    """Move this process, and those that it forks later, into a new network namespace.
 
     Raises:
-        OSError: the system does not allow it; the process is as it was.
+        OSError: the system does not allow it; the process is unchanged.
     """
-    if error := _error_in_child(_enter):  # there is no way back from what was entered halfway
+    if error := _error_in_child(_enter):  # a half-entered namespace cannot be left
         raise OSError(error, os.strerror(error))
     _enter()
 
@@ -95,7 +95,7 @@ def _unshare(flags: int) -> None:
 
 
 def _error_in_child(function: Callable[[], None]) -> int:
-    """The number of the system's error that ``function`` comes to in a process of its own; 0 for none."""
+    """Return the errno with which ``function`` fails in a child process, or 0."""
     child = os.fork()
     if not child:
         error = 1

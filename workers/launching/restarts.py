@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, and what to say of it."""
+"""The decision whether to restart a failed run, and its record in the run folder."""
 
 import json
 import time
@@ -6,8 +6,8 @@ from contextlib import closing
 from pathlib import Path
 
 from hybrid.errors import HybridError
-from workers.exit_codes import Cause, ExitCode, ToldError, code_of, may_help
-from workers.launching.role_outcome import Outcome
+from workers.exit_codes import Cause, ExitCode, ReportedError, code_of, may_help
+from workers.launching.role_failure import RoleFailure
 from workers.run_folder.append_only_file import AppendOnlyFile
 from workers.run_folder.run_paths import run_write_errors
 from workers.run_folder.run_state import RunState
@@ -16,49 +16,53 @@ FILE_NAME = "restarts.jsonl"
 
 
 class Restarts:
-    """Follows the starts of one run.
+    """The starts of one run.
 
     Args:
         folder: of the run.
-        maximum: how many restarts in a row may bring no new checkpoint.
+        maximum: number of restarts in a row without a new checkpoint.
     """
 
     def __init__(self, folder: Path, maximum: int) -> None:
         self._folder = folder
         self._maximum = maximum
         self._at_start = RunState.of(folder)
-        self._in_vain = 0
-        self._first: Outcome | None = None  # of those without a new checkpoint since
+        self._without_checkpoint = 0
+        self._first: RoleFailure | None = None  # since the last checkpoint
 
-    def after(self, failure: Outcome) -> str:
-        """What to tell the user before the next start, which goes on from the newest checkpoint.
+    def after(self, failure: RoleFailure) -> str:
+        """Return the message before the next start, which continues from the newest checkpoint.
 
         Raises:
-            ToldError: there is to be none, for the reason that it says.
+            ReportedError: the run is not restarted, for the reason in the message.
         """
         before, now = self._at_start, RunState.of(self._folder)
         has_stepped = now.has_stepped_since(before)
         if (now.checkpoint_step or 0) > (before.checkpoint_step or 0):
-            self._in_vain, self._first = 0, None
+            self._without_checkpoint, self._first = 0, None
         self._first = self._first or failure
         if not may_help(failure.cause, has_stepped):
             rule = (
-                "; it would run out again before the first step; free some, or choose smaller tables "
-                '(embedding.dim, data.vocabulary = "hash")'
+                "; a restart would run out of memory before the first step; free some, or choose smaller "
+                'tables (embedding.dim, data.vocabulary = "hash")'
             )
             is_starved = failure.cause is Cause.STARVED
-            raise ToldError(failure.message + rule * is_starved, ExitCode.FAILED)
-        if self._in_vain == self._maximum:
-            tried = f"{self._in_vain} restart(s) without a new checkpoint (cluster.max_restarts)"
-            raise ToldError(self._first.message + (f"; given up after {tried}" if self._in_vain else ""))
-        self._in_vain += 1
+            raise ReportedError(failure.message + rule * is_starved, ExitCode.FAILED)
+        if self._without_checkpoint == self._maximum:
+            tried = f"{self._maximum} restart(s) without a new checkpoint (cluster.max_restarts)"
+            raise ReportedError(self._first.message + (f"; stopped after {tried}" if self._maximum else ""))
+        self._without_checkpoint += 1
         self._at_start = now
-        lost = now.logged_step if has_stepped else now.resumed_step
-        trouble = self._log(failure, lost, now.resumed_step)
-        return f"{failure.message}; {_what_is_lost(lost, now.checkpoint_step)}{trouble}"
+        step = now.logged_step if has_stepped else now.resumed_step
+        start = now.checkpoint_step or 0
+        lost = f"steps {start} to {step - 1} are lost" if step > start else "nothing is lost"
+        has_checkpoint = now.checkpoint_step is not None
+        next_start = f"resuming from step {start}" if has_checkpoint else "starting from the beginning"
+        trouble = self._log(failure, step, now.resumed_step)
+        return f"{failure.message}; {lost}, {next_start}{trouble}"
 
-    def code_of(self, failure: Outcome) -> ExitCode:
-        """What to end with where the run is not started again."""
+    def code_of(self, failure: RoleFailure) -> ExitCode:
+        """Return the exit code of a run that is not restarted."""
         return code_of(failure.cause, RunState.of(self._folder).has_stepped_since(self._at_start))
 
     def is_finished(self) -> bool:
@@ -66,8 +70,8 @@ class Restarts:
         result = RunState.of(self._folder).result
         return result is not None and result != self._at_start.result
 
-    def _log(self, failure: Outcome, step: int, resumed_step: int) -> str:
-        """Add a restart to the record; why that is left out, where the disk does not take it."""
+    def _log(self, failure: RoleFailure, step: int, resumed_step: int) -> str:
+        """Append a restart to the record; if that fails, return why."""
         record = {
             "time": round(time.time(), 3),
             "cause": failure.cause.value,
@@ -79,15 +83,6 @@ class Restarts:
         try:
             with run_write_errors(path), closing(AppendOnlyFile(path, lambda: False)) as file:
                 file.write(f"{json.dumps(record)}\n".encode())
-        except HybridError as error:  # the run may go on without
+        except HybridError as error:  # the run can continue without the record
             return f"; {error}"
         return ""
-
-
-def _what_is_lost(step: int, checkpoint_step: int | None) -> str:
-    """What a restart after ``step`` steps costs."""
-    start = checkpoint_step or 0
-    go_on = "starting from the beginning" if checkpoint_step is None else f"going on from step {start}"
-    if step <= start:
-        return f"nothing is lost, {go_on}"
-    return f"steps {start} to {step - 1} are lost, {go_on}"

@@ -45,7 +45,7 @@ from hybrid.topology import MASTER, Role, RoleKind, Topology
 from hybrid.transport.socket.lent_blocks import own_network
 from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import own_files
-from workers.exit_codes import WARNING, ExitCode, Word, exit_code
+from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code
 from workers.rendezvous.heartbeat import HeartbeatInterval, HeartbeatSender, register
 from workers.rendezvous.host_requirements import allow_open_files, check_reachable, choose_interface
 from workers.rendezvous.interrupt import Interrupter, StoppedError, last_words, run_interruptibly
@@ -55,14 +55,14 @@ from workers.rendezvous.registration import Acceptance, Registration, Registrati
 from workers.rendezvous.rendezvous_server import STOP, TWICE, VERDICT, RendezvousServer
 from workers.rendezvous.rendezvous_store import RendezvousStore
 from workers.rendezvous.secure_channel import Channel, connect
-from workers.signals import ASK_SIGNAL, passing_on
+from workers.signals import STOP_REQUEST, forwarding_signals
 
 # How long the master of a failed run waits for roles to learn the reason and leave.
 _FAREWELL_SECONDS = 5.0
 _LONGEST_WAIT = timedelta(minutes=1)
 _RUN_ID_BYTES = 16
 _GO = "go"
-_DONE = Word()
+_DONE = StopMessage()
 # Until a role has the configuration.
 _FIRST_INTERVAL = HeartbeatInterval(RunConfig().cluster.heartbeat_timeout_seconds)
 
@@ -135,7 +135,7 @@ def lead(
                 with _in_groups(cluster, config, secret, interface, ()):
                     yield cluster
             except BaseException as error:
-                rendezvous.stop(Word(code_of(error), last_words(error)), _FAREWELL_SECONDS)
+                rendezvous.stop(StopMessage(code_of(error), last_words(error)), _FAREWELL_SECONDS)
                 raise
             # Roles need the store to leave the RPC group, until the last one has left.
             rendezvous.await_departures(section.timeout_seconds)
@@ -174,7 +174,7 @@ def join(
     with ExitStack() as stack:
         stack.enter_context(interrupter.enabled())
         heartbeat = stack.enter_context(HeartbeatSender(channel, interrupter.interrupt))
-        stack.enter_context(passing_on(heartbeat.forward_signal))
+        stack.enter_context(forwarding_signals(heartbeat.forward_signal))
         config = with_own(config, settings)
         section = config.cluster
         allow_open_files(section)
@@ -223,7 +223,7 @@ def _await_go(store: dist.Store, timeout_seconds: float) -> None:
     if not _appears(store, VERDICT, timedelta(seconds=2 * timeout_seconds)):
         raise ClusterError(f"no word from the master for {2 * timeout_seconds:g} s")
     if (verdict := store.get(VERDICT).decode()) != _GO:
-        word = Word.parse(verdict)
+        word = StopMessage.parse(verdict)
         raise StoppedError(f"stopped by the master: {word.reason}", word.code)
 
 
@@ -275,11 +275,11 @@ def _join_trainers(store: dist.Store, role: Role, config: RunConfig) -> None:
 
 def _signal_main_thread(number: int) -> None:
     """Stop the master, since a signal asked another role to stop."""
-    ours = number if number == WARNING else ASK_SIGNAL
+    ours = number if number == WARNING else STOP_REQUEST
     signal.pthread_kill(threading.main_thread().ident or 0, ours)
 
 
-def announce_stop(cluster: Cluster, word: Word = _DONE) -> None:
+def announce_stop(cluster: Cluster, word: StopMessage = _DONE) -> None:
     """Make every role stop; called by the master."""
     if not word.reason:
         cluster.store.set(STOP, str(word))
@@ -295,7 +295,7 @@ def await_stop(cluster: Cluster) -> ExitCode:
     """
     while not _appears(cluster.store, STOP, _LONGEST_WAIT):
         pass
-    word = Word.parse(cluster.store.get(STOP).decode())
+    word = StopMessage.parse(cluster.store.get(STOP).decode())
     if word.reason:
         raise StoppedError(f"stopped by the master: {word.reason}", word.code)
     return word.code

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybrid.errors import ClusterError, HybridError, first_line
-from workers.exit_codes import ExitCode, Word, exit_code
+from workers.exit_codes import ExitCode, StopMessage, exit_code
 from workers.rendezvous.interrupt import (
     EndedRoleError,
     LostHostError,
@@ -173,7 +173,7 @@ class HeartbeatSender:
     def _run(self) -> None:
         try:
             if text := self._beat().decode():
-                word = Word.parse(text)
+                word = StopMessage.parse(text)
                 self._on_failure(StoppedError(f"stopped by the master: {word.reason}", word.code))
                 self._leaving.wait()
             self._channel.send(_FAREWELL, *self._last_words)

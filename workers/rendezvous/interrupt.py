@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from hybrid.errors import ClusterError, HybridError, first_line
 from workers.console.messages import print_line
-from workers.exit_codes import ExitCode, ToldError, exit_code
+from workers.exit_codes import ExitCode, ReportedError, exit_code
 
 _SIGNAL = signal.SIGRTMIN  # schedulers use SIGUSR1 as a warning
 
 
-class StoppedError(ToldError):
+class StoppedError(ReportedError):
     """Another role reported that the run has failed or ended."""
 
 
@@ -30,7 +30,7 @@ class LostHostError(LostRoleError):
     """All roles of a host are gone or out of reach, or the master's host was: no log says why."""
 
 
-class EndedRoleError(ToldError, LostRoleError):
+class EndedRoleError(ReportedError, LostRoleError):
     """A role has ended with an error, which it reported."""
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, first_line
 from hybrid.security.secret import Secret
-from workers.exit_codes import Word, exit_code
+from workers.exit_codes import StopMessage, exit_code
 from workers.rendezvous.heartbeat import ConnectedRole, HeartbeatInterval, HeartbeatMonitor
 from workers.rendezvous.interrupt import LostRoleError
 from workers.rendezvous.master_address import DEFAULT_PORT, listen
@@ -94,7 +94,7 @@ class RendezvousServer:
         self._call_soon(self._closing.set)
         self._thread.join(_END_SECONDS)
 
-    def stop(self, word: Word, wait_seconds: float) -> None:
+    def stop(self, word: StopMessage, wait_seconds: float) -> None:
         """Report to every role that the run has failed, and wait until they left; the first report counts."""
         self._call_soon(self._stop, word)
         self.await_departures(wait_seconds)
@@ -197,9 +197,9 @@ class RendezvousServer:
     def _lose(self, error: LostRoleError) -> None:
         if not self._failure:  # else the main thread is leaving with the first error
             self._on_failure(error)
-        self._loop.call_later(_GRACE_SECONDS, self._stop, Word(exit_code(error), str(error)))
+        self._loop.call_later(_GRACE_SECONDS, self._stop, StopMessage(exit_code(error), str(error)))
 
-    def _stop(self, word: Word) -> None:
+    def _stop(self, word: StopMessage) -> None:
         self._failure = self._failure or str(word).encode()
         for key in (VERDICT, STOP):
             if not self._keys.has([key]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from hybrid import transport
 from hybrid.errors import ClusterError
 from hybrid.topology import Role
-from workers.exit_codes import ExitCode, Word
+from workers.exit_codes import ExitCode, StopMessage
 from workers.rendezvous.bootstrap import Cluster, Member, announce_stop
 from workers.rendezvous.interrupt import LostHostError, LostRoleError
 
@@ -38,7 +38,7 @@ def tell_cause(
     """
     try:
         cause = diagnose(cluster, error, when)
-        announce_stop(cluster, Word(code_of(cause), str(cause)))
+        announce_stop(cluster, StopMessage(code_of(cause), str(cause)))
     except LostRoleError as found:  # its signs of life have ended meanwhile, and the alarm rings once
         return tell_cause(cluster, found, when, code_of)
     return cause

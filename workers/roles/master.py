@@ -20,11 +20,11 @@ from hybrid.topology import Topology
 from workers.cluster_task import CompareTask, ScriptTask, Task, TrainTask
 from workers.console.terminal import TerminalView
 from workers.controller.shared_folders import Reach, own_files
-from workers.exit_codes import ExitCode, Interrupt, Word, exit_code
+from workers.exit_codes import ExitCode, Interrupt, StopMessage, exit_code
 from workers.jobs.comparison import Comparison
 from workers.jobs.script_job import ScriptJob
 from workers.jobs.training_job import Training
-from workers.jobs.user_function import OwnJob
+from workers.jobs.user_function import FunctionJob
 from workers.rendezvous.bootstrap import Cluster, announce_stop, lead
 from workers.rendezvous.interrupt import LostRoleError, last_words
 from workers.rendezvous.master_address import DEFAULT_PORT, listen
@@ -62,9 +62,9 @@ def run(config: RunConfig, task: Task, secret: Secret, listener: socket.socket |
                 raise tell_cause(cluster, error, job.doing, code_of) from error
             except BaseException as error:
                 with suppress(LostRoleError):  # the first error is the one to report
-                    announce_stop(cluster, Word(code_of(error), last_words(error)))
+                    announce_stop(cluster, StopMessage(code_of(error), last_words(error)))
                 raise
-            announce_stop(cluster, Word(code))
+            announce_stop(cluster, StopMessage(code))
     if code is not ExitCode.DONE:
         raise Interrupt(code)
 
@@ -107,7 +107,7 @@ def _make_job(config: RunConfig, task: Task) -> _Job:
         return Comparison(config, task.steps)
     if isinstance(task, ScriptTask):
         return ScriptJob(config, task.path, task.arguments, task.snapshot)
-    return OwnJob(config, task.function)
+    return FunctionJob(config, task.function)
 
 
 class _Preparation:

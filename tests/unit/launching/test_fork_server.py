@@ -14,8 +14,6 @@ from support import forked
 from support.commands import eventually
 
 from hybrid.errors import ClusterError
-from workers.exit_codes import Cause
-from workers.launching import launcher
 from workers.launching.fork_server import ForkServer
 from workers.launching.forked_roles import BrokenServerError, Ended, Started
 from workers.signals import STOP_SIGNALS
@@ -61,10 +59,6 @@ def test_what_cannot_be_imported_is_told_and_not_tried_again() -> None:
     for ask in (running, ForkServer.preload):
         with ForkServer(["no_such"]) as server, pytest.raises(BrokenServerError, match=f"^{reason}$"):
             ask(server)
-    with ForkServer(["no_such"]) as server:
-        outcome = launcher._import(server)
-    assert outcome is not None
-    assert (outcome.message, outcome.cause) == (reason, Cause.REFUSED)
 
 
 def test_it_imports_before_the_first_start_if_it_is_asked_to(server: ForkServer) -> None:

@@ -10,11 +10,11 @@ import pytest
 from hybrid.errors import ClusterError
 from workers.exit_codes import Cause
 from workers.launching.restarts import FILE_NAME, Restarts
-from workers.launching.role_outcome import Outcome
+from workers.launching.role_failure import RoleFailure
 from workers.run_folder.run_paths import command_name
 from workers.run_folder.run_state import RunState, describe_saved_state
 
-KILLED = Outcome("worker 0 was killed", Cause.KILLED)
+KILLED = RoleFailure("worker 0 was killed", Cause.KILLED)
 
 
 def log_steps(run: Path, last: int) -> None:
@@ -36,7 +36,7 @@ def restarts(tmp_path: Path) -> Restarts:
     return Restarts(tmp_path, 3)
 
 
-def told(restarts: Restarts, failure: Outcome = KILLED) -> str:
+def told(restarts: Restarts, failure: RoleFailure = KILLED) -> str:
     """What is said of a restart, after the failure."""
     line = restarts.after(failure)
     assert line.startswith(f"{failure.message}; ")
@@ -49,34 +49,34 @@ def test_steps_after_the_newest_checkpoint_are_lost(restarts: Restarts, tmp_path
     log_steps(tmp_path, 8)
     write_checkpoint(tmp_path, 6)
     write_checkpoint(tmp_path, 8, suffix=".partial")
-    assert told(restarts) == "steps 6 to 7 are lost, going on from step 6"
+    assert told(restarts) == "steps 6 to 7 are lost, resuming from step 6"
 
 
 def test_nothing_is_lost_where_no_step_was_taken_since(restarts: Restarts, tmp_path: Path) -> None:
     assert told(restarts) == "nothing is lost, starting from the beginning"
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 5)
-    assert told(restarts) == "nothing is lost, going on from step 5"
+    assert told(restarts) == "nothing is lost, resuming from step 5"
 
 
 def test_steps_are_not_lost_twice(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 4)
-    assert told(restarts) == "steps 4 to 4 are lost, going on from step 4"
+    assert told(restarts) == "steps 4 to 4 are lost, resuming from step 4"
     # Killed before its first step, the next start has left the log as it was.
-    assert told(restarts) == "nothing is lost, going on from step 4"
+    assert told(restarts) == "nothing is lost, resuming from step 4"
 
 
 def test_it_gives_up_with_the_first_cause_of_those_without_a_new_checkpoint(tmp_path: Path) -> None:
     restarts = Restarts(tmp_path, 2)
     restarts.after(KILLED)
     write_checkpoint(tmp_path, 4)
-    first = Outcome("worker 1 was killed", Cause.KILLED)
+    first = RoleFailure("worker 1 was killed", Cause.KILLED)
     restarts.after(first)
-    restarts.after(Outcome("trainer 0 was killed", Cause.KILLED))
+    restarts.after(RoleFailure("trainer 0 was killed", Cause.KILLED))
     with pytest.raises(ClusterError) as given_up:
-        restarts.after(Outcome("trainer 1 was killed", Cause.KILLED))
-    rest = "given up after 2 restart(s) without a new checkpoint (cluster.max_restarts)"
+        restarts.after(RoleFailure("trainer 1 was killed", Cause.KILLED))
+    rest = "stopped after 2 restart(s) without a new checkpoint (cluster.max_restarts)"
     assert str(given_up.value) == f"worker 1 was killed; {rest}"
 
 
@@ -89,16 +89,16 @@ def test_without_restarts_the_cause_is_all_there_is_to_say(tmp_path: Path) -> No
 def test_what_would_come_again_ends_the_run(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     with pytest.raises(ClusterError, match=r"^a bad row$"):
-        restarts.after(Outcome("a bad row", Cause.REFUSED))
+        restarts.after(RoleFailure("a bad row", Cause.REFUSED))
 
 
 @pytest.mark.parametrize("cause", [Cause.LOST, Cause.SILENT, Cause.ECHO])
 def test_what_may_not_come_again_is_followed_by_another_start(cause: Cause, restarts: Restarts) -> None:
-    assert told(restarts, Outcome("it failed", cause)).startswith("nothing is lost")
+    assert told(restarts, RoleFailure("it failed", cause)).startswith("nothing is lost")
 
 
 def test_an_exception_ends_the_run_only_before_its_first_step(restarts: Restarts, tmp_path: Path) -> None:
-    error = Outcome("trainer 0: KeyError: 'x'", Cause.EXCEPTION)
+    error = RoleFailure("trainer 0: KeyError: 'x'", Cause.EXCEPTION)
     with pytest.raises(ClusterError, match=r"^trainer 0: KeyError: 'x'$"):
         restarts.after(error)
     log_steps(tmp_path, 5)
@@ -149,7 +149,7 @@ def test_restarts_are_on_record(restarts: Restarts, tmp_path: Path) -> None:
     log_steps(tmp_path, 5)
     write_checkpoint(tmp_path, 4)
     restarts.after(KILLED)
-    restarts.after(Outcome("frozen", Cause.LOST))
+    restarts.after(RoleFailure("frozen", Cause.LOST))
     lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
     assert all(line.pop("time") > 0 for line in lines)
     assert lines == [
@@ -161,8 +161,10 @@ def test_restarts_are_on_record(restarts: Restarts, tmp_path: Path) -> None:
 def test_memory_that_runs_out_before_the_first_step_would_run_out_again(
     restarts: Restarts, tmp_path: Path
 ) -> None:
-    starved = Outcome("master (pid 7) was killed by SIGKILL, probably since memory ran out", Cause.STARVED)
-    with pytest.raises(ClusterError, match=r"^master .* memory ran out; it would run out again before the"):
+    starved = RoleFailure(
+        "master (pid 7) was killed by SIGKILL, probably since memory ran out", Cause.STARVED
+    )
+    with pytest.raises(ClusterError, match=r"^master .* memory ran out; a restart would run out of memory"):
         restarts.after(starved)
     log_steps(tmp_path, 5)
     assert told(restarts, starved) == "steps 0 to 4 are lost, starting from the beginning"

@@ -14,7 +14,7 @@ from hybrid.topology import MASTER
 from workers.cluster_task import ScriptTask
 from workers.console.messages import Verbosity
 from workers.exit_codes import Cause, ExitCode
-from workers.launching.role_outcome import Outcome
+from workers.launching.role_failure import RoleFailure
 from workers.launching.role_processes import _role_main
 from workers.rendezvous.master_address import listen
 from workers.run_folder.run_paths import log_path
@@ -32,7 +32,7 @@ def _be_a_role(told: Connection, folder: Path, most_bytes: int) -> None:
         _role_main(MASTER, STARTLESS, folder, TASK, secret, Verbosity.NORMAL, *descriptors)
 
 
-def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[Outcome]]:
+def ended_role(folder: Path, most_bytes: int = 1 << 20) -> tuple[int, Sequence[RoleFailure]]:
     """Exit code of a role whose files take so many bytes, and what it tells the launcher."""
     context = fork_context()
     reader, writer = context.Pipe(duplex=False)

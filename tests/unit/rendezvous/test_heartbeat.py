@@ -15,7 +15,7 @@ from support.rendezvous import ACCEPTANCE, SECONDS, WORKER, Meeting, meeting
 
 from hybrid.errors import ClusterError, ConfigError
 from hybrid.topology import Role, RoleKind
-from workers.exit_codes import ExitCode, Word
+from workers.exit_codes import ExitCode, StopMessage
 from workers.rendezvous.heartbeat import (
     ConnectedRole,
     HeartbeatInterval,
@@ -72,7 +72,7 @@ def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], No
     with meeting() as opened, opened.store() as store:
         with opened.pulse():
             await_beats()
-            store.set("stop", str(Word()))
+            store.set("stop", str(StopMessage()))
             await_beats()
         opened.rendezvous.await_departures(SECONDS)
     assert (opened.lost, opened.heard) == ([], [])
@@ -80,7 +80,7 @@ def test_a_role_that_lives_and_leaves_is_never_lost(await_beats: Callable[[], No
 
 def test_a_role_that_arrives_as_the_run_fails_is_told_why() -> None:
     """The master stays for whoever has proved the secret and has not said yet who it is."""
-    failure = Word(ExitCode.FAILED, "out of luck")
+    failure = StopMessage(ExitCode.FAILED, "out of luck")
     with meeting() as opened, closing(opened.channel()) as arriving, opened.store() as store:
         stopping = threading.Thread(target=opened.rendezvous.stop, args=(failure, SECONDS))
         stopping.start()
@@ -153,15 +153,15 @@ def test_all_others_hear_who_was_lost_and_a_role_that_is_told_only_repeats_it() 
         assert [str(error) for error in opened.heard] == [f"stopped by the master: {reason}"]
         assert isinstance(opened.heard[0], StoppedError)
         assert [store.get(key) for key in ("stop", "verdict")] == [
-            str(Word(ExitCode.AGAIN, reason)).encode()
+            str(StopMessage(ExitCode.AGAIN, reason)).encode()
         ] * 2
 
 
 def test_the_first_reason_to_stop_is_the_one_that_roles_hear() -> None:
     with meeting() as opened, opened.store() as store:
         store.set("verdict", "go")
-        opened.rendezvous.stop(Word(reason="first"), 0)
-        opened.rendezvous.stop(Word(reason="second"), 0)
+        opened.rendezvous.stop(StopMessage(reason="first"), 0)
+        opened.rendezvous.stop(StopMessage(reason="second"), 0)
         assert [store.get(key) for key in ("stop", "verdict")] == [b"0 first", b"go"]
         with opened.pulse():
             assert eventually(lambda: opened.heard, SECONDS)

@@ -8,7 +8,7 @@ import pytest
 from hybrid.errors import ClusterError
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import LostError
-from workers.exit_codes import Word, exit_code
+from workers.exit_codes import StopMessage, exit_code
 from workers.rendezvous.interrupt import LostHostError, LostRoleError
 from workers.roles import diagnosis
 
@@ -29,7 +29,7 @@ def test_an_alarm_that_rings_while_the_cause_is_told_says_what_was_going_on(
         ring("diagnose")
         return []
 
-    def announce_stop(cluster: object, word: Word) -> None:
+    def announce_stop(cluster: object, word: StopMessage) -> None:
         ring("announce_stop")
         told.append(str(word))
 

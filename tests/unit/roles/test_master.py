@@ -10,7 +10,7 @@ from hybrid.config import RunConfig
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from workers.cluster_task import OwnTask
+from workers.cluster_task import FunctionTask
 from workers.controller.shared_folders import own_files
 from workers.rendezvous.bootstrap import Cluster, Member
 from workers.rendezvous.interrupt import LostRoleError
@@ -51,4 +51,4 @@ def test_a_role_lost_at_the_end_does_not_hide_the_first_error(monkeypatch: pytes
     monkeypatch.setattr(master, "lead", lead)
     monkeypatch.setattr(master, "announce_stop", announce_stop)
     with pytest.raises(ValueError, match="the first error"):
-        master.run(RunConfig(), OwnTask(f"{__name__}:refuse"), Secret.fresh(), listen("127.0.0.1", 0))
+        master.run(RunConfig(), FunctionTask(f"{__name__}:refuse"), Secret.fresh(), listen("127.0.0.1", 0))

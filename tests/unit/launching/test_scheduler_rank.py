@@ -1,4 +1,4 @@
-"""Who a process is, by what schedulers set; nothing is guessed."""
+"""The role of a process by the variables of schedulers; nothing is guessed."""
 
 import re
 
@@ -13,7 +13,7 @@ NAMES = ["master", "trainer 0", "trainer 1", "worker 0", "worker 1"]
 
 
 def of_torchrun(rank: int, size: int = 5) -> dict[str, str]:
-    """What its agents set, of what there is to go by."""
+    """Return the variables that agents of torchrun set."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -24,7 +24,7 @@ def of_torchrun(rank: int, size: int = 5) -> dict[str, str]:
 
 
 def of_srun(rank: int, size: int = 5) -> dict[str, str]:
-    """What it sets for a task, also for one of a step of several components."""
+    """Return the variables that srun sets for a task."""
     return {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": str(size), "SLURM_STEP_ID": "0"}
 
 
@@ -40,22 +40,21 @@ def test_what_an_agent_of_torchrun_says_is_of_this_process_and_what_srun_says_of
 
 
 BATCH = {"SLURM_PROCID": "0", "SLURM_NTASKS": "5", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
-BY_HAND = "start each role by a command of its own"
 
 
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({}, "needs RANK and WORLD_SIZE, or SLURM_PROCID of srun, and there are none"),
-        (BATCH, "there are none"),
+        ({}, "needs RANK and WORLD_SIZE"),
+        (BATCH, "none is set"),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
-            r"say 0 of 2, and 1 master, .* are 5 processes \(some .* once a node",
+            r"say 0 of 2, but 1 master, .* are 5 processes",
         ),
-        (of_torchrun(0, 6), "say 0 of 6, and"),
-        (of_torchrun(5), "say 5 of 5, and"),
-        (of_srun(0, 3), "SLURM_PROCID and SLURM_STEP_NUM_TASKS say 0 of 3, and"),
+        (of_torchrun(0, 6), "say 0 of 6"),
+        (of_torchrun(5), "say 5 of 5"),
+        (of_srun(0, 3), "SLURM_PROCID and SLURM_STEP_NUM_TASKS say 0 of 3"),
         (
             {**of_srun(1), "RANK": "0", "WORLD_SIZE": "5"},
             "RANK and WORLD_SIZE say 0 of 5 but SLURM_PROCID and SLURM_STEP_NUM_TASKS say 1 of 5",
@@ -64,7 +63,7 @@ BY_HAND = "start each role by a command of its own"
     ids=["nothing", "a batch script", "half", "a node", "one too many", "beyond", "srun of others", "both"],
 )
 def test_it_never_guesses(environment: dict[str, str], said: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^role: .*{said}.*; {BY_HAND}") as refused:
+    with pytest.raises(ConfigError, match=rf"^role: .*{said}.* hybrid master") as refused:
         role_of(environment, TOPOLOGY)
     assert "\n" not in str(refused.value)
 
@@ -76,7 +75,7 @@ def test_a_rank_that_is_no_number_is_named() -> None:
 
 def test_the_index_of_an_indexed_job() -> None:
     assert index_of({"JOB_COMPLETION_INDEX": "3"}, RoleKind.WORKER) == 3
-    with pytest.raises(ConfigError, match=r"^--index: must be given: which worker, from 0"):
+    with pytest.raises(ConfigError, match=r"^--index: must be given: .* worker"):
         index_of({}, RoleKind.WORKER)
 
 

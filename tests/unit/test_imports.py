@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers.launching.preloading import lasting_imports
+from workers.module_imports import importing_much
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _thawed() -> Iterator[None]:
 
 
 def test_the_collector_rests_and_then_goes_on() -> None:
-    with lasting_imports():
+    with importing_much():
         assert not gc.isenabled()
         made: list[list[int]] = [[]]
         assert made in gc.get_objects()
@@ -24,6 +24,6 @@ def test_the_collector_rests_and_then_goes_on() -> None:
 
 
 def test_a_module_that_cannot_be_imported_leaves_the_collector_on() -> None:
-    with pytest.raises(ModuleNotFoundError), lasting_imports():
+    with pytest.raises(ModuleNotFoundError), importing_much():
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
     assert gc.isenabled()
