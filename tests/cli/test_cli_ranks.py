@@ -98,11 +98,11 @@ def test_a_launch_of_a_run_that_is_over_does_nothing(
     [
         (
             {},
-            "role: needs RANK and WORLD_SIZE, or SLURM_PROCID of srun, and there are none; start",
+            "role: needs RANK and WORLD_SIZE, or SLURM_PROCID of srun, and none is set; start",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2"},
-            "role: RANK and WORLD_SIZE say 1 of 2, and 1 master, 2",
+            "role: RANK and WORLD_SIZE say 1 of 2, but 1 master, 2",
         ),
     ],
     ids=["no rank", "a rank once a node"],
@@ -136,7 +136,7 @@ if os.fork() == 0:
     def wait():
         print(os.getpid(), flush=True)
         time.sleep(60)
-    with mock.patch.object(role_commands, "imports", wait):
+    with mock.patch.object(role_commands, "importing_torch", wait):
         cli.main(["worker", "--index", "0", "--master", "127.0.0.1", *sys.argv[1:]])
 os.wait()
 """

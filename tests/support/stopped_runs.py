@@ -60,7 +60,8 @@ class View(TerminalView):
         self._saved_step = saved_step
 
     def note(self, text: str) -> None:
-        if not re.match(r"dense net |\d+ embedding table|run folder ", text):  # of every run
+        of_every_run = r"dense net |\d+ embedding table|run folder |batch normalization "
+        if not re.match(of_every_run, text):
             self.notes.append(text)
 
     def warn(self, text: str) -> None:
