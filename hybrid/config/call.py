@@ -93,7 +93,9 @@ class Signatures:
         for key in keys.values():
             if key.name in given and not key.accepts(given[key.name]):
                 raise ConfigError(dotted, f"{key.name} must be {key.rule}", text)
-            if given.get(key.name, key.default) in (None, (), ""):
+            if key.name in given and not given[key.name] and key.kind is not bool and key.is_list:
+                raise ConfigError(dotted, f"{key.name} must not be empty", text)
+            if given.get(key.name, key.default) is None:
                 raise ConfigError(dotted, f"must name its {key.name}: {self._form(name)}", text)
         return Call(name, {key.name: given.get(key.name, key.default) for key in keys.values()})
 

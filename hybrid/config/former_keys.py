@@ -14,7 +14,7 @@ from hybrid.config.data_sections import (
     VOCABULARY_CALLS,
 )
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
-from hybrid.config.table_sections import INITIALIZERS, TABLE_OPTIMIZERS
+from hybrid.config.table_sections import INITIALIZERS, PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.config.task_sections import LOSS_CALLS, RANKING_CALLS
 from hybrid.errors import ConfigError
 
@@ -30,10 +30,17 @@ _ADVICE = {
         (
             *("cluster.transport", "cluster.carrier", "cluster.combine", "cluster.stop_timeout_seconds"),
             *("data.checksum", "data.prefetch_batches", "data.synthetic_test_rows"),
-            *("embedding.pooled_by", "tables.pooled_by"),
             *("dense.remote_worker", "dense.bucket_mb", "dense.all_reduce", "dense.matmul"),
         ),
         _AUTOMATIC,
+    ),
+    "dense.parallel": "follows from dense.device (cuda:0,cuda:1 for replicas) and dense.tensor_size",
+    "dense.devices": "is now dense.device, such as cuda:0,cuda:1",
+    "profile.first_step": "is the second number of profile.steps now, such as [5, 10]",
+    "tables.workers": 'is an argument of placement now, as in placement = "row(workers = [0, 1])"',
+    **dict.fromkeys(
+        ("embedding.pooled_by", "tables.pooled_by"),
+        "is an argument of placement now, as in placement = \"auto(pooled_by = 'trainers')\"",
     ),
     "cluster.rpc_timeout_seconds": "is now cluster.timeout_seconds",
     "cluster.step_timeout_seconds": "is now cluster.timeout_seconds",
@@ -130,6 +137,15 @@ def translate(sections: Sections, is_key: Callable[[str, str], bool]) -> None:
     """
     _translate_optimizers(sections)
     _translate_data(sections)
+    _translate_placements(sections)
+    dense = sections.setdefault("dense", {})
+    if dense.get("parallel", "tensor") != "tensor":
+        dense.pop("tensor_size", None)
+    if devices := dense.pop("devices", []):
+        dense["device"] = ",".join(map(str, devices))
+    if isinstance(steps := sections.get("profile", {}).get("steps"), int):
+        first = sections["profile"].pop("first_step", 10)
+        sections["profile"]["steps"] = [steps, first] if steps else []
     for section, values in sections.items():
         if "rpc_timeout_seconds" in values:
             values["timeout_seconds"] = values.pop("rpc_timeout_seconds")
@@ -189,6 +205,23 @@ def _translate_data(sections: Sections) -> None:
         lanes = data.pop("shuffle_lanes", 0)
         shuffled = _call(SHUFFLE_CALLS, "lanes", {"lanes": lanes}) if lanes else "rows"
         data["shuffle"] = shuffled if data["shuffle"] else "none"
+
+
+def _translate_placements(sections: Sections) -> None:
+    """Give placements their arguments."""
+    embedding = sections["embedding"]
+    shared: Values = {}
+    if "pooled_by" in embedding:
+        shared["pooled_by"] = embedding.pop("pooled_by")
+    default = embedding.get("placement", "auto")
+    for section, values in sections.items():
+        if section.startswith("tables."):
+            own: Values = {name: values.pop(name) for name in ("pooled_by", "workers") if name in values}
+            if any(own.values()) or "placement" in values:
+                name = values.get("placement", default)
+                values["placement"] = _call(PLACEMENT_CALLS, name, {**shared, **own})
+    if shared:
+        embedding["placement"] = _call(PLACEMENT_CALLS, default, shared)
 
 
 def _set_scaling_and_vocabulary(values: Values, all_values: Values) -> None:

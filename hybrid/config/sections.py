@@ -33,7 +33,6 @@ NET_CALLS = Signatures(
     others_rule="module:function",
 )
 DDP_MODES = ("none", "inside", "outside")
-PARALLEL_FORMS = ("none", "replicas", "tensor")
 COMPILERS = ("script", "trace", "inductor", "aot_eager")
 UPDATE_MODES = ("sync", "pipelined", "async")
 NETS = NET_CALLS.names
@@ -147,7 +146,6 @@ class DenseSection:
     remote_mlp: tuple[int, ...] = fixed(
         (), "hidden units of a remote dense net, hosted by a worker between interaction and head"
     )
-    remote_worker: int = option(0, "index of the worker that hosts the remote dense net", minimum=0)
     optimizer: str = fixed("Adam", "name of a torch.optim class")
     optimizer_options: tuple[str, ...] = option(
         (), 'its other arguments, such as ["momentum = 0.9", "weight_decay = 1e-4"]'
@@ -156,28 +154,16 @@ class DenseSection:
     ddp: str = option(
         "outside", "what DDP wraps: none, inside (the head) or outside (everything local)", choices=DDP_MODES
     )
-    bucket_mb: float = option(
-        25.0,
-        "MiB of gradients that trainers reduce at once; smaller parts start sooner, fewer cost less",
-        above=0,
-    )
-    all_reduce: str = option(
+    device: str = by_host(
         "auto",
-        "auto sums gradients in shared memory where all trainers of a net are on one host, with CPUs, and "
-        "8 at most; group leaves it to the process group everywhere",
-        choices=("auto", "group"),
-    )
-    device: str = by_host("auto", "cpu, cuda, cuda:N, or auto (a GPU for each trainer where there is one)")
-    parallel: str = option(
-        "none",
-        "replicas: each trainer splits its samples over devices; tensor: several trainers split the layers",
-        choices=PARALLEL_FORMS,
-    )
-    devices: tuple[str, ...] = option(
-        (), "devices of each trainer's replicas, cpu or cuda:N; the first holds the parameters (replicas)"
+        "cpu, cuda, cuda:N, or auto (a GPU for each trainer if there is one). Several, such as "
+        "cuda:0,cuda:1, hold replicas, over which a trainer splits its samples; the first holds the "
+        "parameters.",
     )
     tensor_size: int = option(
-        2, "how many trainers hold a net together; must divide cluster.trainers (tensor)", minimum=2
+        0,
+        "Number of trainers that split the layers of one net; it divides cluster.trainers. 0 for none.",
+        minimum=0,
     )
     tensor_plan: tuple[str, ...] = option(
         (),
@@ -199,9 +185,19 @@ class DenseSection:
         return NET_CALLS.parse("dense.net", self.net)
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of a trainer's replicas; empty without replicas."""
+        return tuple(part.strip() for part in self.device.split(",")) if "," in self.device else ()
+
+    @property
+    def parallel(self) -> str:
+        """How a net is spread: over ``replicas`` of a trainer, over trainers (``tensor``), or ``none``."""
+        return "replicas" if self.devices else "tensor" if self.tensor_size else "none"
+
+    @property
     def trainers_per_net(self) -> int:
-        """How many trainers hold a dense net together."""
-        return self.tensor_size if self.parallel == "tensor" else 1
+        """The number of trainers that hold a dense net together."""
+        return self.tensor_size or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,10 +291,22 @@ class ScheduleSection:
 class ProfileSection:
     """What every role does in some steps, in detail: a trace and a table in the run folder."""
 
-    steps: int = option(0, "how many steps are recorded, one after another; 0 for none", minimum=0)
-    first_step: int = option(
-        10, "steps that the run takes before the first recorded one, such as those that warm up", minimum=0
+    steps: tuple[int, ...] = option(
+        (),
+        "Number of steps to record, and the number of steps before them, such as [5, 100]; [5] records five "
+        "steps after a warm-up of ten; empty for none.",
+        minimum=0,
     )
+
+    @property
+    def count(self) -> int:
+        """The number of steps to record."""
+        return self.steps[0] if self.steps else 0
+
+    @property
+    def first_step(self) -> int:
+        """The number of steps before the first recorded one."""
+        return self.steps[1] if len(self.steps) > 1 else 10
 
 
 @dataclass(frozen=True, kw_only=True)

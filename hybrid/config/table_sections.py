@@ -32,6 +32,11 @@ TABLE_OPTIMIZERS = Signatures(
 _SCALE = argument("scale", float, 0.0, minimum=0)
 INITIALIZERS = Signatures({"uniform": (_SCALE,), "normal": (_SCALE,), "zeros": ()})
 POOLERS = ("workers", "trainers")
+_PLACEMENT = (
+    argument("workers", int, (), is_list=True, minimum=0),
+    argument("pooled_by", str, "auto", choices=("auto", *POOLERS)),
+)
+PLACEMENT_CALLS = Signatures(dict.fromkeys(("auto", "table", "row"), _PLACEMENT))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +62,10 @@ class EmbeddingSection:
     )
     placement: str = option(
         "auto",
-        "`table` keeps a table whole on one worker; `row` splits it over workers.",
-        choices=("auto", "table", "row"),
-    )
-    pooled_by: str = option(
-        "auto",
-        "who makes one vector of a bag: the workers that hold its rows, or the trainers, which then fetch "
-        "each distinct row once; auto takes whom fewer bytes are expected of (hybrid plan shows both)",
-        choices=("auto", *POOLERS),
+        "`table` keeps a table whole on one worker, `row` splits its rows over workers; `workers` lists the "
+        "workers that may hold it. Bags are pooled by the workers, or by the trainers, which then fetch each "
+        "distinct row once; `auto` takes the side that moves fewer bytes (hybrid plan shows both).",
+        signatures=PLACEMENT_CALLS,
     )
 
 
@@ -78,9 +79,7 @@ class TableSection:
         None, "How rows are updated.", signatures=TABLE_OPTIMIZERS, is_name_fixed=True
     )
     learning_rate: float | None = option(None, "Learning rate of the rows.", above=0)
-    placement: str | None = option(None, "As in [embedding].", choices=("auto", "table", "row"))
-    pooled_by: str | None = option(None, "who pools its bags", choices=("auto", *POOLERS))
-    workers: tuple[int, ...] = option((), "Indices of the workers that may hold the table; empty for any.")
+    placement: str | None = option(None, "Where the rows are.", signatures=PLACEMENT_CALLS)
     features: tuple[str, ...] = fixed(
         (), "Columns that share this table; empty for the column of the table's name."
     )
@@ -107,6 +106,11 @@ class TableSection:
 def table_optimizer(embedding: EmbeddingSection, table: TableSection) -> Call:
     """The optimizer of a table and its arguments."""
     return TABLE_OPTIMIZERS.parse("optimizer", table.optimizer or embedding.optimizer)
+
+
+def table_placement(embedding: EmbeddingSection, table: TableSection) -> Call:
+    """The placement of a table and its arguments."""
+    return PLACEMENT_CALLS.parse("placement", table.placement or embedding.placement)
 
 
 def check_all_rows(embedding: EmbeddingSection, tables: Mapping[str, TableSection], update: str) -> None:

@@ -19,17 +19,13 @@ from hybrid.config.sections import (
     TrainSection,
     tasks_of,
 )
-from hybrid.config.table_sections import TableSection, check_all_rows
+from hybrid.config.table_sections import TableSection, check_all_rows, table_placement
 from hybrid.config.task_sections import TaskSection, check_tasks
 from hybrid.errors import ConfigError
 from hybrid.storage.remote_path import is_url
 
 SCHEDULES_THAT_END = ("cosine", "polynomial", "one_cycle")
 _OF_WHOLE_MATRICES = ("Adafactor", "Muon")
-_DEVICES = {
-    "dense.device": (r"auto|cpu|cuda(:(0|[1-9][0-9]*))?", "must be auto, cpu, cuda or cuda:N"),
-    "dense.devices": (r"cpu|cuda:(0|[1-9][0-9]*)", "must hold cpu and cuda:N"),
-}
 
 
 def check_rules(config: RunConfig) -> None:
@@ -38,12 +34,16 @@ def check_rules(config: RunConfig) -> None:
     _check_columns(config)
     _check_dense(config)
     _check_groups(config)
-    _check_parallel(config)
+    if config.dense.tensor_size:
+        _check_tensor(config)
+    elif config.dense.tensor_plan:
+        rule = "needs dense.tensor_size, the number of trainers that split a net"
+        raise ConfigError("dense.tensor_plan", rule, config.dense.tensor_plan)
     check_tasks(config.all_tasks, config.data.group, config.checkpoint.keep_best)
     _check_train(config.train)
     _check_patience(config)
     for name, table in config.tables.items():
-        check_workers(name, table.workers, config.cluster.workers)
+        check_workers(name, table_placement(config.embedding, table)["workers"], config.cluster.workers)
         _check_first_rows(name, table)
     check_all_rows(config.embedding, config.tables, config.train.update)
     table_of_column(config.tables)
@@ -59,11 +59,10 @@ def recorded_steps(profile: ProfileSection, steps_before: int, total_steps: int)
         ConfigError: it does not take so many.
     """
     first = steps_before + profile.first_step
-    if profile.steps and first + profile.steps > total_steps:
-        taken = total_steps - steps_before
-        rule = f"must leave profile.steps = {profile.steps} of the {taken} steps that the run takes"
-        raise ConfigError("profile.first_step", rule, profile.first_step)
-    return range(first, first + profile.steps)
+    if profile.count and first + profile.count > total_steps:
+        rule = f"must be within the {total_steps - steps_before} steps that the run takes"
+        raise ConfigError("profile.steps", rule, profile.steps)
+    return range(first, first + profile.count)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -143,14 +142,11 @@ def check_fields(data: DataSection, value_of: Callable[[str], object] = str) -> 
 
 def _check_dense(config: RunConfig) -> None:
     dense = config.dense
-    check_device("dense.device", dense.device)
+    check_device(dense)
     for name in ("bottom_mlp", "top_mlp", "remote_mlp"):
         units = getattr(dense, name)
         if min(units, default=1) < 1:
             raise ConfigError(f"dense.{name}", "must hold integers of at least 1", units)
-    if dense.remote_worker >= config.cluster.workers:
-        rule = f"must be below cluster.workers, which is {config.cluster.workers}"
-        raise ConfigError("dense.remote_worker", rule, dense.remote_worker)
 
 
 def _check_groups(config: RunConfig) -> None:
@@ -163,46 +159,29 @@ def _check_groups(config: RunConfig) -> None:
                 raise ConfigError(key, "must name parameters, and there is no dense.remote_mlp", pattern)
 
 
-def check_device(key: str, device: str) -> None:
-    """ConfigError where ``device``, a value of ``key``, is none."""
-    form, rule = _DEVICES[key]
-    if not re.fullmatch(form, device):
-        raise ConfigError(key, rule, device)
-
-
-def _check_parallel(config: RunConfig) -> None:
-    dense = config.dense
-    for name, needed in (("devices", "replicas"), ("tensor_plan", "tensor")):
-        if (value := getattr(dense, name)) and dense.parallel != needed:
-            raise ConfigError(f"dense.{name}", f'is read where dense.parallel is "{needed}" only', value)
-    if dense.parallel == "replicas":
-        _check_devices(dense)
-    elif dense.parallel == "tensor":
-        _check_tensor(config)
-
-
-def _check_devices(dense: DenseSection) -> None:
-    if not dense.devices:
-        rule = 'must name the devices of a trainer\'s replicas, such as ["cuda:0", "cuda:1"]'
-        raise ConfigError("dense.devices", rule, dense.devices)
-    for device in dense.devices:
-        check_device("dense.devices", device)
-    if dense.device != "auto":
-        raise ConfigError("dense.device", "leave it out: dense.devices names them all", dense.device)
+def check_device(dense: DenseSection) -> None:
+    """Raise ConfigError if ``dense.device`` names no device, or several that are not definite."""
+    form = r"cpu|cuda:(0|[1-9][0-9]*)"
+    if not dense.devices and not re.fullmatch(rf"auto|cuda|{form}", dense.device):
+        raise ConfigError("dense.device", "must be auto, cpu, cuda or cuda:N", dense.device)
+    if not all(re.fullmatch(form, device) for device in dense.devices):
+        raise ConfigError("dense.device", "must hold cpu and cuda:N, such as cuda:0,cuda:1", dense.device)
 
 
 def _check_tensor(config: RunConfig) -> None:
     dense, trainers = config.dense, config.cluster.trainers
+    if dense.devices:
+        raise ConfigError("dense.device", "must be one device with dense.tensor_size", dense.device)
     if trainers % dense.tensor_size:
         rule = f"must divide cluster.trainers, which is {trainers}"
         raise ConfigError("dense.tensor_size", rule, dense.tensor_size)
     if dense.net not in NETS and not dense.tensor_plan:
-        rule = 'must say how the layers of a net of your own are split, such as "head.0 = colwise_gathered"'
+        rule = 'must say how the layers of a custom net are split, such as "head.0 = colwise_gathered"'
         raise ConfigError("dense.tensor_plan", rule, dense.tensor_plan)
     if dense.compile != "none":
-        raise ConfigError("dense.compile", 'must be none where dense.parallel is "tensor"', dense.compile)
+        raise ConfigError("dense.compile", "must be none with dense.tensor_size", dense.compile)
     if dense.optimizer in _OF_WHOLE_MATRICES:
-        rule = 'looks at whole matrices, of which a trainer has a part where dense.parallel is "tensor"'
+        rule = "looks at whole matrices, of which a trainer has a part with dense.tensor_size"
         raise ConfigError("dense.optimizer", rule, dense.optimizer)
 
 
@@ -232,7 +211,7 @@ def check_workers(table: str, workers: Sequence[int], num_workers: int) -> None:
     for index in workers:
         if not 0 <= index < num_workers:
             rule = f"must hold worker indices from 0 to {num_workers - 1}"
-            raise ConfigError(f"tables.{table}.workers", rule, index)
+            raise ConfigError(f"tables.{table}.placement", rule, index)
 
 
 def _check_first_rows(name: str, table: TableSection) -> None:

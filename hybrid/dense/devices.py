@@ -13,29 +13,28 @@ from hybrid.errors import ConfigError
 def choose_devices(section: DenseSection, trainer: int) -> list[torch.device]:
     """The devices on which a trainer computes; the first is where its parameters are.
 
-    They are ``dense.devices``, for replicas, or else the one that ``dense.device`` means: ``auto`` takes
-    a GPU where the machine has one, spreading trainers over its GPUs by LOCAL_RANK (as torchrun sets it) or
-    SLURM_LOCALID, or else by trainer index; ``cuda`` does the same and insists.
+    With ``auto``, that is a GPU if the machine has one: trainers are spread over its GPUs by LOCAL_RANK
+    (which torchrun sets) or SLURM_LOCALID, or else by trainer index. ``cuda`` does the same and requires one.
 
     Raises:
         ConfigError: a setting is not a device, or there is no such device here.
     """
+    check_device(section)
     if section.devices:
-        return [_find("dense.devices", setting) for setting in section.devices]
+        return [_find(setting) for setting in section.devices]
     num_gpus = _num_gpus()
     if section.device == "auto" and not num_gpus:
         return [torch.device("cpu")]
     if section.device in ("auto", "cuda") and num_gpus:
         local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or trainer)
         return [torch.device("cuda", local_rank % num_gpus)]
-    return [_find("dense.device", section.device)]
+    return [_find(section.device)]
 
 
-def _find(key: str, setting: str) -> torch.device:
-    check_device(key, setting)
+def _find(setting: str) -> torch.device:
     num_gpus = _num_gpus()
     if setting != "cpu" and setting not in [f"cuda:{index}" for index in range(num_gpus)]:
-        raise ConfigError(key, f"this machine has {num_gpus} GPU(s)", setting)
+        raise ConfigError("dense.device", f"this machine has {num_gpus} GPU(s)", setting)
     return torch.device(setting)
 
 

@@ -123,7 +123,7 @@ def _plans(model: HybridModel, dense: DenseSection) -> dict[str, Plan]:
         return parse_plan(dense.tensor_plan, model.net)
     plans = {name: automatic_plan(stage) for name, stage in _stages(model)}
     if not any(plans.values()):
-        raise ConfigError("dense.parallel", f"{dense.net} of these sizes has no layer to split", "tensor")
+        raise ConfigError("dense.tensor_size", f"{dense.net} of these sizes has no layer to split")
     return plans
 
 
@@ -132,7 +132,7 @@ def _refuse_dropout(name: str, stage: nn.Module) -> None:
     for path, module in stage.named_modules():
         if isinstance(module, _DROPOUTS):
             rule = f"takes no dropout ({name}.{path}): each trainer would draw a different mask"
-            raise ConfigError("dense.parallel", rule, "tensor")
+            raise ConfigError("dense.tensor_size", rule)
 
 
 def _try(model: HybridModel, dense: DenseSection, inputs: StageInputs) -> None:
@@ -143,4 +143,5 @@ def _try(model: HybridModel, dense: DenseSection, inputs: StageInputs) -> None:
                 stage(*inputs[name])
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
             reason = f"{name} of the net fails with this backend: {type(error).__name__}: {first_line(error)}"
-            raise ConfigError("dense.parallel", reason, dense.parallel) from error
+            key = {"replicas": "dense.device", "tensor": "dense.tensor_size"}[dense.parallel]
+            raise ConfigError(key, reason) from error

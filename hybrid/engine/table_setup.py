@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybrid.config import ColumnSection, EmbeddingSection, RunConfig, TableSection
 from hybrid.config.data_sections import UNPOOLED
 from hybrid.config.resolved_columns import sequence_length
-from hybrid.config.table_sections import table_optimizer
+from hybrid.config.table_sections import table_optimizer, table_placement
 from hybrid.config.validation import table_of_column
 from hybrid.dense.net_builder import extra_columns
 from hybrid.embedding.placement import Placement, place
@@ -48,6 +48,7 @@ def table_specs(config: RunConfig, input_spec: InputSpec, extra_columns: int = 0
 def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra_columns: int) -> TableSpec:
     section = config.tables.get(name, TableSection())
     shared = config.embedding
+    placement = table_placement(shared, section)
     num_rows = max(f.num_rows for f in features)
     pooling = Pooling(section.pooling or shared.pooling)
     poolings = tuple(_pooling(config, name, feature, pooling) for feature in features)
@@ -61,9 +62,9 @@ def _table_spec(config: RunConfig, name: str, features: list[FeatureSpec], extra
         optimizer=_optimizer(shared, section),
         # The scale of DLRM (Naumov et al. 2019).
         init_scale=section.initializer.arguments.get("scale") or num_rows**-0.5,
-        placement=section.placement or shared.placement,
-        pooled_by=section.pooled_by or shared.pooled_by,
-        workers=section.workers,
+        placement=placement.name,
+        pooled_by=placement["pooled_by"],
+        workers=placement["workers"],
         bytes_per_value=8 if config.train.dtype == "float64" else 4,
         initial=absolute(section.initial) if section.initial else "",
         init=section.initializer.name,

@@ -9,7 +9,7 @@ from hybrid.checkpoint.checkpoint_folders import step_folder
 from workers.cli import main
 
 PLAN = ["interaction.gate = colwise_gathered", "head.0 = colwise", "head.2 = rowwise"]
-SPLIT = settings(dense={"net": "my_net:build", "parallel": "tensor", "tensor_plan": PLAN})
+SPLIT = settings(dense={"net": "my_net:build", "tensor_size": 2, "tensor_plan": PLAN})
 
 
 def test_a_net_of_ones_own_split_by_a_plan_equals_one_process(tiny: list[str], tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_run_goes_on_in_another_form(
     trained: TrainedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = trained.copy(tmp_path)
-    form = {"parallel": "replicas", "devices": ["cpu", "cpu"], "device": "auto", "compile": "script"}
+    form = {"device": "cpu,cpu", "compile": "script"}
     output_of(["launch", "--resume", folder, *settings(train={"epochs": 2}, dense=form)], tmp_path)
     outcome = result_of(folder)
     assert outcome["steps"] == 32

@@ -241,9 +241,9 @@ def check_earlier_versions(of: Path, path: Path, capsys: pytest.CaptureFixture[s
             write_criteo,
             {
                 "data": {"format": "criteo"},
-                "dense": {"net": "dcn_v2", "ddp": "inside", "remote_mlp": [32], "remote_worker": 1},
+                "dense": {"net": "dcn_v2", "ddp": "inside", "remote_mlp": [32]},
                 "embedding": {"placement": "row"},
-                "profile": {"first_step": 5, "steps": 3},
+                "profile": {"steps": [3, 5]},
             },
         ),
     ],

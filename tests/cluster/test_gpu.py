@@ -55,8 +55,8 @@ def test_losses_of_the_order_in_groups_equal_one_process_too(clusters: Clusters,
 @pytest.mark.parametrize(
     "dense",
     [
-        {"parallel": "replicas", "devices": ("cuda:0", "cpu"), "device": "auto"},
-        {"parallel": "replicas", "devices": ("cuda:0", "cuda:0"), "device": "auto", "compile": "script"},
+        {"device": "cuda:0,cpu"},
+        {"device": "cuda:0,cuda:0", "compile": "script"},
         {"compile": "trace", "device": "cuda"},
         {"compile": "inductor", "device": "cuda"},
     ],

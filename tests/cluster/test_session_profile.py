@@ -16,7 +16,7 @@ from workers.rendezvous.bootstrap import Cluster
 from workers.step_profile import Profile
 
 FIRST, STEPS, TAKEN = 2, 3, 6
-PROFILE = {"first_step": FIRST, "steps": STEPS}
+PROFILE = {"steps": (STEPS, FIRST)}
 
 
 def refusal(session: DatasetSession) -> str:
@@ -55,7 +55,7 @@ def test_a_session_gives_the_profile_of_its_steps(
 ) -> None:
     config = small_config(train={"update": mode, "micro_batches": 2}, profile=PROFILE)
     refusals, profiles, trained_ns = clusters.get(2, 2).run(profiled, config, cache, tmp_path)
-    message = "profile.first_step = 2: none of the 3 steps to record (profile.steps) has been taken"
+    message = f"profile.steps = ({STEPS}, {FIRST}): none of these steps has been taken"
     assert refusals == [message, message]
     again = TAKEN + FIRST
     assert [profile.steps for profile in profiles] == [[2, 3, 4], [again, again + 1, again + 2]]

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("loopback")
 
 SPEC = InputSpec(("x", "y"), (FeatureSpec("a", 5), FeatureSpec("b", 5)))
 CPU = torch.device("cpu")
-REPLICAS = {"parallel": "replicas", "devices": ("cpu", "cpu", "cpu")}
-ALONE = {"parallel": "tensor", "tensor_size": 1}
+REPLICAS = {"device": "cpu,cpu,cpu"}
+ALONE = {"tensor_size": 1}
 FORMS: dict[str, dict[str, Any]] = {
     "replicas": REPLICAS,
     "tensor": ALONE,
@@ -60,7 +60,7 @@ def arranged(
 ) -> tuple[HybridModel, DensePlacement]:
     model = HybridModel(net, dtype=getattr(torch, dtype))
     configured = config(form, dtype)
-    devices = [CPU] * len(form.get("devices", "1"))
+    devices = [CPU] * len(form.get("device", "cpu").split(","))
     return model, apply_backend(model, Blueprint(configured, SPEC, table_specs(configured, SPEC)), devices)
 
 
@@ -126,13 +126,13 @@ REPLICA_FAILS = (
 @pytest.mark.parametrize(
     ("form", "net", "message"),
     [
-        (REPLICAS, dense_net(bottom=NeedsTwoRows(2, 4)), f"parallel = 'replicas': {REPLICA_FAILS} cpu"),
+        (REPLICAS, dense_net(bottom=NeedsTwoRows(2, 4)), f"device: {REPLICA_FAILS} cpu"),
         ({"compile": "script"}, dense_net(bottom=Unscriptable(2, 4)), "compile = 'script': "),
-        (ALONE, dense_net(nn.Dropout(0.5)), r"parallel = 'tensor': takes no dropout \(head.1\)"),
+        (ALONE, dense_net(nn.Dropout(0.5)), r"tensor_size: takes no dropout \(head.1\)"),
         (
             ALONE,
             DenseNet(nn.Identity(), Concatenation(), nn.Linear(8, 1)),
-            "parallel = 'tensor': .* has no layer to split",
+            "tensor_size: .* has no layer to split",
         ),
     ],
 )

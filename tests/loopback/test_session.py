@@ -107,7 +107,7 @@ def test_a_profile_has_the_updates_that_are_still_on_their_way(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_the_last_gradients_be_slow(monkeypatch)
-    with opened(mode, profile={"first_step": STEPS - 1, "steps": 1}) as session:
+    with opened(mode, profile={"steps": (1, STEPS - 1)}) as session:
         session.train_on(make_batches, 0)
         profile = session.take_profile()
         spans = [placed.span.name for of_role in profile.placed.values() for placed in of_role]

@@ -14,7 +14,7 @@ from torch import nn
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.config.sections import NET_CALLS, SCHEDULE_CALLS
-from hybrid.config.table_sections import TABLE_OPTIMIZERS
+from hybrid.config.table_sections import PLACEMENT_CALLS, TABLE_OPTIMIZERS
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
 from hybrid.embedding.table_spec import tables_of
 from hybrid.engine.table_setup import place_tables
@@ -106,8 +106,7 @@ class Case:
             embedding={
                 "dim": 4,
                 "pooling": self._pooling,
-                "placement": self.placement,
-                "pooled_by": self.pooled_by,
+                "placement": PLACEMENT_CALLS.text(self.placement, {"pooled_by": self.pooled_by}),
                 "optimizer": TABLE_OPTIMIZERS.text(
                     self.optimizer,
                     {"eps": 1e-2, "weight_decay": self.weight_decay, "all_rows": self.all_rows},
@@ -118,9 +117,8 @@ class Case:
                 "net": NET_CALLS.text(self.net, {"cross_layers": 1, "experts": 2, "expert_mlp": [5, 3]}),
                 "top_mlp": self.top_mlp,
                 "bottom_mlp": (9, 6),
-                "parallel": self.parallel,
-                "devices": ("cpu", "cpu") if self.parallel == "replicas" else (),
-                "tensor_size": self.tensor_size,
+                "device": "cpu,cpu" if self.parallel == "replicas" else "cpu",
+                "tensor_size": self.tensor_size if self.parallel == "tensor" else 0,
                 "tensor_plan": self.tensor_plan,
                 "compile": self.compile,
                 "ddp": self.ddp,
@@ -129,7 +127,6 @@ class Case:
                 "optimizer_options": options,
                 "learning_rate": 0.05,
                 "remote_mlp": self.remote_mlp if self.remote else (),
-                "remote_worker": self.workers - 1,
             },
             train={
                 "update": self.update,

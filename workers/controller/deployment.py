@@ -121,5 +121,5 @@ def _create_remote_net(blueprint: Blueprint, rules: UpdateRules) -> transport.Re
     dense = blueprint.config.dense
     if not dense.remote_mlp:
         return None
-    role = Role(RoleKind.WORKER, dense.remote_worker)
+    role = Role(RoleKind.WORKER, 0)
     return transport.RemoteNet(role, transport.create_module(role, host_remote_net, blueprint, rules))

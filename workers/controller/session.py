@@ -99,7 +99,7 @@ class Session:
         """Return a line about the dense net and a line about the tables: sizes and learning rates."""
         dense, tables = self.config.dense, self.blueprint.tables
         parameters = self.trainers[0].call(Trainer.num_parameters).wait()
-        remote = f" and a remote net on worker {dense.remote_worker}" if dense.remote_mlp else ""
+        remote = " and a remote net on worker 0" if dense.remote_mlp else ""
         rows = sum(table.num_rows for table in tables)
         num_bytes = sum(shard.num_bytes for shard in self.placement.shards)
         optimizers = {
@@ -153,9 +153,8 @@ class Session:
             spans[each.role] += its_spans
         profile = Profile(spans)
         if not profile.steps:
-            section = self.config.profile
-            rule = f"none of the {section.steps} steps to record (profile.steps) has been taken"
-            raise ConfigError("profile.first_step", rule, section.first_step)
+            rule = "none of these steps has been taken"
+            raise ConfigError("profile.steps", rule, self.config.profile.steps)
         return profile
 
     def _start_recording(self) -> None:

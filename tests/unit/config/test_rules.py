@@ -23,35 +23,23 @@ def config(trainers: int = 4, **dense: Any) -> RunConfig:
 
 
 def test_forms_that_go_together_pass() -> None:
-    validate(config(parallel="replicas", devices=("cpu", "cpu"), compile="script"))
-    validate(config(parallel="replicas", devices=("cuda:0", "cpu"), optimizer="Adafactor"))
-    validate(config(parallel="tensor", tensor_size=4))
-    validate(config(parallel="tensor", net="mine:net", tensor_plan=("head.0 = colwise_gathered",)))
+    validate(config(device="cpu,cpu", compile="script"))
+    validate(config(device="cuda:0, cpu", optimizer="Adafactor"))
+    validate(config(tensor_size=4))
+    validate(config(tensor_size=2, net="mine:net", tensor_plan=("head.0 = colwise_gathered",)))
     validate(config(compile="inductor", optimizer="Muon"))
-    validate(config(parallel="replicas", devices=("cpu",), compile="script"))
 
 
 @pytest.mark.parametrize(
     ("dense", "message"),
     [
-        ({"parallel": "tensor", "tensor_size": 3},
-         "dense.tensor_size = 3: must divide cluster.trainers, which is 4"),
-        ({"parallel": "tensor", "tensor_size": 1}, "dense.tensor_size = 1: must be an integer, at least 2"),
-        ({"parallel": "tensor", "net": "mine:net"}, "dense.tensor_plan = (): must say how the layers"),
-        ({"parallel": "tensor", "compile": "script"}, "dense.compile = 'script': must be none"),
-        ({"parallel": "tensor", "optimizer": "Muon"}, "dense.optimizer = 'Muon': looks at whole matrices"),
-        ({"parallel": "tensor", "devices": ("cpu",)},
-         "dense.devices = ('cpu',): is read where dense.parallel is \"replicas\" only"),
-        ({"devices": ("cpu",)},
-         "dense.devices = ('cpu',): is read where dense.parallel is \"replicas\" only"),
-        ({"parallel": "replicas", "devices": ("cpu",), "tensor_plan": ("head = rowwise",)},
-         "dense.tensor_plan = ('head = rowwise',): is read where dense.parallel is \"tensor\" only"),
-        ({"parallel": "replicas"}, "dense.devices = (): must name the devices"),
-        ({"parallel": "replicas", "devices": ("cpu", "cuda")},
-         "dense.devices = 'cuda': must hold cpu and cuda:N"),
-        ({"parallel": "replicas", "devices": ("cpu",), "device": "cpu"},
-         "dense.device = 'cpu': leave it out"),
-        ({"parallel": "both"}, "dense.parallel = 'both': must be one of none, replicas, tensor"),
+        ({"tensor_size": 3}, "dense.tensor_size = 3: must divide cluster.trainers, which is 4"),
+        ({"tensor_size": 2, "net": "mine:net"}, "dense.tensor_plan = (): must say how the layers"),
+        ({"tensor_size": 2, "compile": "script"}, "dense.compile = 'script': must be none"),
+        ({"tensor_size": 2, "optimizer": "Muon"}, "dense.optimizer = 'Muon': looks at whole matrices"),
+        ({"tensor_size": 2, "device": "cpu,cpu"}, "dense.device = 'cpu,cpu': must be one device"),
+        ({"tensor_plan": ("head = rowwise",)}, "dense.tensor_plan = ('head = rowwise',): needs dense.tensor"),
+        ({"device": "cpu,cuda"}, "dense.device = 'cpu,cuda': must hold cpu and cuda:N"),
         ({"compile": "jit"}, "dense.compile = 'jit': must be one of none, script, trace"),
     ],
 )  # fmt: skip
@@ -75,30 +63,25 @@ def test_lanes_shuffle_rows_and_not_groups() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "steps", "before", "total", "expected"),
+    ("steps", "before", "total", "expected"),
     [
-        (10, 3, 0, 13, range(10, 13)),
-        (0, 1, 0, 1, range(1)),
-        (2, 3, 16, 21, range(18, 21)),  # counted from where the run goes on
+        ((3,), 0, 13, range(10, 13)),
+        ((1, 0), 0, 1, range(1)),
+        ((3, 2), 16, 21, range(18, 21)),  # counted from the step that the run resumes at
+        ((), 0, 1, range(10, 10)),
     ],
 )
-def test_the_recorded_steps(first: int, steps: int, before: int, total: int, expected: range) -> None:
-    assert recorded_steps(ProfileSection(first_step=first, steps=steps), before, total) == expected
-
-
-def test_without_a_profile_any_run_is_long_enough() -> None:
-    assert not recorded_steps(ProfileSection(), 0, 1)
-    validate(RunConfig(train=TrainSection(max_steps=1)))
+def test_the_recorded_steps(steps: tuple[int, ...], before: int, total: int, expected: range) -> None:
+    assert recorded_steps(ProfileSection(steps=steps), before, total) == expected
 
 
 @pytest.mark.parametrize(("before", "total"), [(0, 12), (16, 28)])
 def test_a_run_too_short_for_its_profile_is_refused(before: int, total: int) -> None:
-    message = r"profile\.first_step = 10: must leave profile\.steps = 3 of the 12 steps that the run takes"
-    with pytest.raises(ConfigError, match=message):
-        recorded_steps(ProfileSection(steps=3), before, total)
+    with pytest.raises(ConfigError, match=r"^profile\.steps = \(3,\): must be within the 12 steps"):
+        recorded_steps(ProfileSection(steps=(3,)), before, total)
 
 
-def test_that_is_seen_at_once_where_the_steps_are_limited() -> None:
-    validate(RunConfig(train=TrainSection(max_steps=13), profile=ProfileSection(steps=3)))
-    with pytest.raises(ConfigError, match=r"^profile\.first_step = 10: "):
-        validate(RunConfig(train=TrainSection(max_steps=12), profile=ProfileSection(steps=3)))
+def test_a_profile_is_checked_at_once_if_steps_are_limited() -> None:
+    validate(RunConfig(train=TrainSection(max_steps=13), profile=ProfileSection(steps=(3,))))
+    with pytest.raises(ConfigError, match=r"^profile\.steps = "):
+        validate(RunConfig(train=TrainSection(max_steps=12), profile=ProfileSection(steps=(3,))))

@@ -123,7 +123,7 @@ def test_prepared_data_is_reused_until_something_changes(
     first = prepare(config, cache)
     stamp = (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns
     said: list[str] = []
-    same = config_of(table, shuffle=False, cache_folder="there", synthetic_rows=9)
+    same = config_of(table, shuffle="none", cache_folder="there", synthetic_rows=9)
     assert prepare(same, cache, said.append) == first
     assert (first / dataset_manifest.FILE_NAME).stat().st_mtime_ns == stamp
     assert said == [f"prepared data found in {first}"]

@@ -58,7 +58,7 @@ def test_the_arguments_of_an_optimizer_reach_its_tables(optimizer: str, expected
 
 def test_a_section_overrides_one_table() -> None:
     section = TableSection(
-        dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row", workers=(1,)
+        dim=4, pooling="max", optimizer="adam", learning_rate=0.5, placement="row(workers = [1])"
     )
     user, item, _ = table_specs(config(item=section), COLUMNS)
     assert (item.dim, item.pooling, item.placement, item.workers) == (4, Pooling.MAX, "row", (1,))
@@ -122,8 +122,11 @@ def test_who_pools_is_decided_by_what_a_trainer_looks_up_at_once() -> None:
         "tags",
         "shops",
     )
-    assert by_trainers(embedding=EmbeddingSection(pooled_by="workers")) == ()
-    sections = {"tags": TableSection(pooled_by="workers"), "shops": TableSection(pooled_by="trainers")}
+    assert by_trainers(embedding=EmbeddingSection(placement="auto(pooled_by = 'workers')")) == ()
+    sections = {
+        "tags": TableSection(placement='auto(pooled_by = "workers")'),
+        "shops": TableSection(placement='auto(pooled_by = "trainers")'),
+    }
     assert by_trainers(tables=sections) == ("shops",)
 
 

@@ -64,7 +64,7 @@ def test_the_role_that_pools_is_shown(tmp_path: Path, capsys: pytest.CaptureFixt
         cluster=ClusterSection(trainers=2),
         data=data,
         train=TrainSection(batch_size=1024),
-        tables={"b": TableSection(pooled_by="workers")},
+        tables={"b": TableSection(placement='auto(pooled_by = "workers")')},
         dense=DenseSection(net="dcn_v2"),
     )
     print_plan(config, tmp_path, HOST, 5.0)

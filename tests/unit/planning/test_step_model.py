@@ -135,8 +135,10 @@ def test_host_memory_is_that_of_its_roles() -> None:
 
 def test_sequences_move_rows() -> None:
     spec = InputSpec((), (FeatureSpec("item", 1000), FeatureSpec("seen", 1000, multi_hot=True)))
-    pooled = plan(spec=spec, dense={"net": "dcn_v2"}, embedding={"pooled_by": "workers"})
-    by_trainers = plan(spec=spec, dense={"net": "dcn_v2"}, embedding={"pooled_by": "trainers"})
+    pooled = plan(spec=spec, dense={"net": "dcn_v2"}, embedding={"placement": 'auto(pooled_by = "workers")'})
+    by_trainers = plan(
+        spec=spec, dense={"net": "dcn_v2"}, embedding={"placement": 'auto(pooled_by = "trainers")'}
+    )
     assert pooled.placement.pooled_by_trainers != by_trainers.placement.pooled_by_trainers
     assert pooled.links["worker -> trainer"].num_bytes != by_trainers.links["worker -> trainer"].num_bytes
 
@@ -145,7 +147,7 @@ def test_sequences_move_rows() -> None:
     ("dense", "reason"),
     [
         ({"remote_mlp": (8,)}, "remote_mlp"),
-        ({"parallel": "tensor"}, "tensor"),
+        ({"tensor_size": 2}, "tensor"),
         ({"device": "cuda:1"}, "cuda:1"),
     ],
     ids=str,

@@ -110,7 +110,7 @@ OF_THE_RUN = """
     train.epochs=3 train.max_steps=9 train.update="async" train.clip_norm=1 train.micro_batches=2
     cluster.trainers=3 cluster.workers=5 embedding.learning_rate=0.5 embedding.placement="row"
     dense.learning_rate=0.5 dense.compile="inductor" schedule.kind="cosine" tables.C1.learning_rate=0.5
-    tables.C1.workers=1 checkpoint.keep_last=9 run.name=other
+    tables.C1.placement=row checkpoint.keep_last=9 run.name=other
 """
 
 
