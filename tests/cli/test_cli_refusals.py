@@ -53,7 +53,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ),
         ("compare --steps 0", "compare: --steps = 0: must be at least 1"),
         ("run own_loop", "run: SCRIPT = 'own_loop': is not a file"),
-        ("launch --resume nothing", "launch: --resume = 'nothing': holds no run"),
+        ("launch --resume nothing", "launch: --resume = 'nothing': contains no run"),
         (
             "launch --resume . --config any.toml",
             "launch: --resume: goes on with the configuration of its run; use --set to change keys",
@@ -150,7 +150,7 @@ def test_a_folder_that_holds_a_run(command: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious\n")
     before = snapshot(tmp_path)
     line = refused(command, *settings(run={"folder": tmp_path}))
-    rule = f"run.folder = '{tmp_path}': holds a run already; choose another, or remove it"
+    rule = f"run.folder = '{tmp_path}': contains a run already; choose another folder, or remove it"
     assert line == f"hybrid {command}: {rule}"
     assert snapshot(tmp_path) == before
 

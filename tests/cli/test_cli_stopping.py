@@ -63,7 +63,7 @@ def build_never(config, input_spec, widths):
 def check_saved(ended: Ended, folder: Path, command: str, code: int) -> int:
     """See that a run was stopped in peace, with that code, and says so; the step at which it is saved."""
     step = parse_step(list_checkpoints(folder)[0])
-    said = rf"hybrid {command}: stopped; step {step} is saved; to go on: \S+ {command} --resume run\n"
+    said = rf"hybrid {command}: stopped; step {step} is saved; to resume: \S+ {command} --resume run\n"
     assert ended.code == code
     assert re.fullmatch(said, ended.stderr), ended.stderr
     assert ended.stdout.count(f"\nstopping after step {step}; again to stop at once\n") <= 1

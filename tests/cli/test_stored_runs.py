@@ -179,7 +179,7 @@ def test_a_run_in_a_store_is_resumed_elsewhere_resharded_evaluated_and_pruned(
     assert f"and sent to {RUN} with each checkpoint" in said
     assert not (tmp_path / "runs").exists()
     ended = run(["launch", *keys], tmp_path, afresh=True)
-    assert (ended.code, "holds a run already" in ended.stderr) == (1, True)
+    assert (ended.code, "contains a run already" in ended.stderr) == (1, True)
     # Another machine: nothing of what this one has kept is there.
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
     more = settings(train={"max_steps": 16}, cluster={"workers": 3})

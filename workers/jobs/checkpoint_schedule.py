@@ -171,7 +171,7 @@ class Checkpoints:
     def _left(self) -> str:
         """What is saved of the run."""
         try:
-            before = checkpoint_folders.list_checkpoints(self._run.store)
+            before = checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
         except StorageError:  # the error that is told says why
             return "nobody can look now what of it is saved"
         return f"only its state at {before[0].name} is saved" if before else "nothing of it is saved"
@@ -185,7 +185,7 @@ class Checkpoints:
 
     def _add_evaluation(self, now: Moment, best: Best | None) -> None:
         """To the checkpoint of this step, where the run had stopped before its evaluation."""
-        folder = checkpoint_folders.step_folder(self._run.store, now.step)
+        folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         there = Manifest.read(folder / MANIFEST_FILE)
         if there.progress.get(OWES_EVALUATION) and not now.owes_evaluation:
             self._run.sync()
@@ -198,8 +198,8 @@ class Checkpoints:
 
     def _is_there(self, now: Moment) -> bool:
         return checkpoint_folders.step_folder(
-            self._run.store, now.step
-        ) in checkpoint_folders.list_checkpoints(self._run.store)
+            self._run.checkpoint_root, now.step
+        ) in checkpoint_folders.list_checkpoints(self._run.checkpoint_root)
 
     def _begin(self, now: Moment, best: Best | None, start: float, in_background: bool) -> None:
         """Let every role hold its part, and begin to write; training has stood still since ``start``."""
@@ -207,7 +207,7 @@ class Checkpoints:
         packed = now.tally.pack()
         more = {BEST: best, OWES_EVALUATION: now.owes_evaluation}
         progress = packed._replace(values={**packed.values, **more})
-        folder = checkpoint_folders.step_folder(self._run.store, now.step)
+        folder = checkpoint_folders.step_folder(self._run.checkpoint_root, now.step)
         saving = self._session.begin_save(folder, now.step, now.epoch, now.metrics, progress, in_background)
         written: Future[_Written] = Future()
         # A thread that does not keep a process alive which fails meanwhile.
@@ -235,7 +235,7 @@ class Checkpoints:
 
     def _prune(self, best: Best | None) -> str:
         try:
-            checkpoint_folders.prune(self._run.store, self._section.keep_last, best and best.step)
+            checkpoint_folders.prune(self._run.checkpoint_root, self._section.keep_last, best and best.step)
         except _NOT_WRITTEN as error:
             return f"an old checkpoint is left: {error}"
         return ""

@@ -300,7 +300,7 @@ class Training:
             "seconds_to_first_step": self._seconds_to_first_step,
         }
         self._folder.finish(result, leading_score(self._tasks))
-        run_folder, train = self._folder.store, self._config.train
+        run_folder, train = self._folder.checkpoint_root, self._config.train
         named = shlex.quote(str(run_folder))  # as a URL with options, which a shell would take apart
         limit = session.limit if self._step == session.total_steps else _PATIENCE
         more = {

@@ -1,6 +1,6 @@
-"""What a run leaves behind: its files, who may write them, how far it has come, what it may change.
+"""The files of a run: their names, writing them, locking the folder, and the rules for resuming.
 
-Begin with ``paths``, which names its files. ``folder`` writes it (``appended_file``, ``curves``),
-``run_lock`` lets one launch at a time into it, ``run_state`` and ``resume`` read it before a run goes on.
-Jobs and the launcher use it.
+``run_paths`` names the files. ``run_files`` writes them (``append_only_file``, ``curves``), ``remote_run``
+copies them to a store, ``run_lock`` allows one launch at a time, ``run_state`` and ``resume`` read a run
+before it is resumed.
 """

@@ -1,4 +1,4 @@
-"""A file to which records are added, each whole or not at all, so that it can be read after a full disk."""
+"""A file whose records are appended atomically, so that a full disk does not damage it."""
 
 import errno
 import os
@@ -8,18 +8,16 @@ from pathlib import Path
 
 from hybrid.storage.private_files import open_file
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-
 
 class AppendOnlyFile:
-    """Adds to a file, which is made where there is none.
+    """Appends records to a file, which is created if it is missing.
 
     Args:
-        make_room: called where the disk is full; whether there may be room now, and to try again.
+        make_room: called if the disk is full; returns whether to try again.
 
     Raises:
-        HybridError: it is a link.
-        OSError: it cannot be opened; as all methods where the system refuses.
+        HybridError: the path is a symbolic link.
+        OSError: the file cannot be opened; all methods raise it if the system refuses.
     """
 
     def __init__(self, path: Path, make_room: Callable[[], bool]) -> None:
@@ -27,11 +25,11 @@ class AppendOnlyFile:
         self._descriptor = open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def write(self, record: bytes) -> None:
-        """Add a record; where that fails, nothing of it is in the file."""
+        """Append a record; a failure leaves nothing of it in the file."""
         try:
             self._write(record)
         except OSError as error:
-            if error.errno not in _NO_ROOM or not self._make_room():
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._make_room():
                 raise
             self._write(record)
 
@@ -42,12 +40,12 @@ class AppendOnlyFile:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
         except OSError:
-            with suppress(OSError):  # no more can be done for a file that cannot be cut
+            with suppress(OSError):  # a file that cannot be truncated stays as it is
                 os.ftruncate(self._descriptor, end)
             raise
 
     def sync(self) -> None:
-        """See what has been written safely on the disk."""
+        """Flush the file to the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:

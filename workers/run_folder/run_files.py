@@ -1,4 +1,4 @@
-"""The run folder: everything that a run leaves behind; README.md has its files."""
+"""Writing the files of a run folder."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from workers.step_profile import Profile
 
 
 class RunFolder:
-    """Owns the files of one run; ``create`` or ``reopen`` it, and leave it by ``close`` or ``with``.
+    """The files of one run; ``create`` or ``reopen`` it, and end it by ``close`` or ``with``.
 
-    Every method raises HybridError, naming the file, where one cannot be written.
+    Every method raises HybridError, which names the file, if one cannot be written.
 
     Attributes:
-        path: of the folder here.
-        store: where its checkpoints are: the same, or a place in a store.
-        make_room: called where the disk is full as something is logged; whether to try again.
+        path: the local folder.
+        checkpoint_root: where its checkpoints are: the same folder, or a store.
+        make_room: called if the disk is full while something is logged; returns whether to try again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.store = checkpoint_root(path)
+        self.checkpoint_root = checkpoint_root(path)
         self._metrics_path = path / METRICS_FILE
         with run_write_errors(self._metrics_path):
             self._metrics = AppendOnlyFile(self._metrics_path, lambda: self.make_room())
@@ -52,7 +52,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig) -> RunFolder:
-        """Start the folder of a new run; ConfigError where ``path`` holds one already."""
+        """Make the folder of a new run; ConfigError if ``path`` contains a run already."""
         refuse_existing(path)
         with run_write_errors(path):
             make_folder(path)
@@ -62,12 +62,12 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, config: RunConfig, step: int, is_evaluated: bool = True) -> RunFolder:
-        """Go on in the folder of a run that resumes after ``step``; what it logged later is dropped.
+        """Open the folder of a run that resumes after ``step``; later records are dropped.
 
-        A run that was killed early may have left nothing in it yet.
+        A run that was killed early may have left an empty folder.
 
         Args:
-            is_evaluated: whether the evaluation that is due after ``step``, if one is, has been.
+            is_evaluated: whether the evaluation after ``step``, if one is due, was done.
         """
         with run_write_errors(path):
             make_folder(path)
@@ -96,7 +96,7 @@ class RunFolder:
         return self.path / "curves.png"
 
     def log_progress(self, progress: TrainingProgress) -> None:
-        """Add a log step."""
+        """Append the numbers of a log step."""
         numbers = {
             "loss": progress.loss,
             progress.score_name: progress.score,
@@ -111,7 +111,7 @@ class RunFolder:
         self._events.write(progress.step, {f"time_share/{phase}": share for phase, share in shares})
 
     def log_evaluation(self, step: int, metrics: Metrics) -> None:
-        """Add an evaluation on the test rows after ``step``."""
+        """Append the metrics of the test rows after ``step``."""
         numbers = dict(metrics)
         self._append("test", step, numbers)
         self._events.write(step, {f"test/{name}": value for name, value in numbers.items()})
@@ -119,37 +119,37 @@ class RunFolder:
     def log_checkpoint(
         self, step: int, seconds_stopped: float, seconds_writing: float, num_bytes: int
     ) -> None:
-        """Add the checkpoint of ``step``, which has been written since.
+        """Append the checkpoint of ``step``.
 
         Args:
-            seconds_stopped: how long training stood still for it.
-            seconds_writing: how long it took to write, as the master saw it between calls to trainers.
+            seconds_stopped: how long training was paused for it.
+            seconds_writing: how long writing took, as the master observed it between calls to trainers.
             num_bytes: its size.
         """
         numbers = {"seconds_stopped": seconds_stopped, "seconds_writing": seconds_writing, "bytes": num_bytes}
         self._append("checkpoint", step, numbers)
 
     def sync(self) -> None:
-        """See what has been logged safely on the disk and, of a run in a store, there."""
+        """Flush the log to the disk; upload the files of a run in a store."""
         with run_write_errors(self._metrics_path):
             self._metrics.sync()
         upload(self.path)
 
     def write_profile(self, profile: Profile) -> Path:
-        """Write the profile; the folder that holds it."""
+        """Write the profile, and return its folder."""
         folder = self.path / "profile"
         with run_write_errors(folder):
             profile.write(folder)
         return folder
 
     def finish(self, result: Mapping[str, Any], score: str = "auc") -> None:
-        """Draw the curves, with that of the metric ``score``, and write the outcome."""
+        """Draw the curves, with the metric ``score`` beside the loss, and write the result."""
         with run_write_errors(self.curves):
             draw_curves(read_records(self._metrics_path), self.curves, score)
         _write_text(self.path / RESULT_FILE, _json(result))
 
     def close(self) -> None:
-        """Close the files; what has been logged is on disk before that."""
+        """Close the files; all records are written already."""
         try:
             with run_write_errors(self._metrics_path):
                 self._metrics.close()
@@ -163,10 +163,13 @@ class RunFolder:
 
 
 class _EventFile:
-    """A TensorBoard event file, written as it is told, with no thread behind."""
+    """A TensorBoard event file, written synchronously.
+
+    SummaryWriter writes in a thread, which prints a stack and loses records if the disk is full.
+    """
 
     def __init__(self, folder: Path, make_room: Callable[[], bool]) -> None:
-        # Imported here, since they take 0.1 s.
+        # Imported here: the imports take 0.1 s.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
@@ -179,13 +182,13 @@ class _EventFile:
         self._add(file_version="brain.Event:2")
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Add scalars; those that are not finite are left out."""
+        """Append the finite ones of some scalars."""
         value = self._summary.Value
         values = [value(tag=tag, simple_value=x) for tag, x in numbers.items() if math.isfinite(x)]
         self._add(step=step, summary=self._summary(value=values))
 
     def restart(self, step: int) -> None:
-        """Tell TensorBoard to forget what earlier files say of ``step`` and later."""
+        """Let TensorBoard ignore the records of earlier files from ``step`` on."""
         self._add(step=step, session_log=self._session_log(status=self._session_log.START))
 
     def close(self) -> None:
@@ -198,7 +201,7 @@ class _EventFile:
 
 
 def _write_text(path: Path, text: str) -> None:
-    """Write a whole file or, where that fails, leave the old one."""
+    """Write a file atomically: a failure leaves the old one."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     with run_write_errors(path):
         try:
@@ -215,7 +218,7 @@ def _json(values: Mapping[str, Any]) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for every number that JSON cannot hold."""
+    """Replace each number that JSON cannot represent by None."""
     if isinstance(value, Mapping):
         return {name: _finite(element) for name, element in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -235,7 +238,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _git_commit() -> str | None:
-    """Commit of the current folder; None where it is in no repository or git does not answer."""
+    """Return the commit of the current folder; None outside a repository, or without git."""
     command = ["git", "rev-parse", "--verify", "HEAD"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)

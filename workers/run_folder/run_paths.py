@@ -1,4 +1,4 @@
-"""Where a run keeps its files. Free of torch, so that the launcher can refuse at once."""
+"""The paths of a run's files. Free of torch, so that the launcher can refuse a run at once."""
 
 import os
 import re
@@ -19,12 +19,11 @@ from hybrid.topology import Role
 
 RUNS = Path("runs")
 METRICS_FILE = "metrics.jsonl"
-RESULT_FILE = "result.json"  # there only if the run came to its end
-_RUN_FILES = (CONFIG_FILE, METRICS_FILE, RESULT_FILE)
+RESULT_FILE = "result.json"  # exists only if the run has finished
 
 
 def run_path(config: RunConfig) -> StoragePath:
-    """The folder of a new run: run.folder, or one named after the run and the time."""
+    """Return the folder of a new run: run.folder, or a name from the run's name and the time."""
     if config.run.folder:
         return parse_path(config.run.folder)
     first = path = RUNS / f"{config.run.name}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -36,65 +35,63 @@ def run_path(config: RunConfig) -> StoragePath:
 
 
 def runs_named(name: str) -> list[Path]:
-    """The folders of the runs of a name, as :func:`run_path` names them, the newest first."""
-    found = {
-        path: re.fullmatch(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?", path.name)
-        for path in RUNS.glob("*")
-    }
-    started = {path: (match[1], int(match[2] or 1)) for path, match in found.items() if match}
-    return sorted(started, key=lambda path: started[path], reverse=True)
+    """Return the folders of the runs of a name, as :func:`run_path` names them, newest first."""
+    pattern = re.compile(rf"{re.escape(name)}-(\d{{8}}-\d{{6}})(?:\.(\d+))?")
+    matches = {path: match for path in RUNS.glob("*") if (match := pattern.fullmatch(path.name))}
+    return sorted(matches, key=lambda path: (matches[path][1], int(matches[path][2] or 1)), reverse=True)
 
 
 def refuse_existing(path: StoragePath) -> None:
-    """ConfigError where ``path`` holds a run, or is no folder."""
+    """Raise ConfigError if ``path`` contains a run, or is a file."""
     if files.is_file(path):
-        raise ConfigError("run.folder", "is a file; choose another", str(path))
-    if any(files.exists(path / name) for name in _RUN_FILES):
-        raise ConfigError("run.folder", "holds a run already; choose another, or remove it", str(path))
+        raise ConfigError("run.folder", "is a file; choose another folder", str(path))
+    if any(files.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE, RESULT_FILE)):
+        rule = "contains a run already; choose another folder, or remove it"
+        raise ConfigError("run.folder", rule, str(path))
 
 
 def log_path(run: Path, role: Role) -> Path:
-    """The log of one role, where the launcher started it."""
+    """Return the path of the log of a role that the launcher has started."""
     return run / "logs" / f"{str(role).replace(' ', '-')}.log"
 
 
 @contextmanager
-def run_write_errors(path: Path, elsewhere: str = "set run.folder to another place") -> Iterator[None]:
-    """Turn an OSError in here into one line for the user, that ``path`` cannot be written.
+def run_write_errors(path: Path, remedy: str = "set run.folder to another folder") -> Iterator[None]:
+    """Convert an OSError in the context to one line for the user: ``path`` cannot be written.
 
     Args:
-        elsewhere: what else can be done than to make room.
+        remedy: what helps besides freeing space.
     """
     try:
         yield
     except OSError as error:
-        why = error.strerror or error
-        raise HybridError(f"{path}: cannot be written: {why}; make room there, or {elsewhere}") from error
+        reason = error.strerror or error
+        raise HybridError(f"{path}: cannot be written: {reason}; free space there, or {remedy}") from error
 
 
 def scratch_write_errors() -> AbstractContextManager[None]:
-    """The same, for the system's temporary folder."""
-    return run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another place")
+    """Convert an OSError in the context to one line about the system's temporary folder."""
+    return run_write_errors(Path(tempfile.gettempdir()), "set TMPDIR to another folder")
 
 
 @contextmanager
 def scratch_logs(prefix: str) -> Iterator[Path]:
-    """A folder for the logs of a cluster that leaves no run; it stays only where an error points to it."""
+    """Yield a folder for the logs of a cluster without a run; it remains only if an error names it."""
     with scratch_write_errors():
         folder = Path(tempfile.mkdtemp(prefix=prefix))
-    is_wanted = False
+    is_named = False
     try:
         yield folder
     except HybridError as error:
-        is_wanted = str(folder) in str(error)
+        is_named = str(folder) in str(error)
         raise
     finally:
-        if not is_wanted:
+        if not is_named:
             shutil.rmtree(folder)
 
 
 def command_name() -> str:
-    """How the user can call this program from the current folder."""
+    """Return how the user can call this program from the current folder."""
     script = Path(sys.executable).with_name("hybrid")
     if shutil.which("hybrid"):
         return "hybrid"

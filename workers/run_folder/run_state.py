@@ -1,4 +1,4 @@
-"""How far a run has come, as its folder tells. Free of torch, for the launcher."""
+"""The progress of a run, read from its folder. Free of torch, for the launcher."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FileVersion: TypeAlias = tuple[int, int, int] | None
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What a run folder holds at a moment.
+    """The progress of a run at a moment.
 
     Attributes:
-        logged_step: how many steps its log knows of.
-        checkpoint_step: steps that its newest checkpoint holds; None where there is none.
-        log, result: which version of metrics.jsonl and of result.json is there.
+        logged_step: the last step in its log.
+        checkpoint_step: the step of its newest checkpoint; None if there is none.
+        log, result: the versions of metrics.jsonl and of result.json.
     """
 
     logged_step: int
@@ -36,42 +36,41 @@ class RunState:
 
     @classmethod
     def of(cls, folder: Path) -> RunState:
-        """The state of a run folder, which may be empty or missing."""
+        """Return the state of a run folder, which may be empty or missing."""
         log = folder / METRICS_FILE
+        records = read_records(log) if log.exists() else []
+        logged = next((each["step"] for each in reversed(records) if each["kind"] == "train"), 0)
         return cls(
-            _logged_step(log),
-            newest_step(checkpoint_root(folder)),
-            _version(log),
-            _version(folder / RESULT_FILE),
+            logged, newest_step(checkpoint_root(folder)), _version(log), _version(folder / RESULT_FILE)
         )
 
     @property
     def resumed_step(self) -> int:
-        """Where the run would go on."""
+        """The step from which the run would resume."""
         return self.checkpoint_step or 0
 
     def has_stepped_since(self, before: RunState) -> bool:
-        """Whether the run has taken a step since the start at which its state was ``before``."""
+        """Return whether the run has taken a step since the start at which its state was ``before``."""
         return self.log != before.log and self.logged_step > before.resumed_step
 
 
 def describe_saved_state(folder: Path, command: str) -> str:
-    """What a run that was stopped has saved and lost, and how it goes on.
+    """Describe what a stopped run has saved and lost, and how to resume it.
 
     Args:
-        command: that takes ``--resume``: launch, or master.
+        command: the command that takes ``--resume``: launch, or master.
     """
     state = RunState.of(folder)
     lost = state.logged_step - state.resumed_step
-    said = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
+    parts = [f"steps {state.resumed_step} to {state.logged_step - 1} are lost"] if lost > 0 else []
     if state.checkpoint_step is None:
-        return "; ".join(["nothing is saved", *said])
-    again = f"{command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
-    return "; ".join([f"step {state.checkpoint_step} is saved", *said, f"to go on: {again}"])
+        return "; ".join(["nothing is saved", *parts])
+    resume = f"{command_name()} {command} --resume {shlex.quote(str(checkpoint_root(folder)))}"
+    return "; ".join([f"step {state.checkpoint_step} is saved", *parts, f"to resume: {resume}"])
 
 
 def newest_step(folder: StoragePath) -> int | None:
-    """Steps that the newest checkpoint of a run holds, by its name; None where there is none."""
+    """Return the step of a run's newest checkpoint, from its name; None if there is none."""
     return next(map(checkpoint_folders.parse_step, checkpoint_folders.list_checkpoints(folder)), None)
 
 
@@ -84,11 +83,6 @@ def read_records(path: Path) -> list[Record]:
             if isinstance(record, dict) and isinstance(record.get("step"), int) and "kind" in record:
                 records.append(record)
     return records
-
-
-def _logged_step(log: Path) -> int:
-    records = read_records(log) if log.exists() else []
-    return next((record["step"] for record in reversed(records) if record["kind"] == "train"), 0)
 
 
 def _version(path: Path) -> _FileVersion:

@@ -126,7 +126,7 @@ def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
     with monkeypatch.context() as full:
         full.setattr("workers.run_folder.append_only_file.os.write", refuse)
         line = told(restarts)
-    rule = "cannot be written: No space left on device; make room there, or set run.folder to another place"
+    rule = "cannot be written: No space left on device; free space there, or set run.folder to another folder"
     assert line == f"nothing is lost, starting from the beginning; {tmp_path / FILE_NAME}: {rule}"
     restarts.after(KILLED)
     assert len((tmp_path / FILE_NAME).read_text().splitlines()) == 1
@@ -134,7 +134,7 @@ def test_a_restart_that_finds_no_room_on_the_record_is_said_with_its_cause(
 
 def test_what_a_stopped_run_leaves_and_how_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "my run"
-    again = f"to go on: {command_name()} launch --resume '{run}'"
+    again = f"to resume: {command_name()} launch --resume '{run}'"
     assert describe_saved_state(run, "launch") == "nothing is saved"
     run.mkdir()
     log_steps(run, 5)

@@ -55,7 +55,7 @@ def test_it_tells_its_error(most_bytes: int, tmp_path: Path) -> None:
 
 def test_it_says_that_it_can_have_no_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, (told,) = ended_role(tmp_path)
-    what_to_do = "make room there, or set run.folder to another place"
+    what_to_do = "free space there, or set run.folder to another folder"
     log = log_path(tmp_path, MASTER)
     assert told.message == f"{log}: cannot be written: No such file or directory; {what_to_do}"
     assert (code, told.cause) == (ExitCode.FAILED, Cause.REFUSED)

@@ -148,7 +148,7 @@ def test_the_end_of_a_run(folder: RunFolder, steps: int) -> None:
 @pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl", "result.json"])
 def test_a_folder_with_a_run_is_refused_untouched(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("precious")
-    with pytest.raises(ConfigError, match="holds a run already; choose another, or remove it") as caught:
+    with pytest.raises(ConfigError, match="contains a run already") as caught:
         RunFolder.create(tmp_path, CONFIG)
     assert caught.value.key == "run.folder"
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -157,7 +157,7 @@ def test_a_folder_with_a_run_is_refused_untouched(tmp_path: Path, name: str) -> 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HybridError, match=r"file/run: cannot be written: Not a directory; make room"):
+    with pytest.raises(HybridError, match=r"file/run: cannot be written: Not a directory; "):
         RunFolder.create(tmp_path / "file" / "run", CONFIG)
 
 
@@ -251,7 +251,7 @@ def test_a_full_disk_while_logging(tmp_path: Path, pattern: str) -> None:
     _fill_disk_under(path)
     with pytest.raises(HybridError) as caught:
         folder.log_progress(_progress(10))
-    what_to_do = "make room there, or set run.folder to another place"
+    what_to_do = "free space there, or set run.folder to another folder"
     assert str(caught.value) == f"{path}: cannot be written: No space left on device; {what_to_do}"
     folder.close()
 

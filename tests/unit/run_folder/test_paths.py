@@ -23,7 +23,7 @@ def test_a_temporary_folder_that_takes_no_files(
 ) -> None:
     monkeypatch.delenv("MPLCONFIGDIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    rule = "cannot be written: No such file or directory; make room there, or set TMPDIR to another place"
+    rule = "cannot be written: No such file or directory; free space there, or set TMPDIR to another folder"
     with pytest.raises(HybridError, match=f"^{tmp_path / 'none'}: {rule}$"), using():
         pytest.fail("there is no such folder")
 
@@ -55,7 +55,7 @@ class TestPaths:
         (run / "notes.txt").write_text("mine")
         run_paths.refuse_existing(run)
         (run / "metrics.jsonl").touch()
-        with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': holds a run already"):
+        with pytest.raises(ConfigError, match=rf"^run\.folder = '{run}': contains a run already"):
             run_paths.refuse_existing(run)
         with pytest.raises(ConfigError, match=r"notes\.txt': is a file; choose another"):
             run_paths.refuse_existing(run / "notes.txt")

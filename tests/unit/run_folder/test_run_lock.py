@@ -14,7 +14,7 @@ from workers.run_folder.run_lock import run_lock
 
 def test_a_second_launch_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     with run_lock(tmp_path):
-        with pytest.raises(ConfigError, match=r"^run.folder = '.+': another launch is at work in it"):
+        with pytest.raises(ConfigError, match=r"^run.folder = '.+': is in use by another launch"):
             with run_lock(tmp_path):
                 raise AssertionError
     with run_lock(tmp_path):

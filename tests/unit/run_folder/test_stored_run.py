@@ -27,7 +27,7 @@ def test_who_is_refused_neither_fetches_nor_sends(run: StoragePath) -> None:
     with hold_run(run, is_resumed=False) as (here, _):
         (here / "config.toml").write_text("live")
         (here / "metrics.jsonl").write_text("a line that is being wr")
-        with pytest.raises(ConfigError, match="another launch is at work in it"):
+        with pytest.raises(ConfigError, match="is in use by another launch"):
             with hold_run(run, is_resumed=True):
                 raise AssertionError
         assert (here / "config.toml").read_text() == "live"
@@ -70,7 +70,7 @@ def test_an_error_is_what_is_said_though_the_store_takes_nothing_then(
     monkeypatch.setattr(remote_run, "upload", refuse)
     with pytest.raises(HybridError, match=r"^the first cause$"), hold_run(run, False) as (here, _):
         raise HybridError("the first cause")
-    assert capsys.readouterr().err == f"s3: cannot be listed; {here} has all of it\n"
+    assert capsys.readouterr().err == f"s3: cannot be listed; {here} has all files\n"
     with pytest.raises(OutageError), hold_run(run, is_resumed=False):
         pass
 
