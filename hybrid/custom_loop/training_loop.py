@@ -311,7 +311,7 @@ class TrainingLoop:
 
     def save(self, folder: StoragePath, optimizer: torch.optim.Optimizer | None) -> None:
         """See :meth:`Cluster.save`."""
-        self._feed.settle()
+        self._feed.flush()
         state = {} if optimizer is None else optimizer.state_dict()["state"]
         self.is_saving = True
         try:

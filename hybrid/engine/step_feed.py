@@ -52,9 +52,9 @@ class Lookups(Protocol[Ids_contra]):
 
     def lookup(self, ids: Ids_contra, ticket: Ticket, after: Lookup | None = None, /) -> Lookup: ...
 
-    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup: ...
+    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup: ...
 
-    def settle(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class StepInput(NamedTuple, Generic[AnySamples]):
@@ -129,15 +129,15 @@ class Feed(Generic[AnySamples]):
                 [each.call_barrier(UpdateBarrier.rejoin, self._trainer, self._step) for each in self._hosted]
             )
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until the workers have the gradients of all steps so far.
 
         The messages with gradients are not awaited otherwise, except by the lookups that they carry.
         """
         for step in self._ahead:
             for lookup in step.lookups:
-                lookup.settle()
-        self._embeddings.settle()
+                lookup.flush()
+        self._embeddings.flush()
 
     def __iter__(self) -> Iterator[StepInput[AnySamples]]:
         return self
@@ -196,7 +196,7 @@ class Feed(Generic[AnySamples]):
 
     def _start(self, samples: AnySamples, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         if samples.ended:
-            return self._embeddings.nothing(ticket, after)
+            return self._embeddings.empty_lookup(ticket, after)
         return self._embeddings.lookup(samples.sparse_features, ticket, after)
 
 

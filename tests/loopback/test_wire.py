@@ -298,7 +298,7 @@ class AheadTrainer:
             grad_BE = torch.full_like(pooled_BE, torch.nan if step == bad_step else 1.0)
             pooled_BE.backward(grad_BE, retain_graph=send_twice)
             if send_twice:
-                lookups[step + 2]._answers[0].wait()  # or the second could overtake the first
+                lookups[step + 2]._responses[0].wait()  # or the second could overtake the first
                 pooled_BE.backward(grad_BE)
         return values
 

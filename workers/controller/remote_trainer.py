@@ -184,7 +184,7 @@ class Trainer:
 
     def settle(self) -> None:
         """See :meth:`Feed.settle`."""
-        self._feed.settle()
+        self._feed.flush()
 
     def begin_save(self, name: str | None) -> None:
         """Hold a copy of the dense net and its optimizer for :meth:`write`.

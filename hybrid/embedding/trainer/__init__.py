@@ -1,6 +1,6 @@
-"""A trainer's side of the tables: from the ids of a batch to vectors, one call a worker a step.
+"""The trainer's side of embedding tables.
 
-Begin with ``embeddings``. A ``route`` (``row_route``, ``sequence_route``, ``bag_route``) turns ids into what
-each worker is asked for, and answers into vectors; a ``lookup`` is under way, and sends its gradients back.
-``training`` calls it with each batch; workers answer through ``wire``.
+Data flow of an id: ``embeddings`` (configured models) or ``module_lookups`` (custom modules) checks the ids
+of a batch (``batch_ids``). A ``route`` turns them into requests. ``lookup`` sends these, waits for the
+responses, and sends the gradients back. The same route assembles the responses into vectors.
 """

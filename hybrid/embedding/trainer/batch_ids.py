@@ -1,4 +1,4 @@
-"""The ids of a batch, checked once, feature by feature."""
+"""The ids of a batch by feature, checked once."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,12 +15,12 @@ class BatchIds:
     """The ids of one batch, feature by feature.
 
     Attributes:
-        ids_L: all ids, feature after feature.
-        weights_L: the weight of each, or None.
-        ends_K: where each feature's ids end.
+        ids_L: all ids.
+        weights_L: weight of each id, or None.
+        ends_K: where the ids of each feature end.
 
     Raises:
-        DataError: offsets or weights are not those of the ids.
+        DataError: offsets or weights do not match the ids.
     """
 
     def __init__(self, sparse: SparseFeatures) -> None:
@@ -35,53 +35,54 @@ class BatchIds:
 
     @property
     def offsets(self) -> Tensor:
-        """Where each bag starts, feature after feature, (K * B + 1)."""
+        """Where each bag starts, feature by feature, (K * B + 1)."""
         return torch.arange(len(self.ids_L) + 1) if self._offsets is None else self._offsets
 
     @cached_property
     def weighted(self) -> frozenset[int]:
-        """The features that have an id of another weight than 1."""
+        """Indices of the features with an id whose weight is not 1."""
         if self.weights_L is None:
             return frozenset()
         positions = (self.weights_L != 1).nonzero().view(-1)
         return frozenset(torch.bucketize(positions, self.ends_K, right=True).unique().tolist())
 
     @cached_property
-    def shares_L(self) -> Tensor:
-        """Of each id 1/n, where its bag holds n: rows times these add up to means."""
+    def mean_weights_L(self) -> Tensor:
+        """1/n for each id of a bag with n ids: weighted sums of rows are then means."""
         lengths = self.offsets.diff()
-        # Rounded where rows are pooled, to their type.
+        # In float64; pooling rounds them to the type of the rows.
         return torch.repeat_interleave(1.0 / lengths.clamp(min=1).double(), lengths)
 
-    def pooled_as(
-        self, pooling: Pooling, is_weighted: bool, in_parts: bool = False
+    def pooling_weights(
+        self, pooling: Pooling, is_weighted: bool, is_partial: bool = False
     ) -> tuple[Pooling, Tensor | None]:
-        """How bags are pooled that are to be pooled so, and by which weights of all ids, if by any.
+        """Return the pooling to use for a pooling, and the weight of each id or None.
 
-        Means of parts do not add up, and torch takes none of weighted rows; sums of 1/n shares do both.
+        A mean is a sum with weights 1/n if rows have weights, which torch's mean does not take, or if several
+        workers each pool a part of a bag, because partial means do not add up.
 
         Args:
-            is_weighted: whether their ids have weights, as those of a batch may.
-            in_parts: whether several workers each pool some rows of a bag.
+            is_weighted: whether the ids have weights.
+            is_partial: whether several workers each pool some rows of a bag.
         """
         weights_L = self.weights_L if is_weighted else None
-        if pooling is not Pooling.MEAN or (weights_L is None and not in_parts):
+        if pooling is not Pooling.MEAN or (weights_L is None and not is_partial):
             return pooling, weights_L
-        return Pooling.SUM, self.shares_L if weights_L is None else self.shares_L * weights_L
+        return Pooling.SUM, self.mean_weights_L if weights_L is None else self.mean_weights_L * weights_L
 
     def count(self, features: Sequence[int]) -> int:
-        """How many ids some features have together."""
+        """Return the number of ids of some features."""
         return int(self.ends_K.diff(prepend=self.ends_K.new_zeros(1))[list(features)].sum())
 
     def bounds(self, feature: int) -> Tensor:
-        """Where each bag of a feature starts and ends among all ids, (B + 1)."""
+        """Return where the bags of a feature start and end among all ids, (B + 1)."""
         first = feature * self.batch_size
         if self._offsets is None:
             return torch.arange(first, first + self.batch_size + 1)
         return self._offsets[first : first + self.batch_size + 1]
 
     def single(self, features: Sequence[int]) -> Tensor:
-        """Ids of features that hold one id a sample, (features, B)."""
+        """Return the ids of features with one id per sample, (features, B)."""
         if self._offsets is None and len(features) == self._num_features:
             return self.ids_L.view(self._num_features, self.batch_size)
         ends = self.ends_K.tolist()
@@ -91,10 +92,10 @@ class BatchIds:
 def _check(sparse: SparseFeatures) -> None:
     num_ids, offsets = len(sparse.ids_L), sparse.offsets
     if sparse.weights_L is not None and len(sparse.weights_L) != num_ids:
-        raise DataError(f"a batch has {len(sparse.weights_L)} weights of {num_ids} ids")
+        raise DataError(f"a batch has {len(sparse.weights_L)} weights for {num_ids} ids")
     num_bags = num_ids if offsets is None else len(offsets) - 1
     if num_bags != sparse.batch_size * sparse.num_features:
         raise DataError(f"a batch of {sparse.num_features} sparse features has {num_bags} bags of ids")
-    # What follows trusts them: compiled loops look no bounds up.
+    # Compiled kernels do not check bounds.
     if offsets is not None and (offsets[0] != 0 or offsets[-1] != num_ids or (offsets.diff() < 0).any()):
         raise DataError(f"the offsets of a batch must rise from 0 to {num_ids}, the number of its ids")

@@ -1,4 +1,4 @@
-"""Features of any number of ids a sample, whose distinct rows come here to be pooled."""
+"""Multi-hot features that the trainer pools, from distinct rows."""
 
 from collections.abc import Sequence
 
@@ -11,18 +11,18 @@ from hybrid.embedding.placement import Location
 from hybrid.embedding.row_gradients import RowGradients
 from hybrid.embedding.table_spec import Pooling
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot
-from hybrid.embedding.trainer.row_route import AddressSpace, Rows
+from hybrid.embedding.trainer.route import Assembler, Items, Responses, Slot
+from hybrid.embedding.trainer.row_route import AddressSpace, DistinctRows
 
 
 class PoolRoute:
-    """Multi-hot features of one pooling and one width: distinct rows travel once, and are pooled here.
+    """Route of multi-hot features of one pooling and one width.
 
     Args:
-        features: their numbers.
-        locations: where the shards of each feature's table lie.
+        features: indices of the features.
+        locations: locations of the shards of each feature's table.
         pooling: how bags become vectors.
-        is_weighted: whether their ids have weights, as those of a batch may.
+        is_weighted: whether the ids have weights.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class PoolRoute:
         self._is_weighted = is_weighted
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
-        pooling, weights_L = ids.pooled_as(self._pooling, self._is_weighted)
+        pooling, weights_L = ids.pooling_weights(self._pooling, self._is_weighted)
         size, num_bags = ids.count(self.features), ids.batch_size * len(self.features)
         addresses_L = torch.empty(size, dtype=self._space.dtype)
         offsets = torch.empty(num_bags + 1, dtype=torch.int32)
         positions_L = torch.empty(0 if weights_L is None else size, dtype=torch.int64)
         self._space.write_bags(ids, self._features_F, addresses_L, offsets, positions_L)
-        rows = self._space.ask(addresses_L, items)
+        rows = self._space.request(addresses_L, items)
         weights_L = None if weights_L is None else weights_L[positions_L]
         shape_BFD = (ids.batch_size, len(self.features), self._space.dim)
         return _PooledRows(rows, offsets, weights_L, pooling, shape_BFD)
@@ -56,14 +56,14 @@ class _PooledRows:
     """Assembles by pooling the distinct rows, as a worker pools those of a table.
 
     Args:
-        rows: the distinct rows, and where each stands among all ids, bag after bag.
+        rows: the distinct rows, and their positions among all ids, bag by bag.
         offsets: int32, where each bag starts, (B * F + 1).
-        weights_L: of each id, or None.
+        weights_L: weight of each id, or None.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        rows: DistinctRows,
         offsets: Tensor,
         weights_L: Tensor | None,
         pooling: Pooling,
@@ -74,10 +74,10 @@ class _PooledRows:
         self._weights_L = weights_L
         self._pooling = pooling
         self.shape_BFD = shape_BFD
-        self._bags: Bags  # of ranks among the distinct rows, with what their gradients will need
+        self._bags: Bags  # of indices among the distinct rows; set by vectors()
 
-    def vectors(self, results: Results) -> Tensor:
-        rows_UD, ranks_L = self._rows.answered(results)
+    def vectors(self, responses: Responses) -> Tensor:
+        rows_UD, ranks_L = self._rows.received(responses)
         bags = Bags(ranks_L, self._offsets, self._weights_L, self._pooling)
         pooled_ND, self._bags = pool_recorded(rows_UD, bags)
         return pooled_ND.view(self.shape_BFD)

@@ -1,25 +1,23 @@
-"""Where the ids of a batch go, and how the answers become vectors of samples.
+"""Routes: which requests the ids of a batch become, and how responses become vectors of samples.
 
-A route covers some features. It adds the lookups it needs to the items of each worker, and returns what
-assembles the answers to vectors of shape (B, its features, D), and takes their gradients apart. Of a sequence
-there are as many vectors as it has places, in place of one. The kinds:
+A route covers some features. It adds its requests to the message of each worker, and returns an assembler.
+The assembler turns responses into vectors of shape (B, features, D), and gradients of vectors into gradients
+of responses. A sequence has one vector per position instead of one. The kinds:
 
-============= ====================== ============================== =====================================
-route         features               asks a worker for              assembles answers by
-============= ====================== ============================== =====================================
-RowRoute      exactly one id a       each distinct row once         spreading rows over samples
-              sample
-SequenceRoute the same, and          the same                       the same, over the places of samples
-              sequences
-LengthRoute   sequences              nothing                        counting their ids
-BagRoute      multi-hot, tables on   a pooled vector a sample, or   nothing, or sum or max over
-              the same workers       a partial one where the tables workers
-                                     are split
-PoolRoute     multi-hot, of tables   each distinct row once         pooling rows
+============= ======================== ============================== ===================================
+route         features                 requests from a worker         assembles responses by
+============= ======================== ============================== ===================================
+RowRoute      one id per sample        each distinct row once         copying rows to the samples
+SequenceRoute the same, and sequences  the same                       the same, to positions of samples
+LengthRoute   sequences                nothing                        counting ids
+BagRoute      multi-hot, tables on     a pooled vector per sample;    nothing; sum or max over workers if
+              the same workers         a partial one if the tables    tables are split
+                                       are split over workers
+PoolRoute     multi-hot, of tables     each distinct row once         pooling rows
               that trainers pool
-============= ====================== ============================== =====================================
+============= ======================== ============================== ===================================
 
-None makes more messages, nor calls more kernels, for more tables.
+The number of messages and of kernel calls does not depend on the number of tables.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,40 +29,40 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.trainer.batch_ids import BatchIds
 
 Items: TypeAlias = Mapping[int, list[Item]]
-Results: TypeAlias = Mapping[int, Sequence[Tensor]]
-Slot: TypeAlias = tuple[int, int]  # a worker, and the place in its answer
+Responses: TypeAlias = Mapping[int, Sequence[Tensor]]
+Slot: TypeAlias = tuple[int, int]  # a worker, and the index of a tensor in its response
 
 
 class Assembler(Protocol):
-    """What turns the answers for one batch into vectors, and their gradients into gradients of answers.
+    """Turns the responses for one batch into vectors, and gradients of vectors into those of responses.
 
     Attributes:
-        shape_BFD: of the vectors.
+        shape_BFD: shape of the vectors.
     """
 
     @property
     def shape_BFD(self) -> tuple[int, int, int]: ...
 
-    def vectors(self, results: Results) -> Tensor:
-        """``vectors_BFD`` of the route's features, or of their places."""
+    def vectors(self, responses: Responses) -> Tensor:
+        """Return ``vectors_BFD`` of the route's features, or of the positions of its sequences."""
         ...
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """The gradient of each answer, in no view of a larger tensor: RPC would send it whole."""
+        """Return the gradient of each response tensor; none is a view, since RPC sends whole storages."""
         ...
 
 
 class Route(Protocol):
-    """A way for some features; see the module's docstring."""
+    """The route of some features; see the module's docstring."""
 
     features: tuple[int, ...]
 
     def start(self, ids: BatchIds, items: Items) -> Assembler:
-        """Append this route's lookups to ``items``; return what assembles vectors of their answers."""
+        """Append this route's requests to ``items``, and return the assembler of their responses."""
         ...
 
 
 def append(items: Items, worker: int, item: Item) -> Slot:
-    """Ask ``worker`` for one thing more; where in its answer that will be."""
+    """Append a request to a worker's message, and return the slot of its response."""
     items[worker].append(item)
     return worker, len(items[worker]) - 1

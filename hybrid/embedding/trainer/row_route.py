@@ -1,4 +1,4 @@
-"""Features that hold exactly one id a sample: distinct rows travel once."""
+"""Features with one id per sample: each distinct row travels once."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hybrid.embedding.bags import Bags, ids_dtype
 from hybrid.embedding.kernels import Ints
 from hybrid.embedding.placement import Location
 from hybrid.embedding.trainer.batch_ids import BatchIds
-from hybrid.embedding.trainer.route import Assembler, Items, Results, Slot, append
+from hybrid.embedding.trainer.route import Assembler, Items, Responses, Slot, append
 
 
 class AddressSpace:
-    """An address for every row of some tables of one width.
+    """An integer address for every row of some tables of one width.
 
-    The groups that hold these lie one after another in one range of integers, so that a single sort finds the
-    distinct rows of all of them and of all workers.
+    The groups with these tables follow each other in one range of integers, so that one sort finds the
+    distinct rows of all tables and workers.
 
     Args:
-        locations: where the shards of each table lie; a table may come several times.
+        locations: locations of the shards of each table; a table may occur several times.
     """
 
     def __init__(self, locations: Sequence[Sequence[Location]]) -> None:
         groups = {(at.worker, at.number): at.group for shards in locations for at in shards}
-        first: dict[tuple[int, int], int] = {}  # the first address of each group
+        first: dict[tuple[int, int], int] = {}  # first address of each group
         self._segments: list[tuple[int, int, int, torch.dtype]] = []  # worker, group, its first address
         end = 0
         for (worker, number), group in sorted(groups.items(), key=lambda item: item[0]):
@@ -48,7 +48,7 @@ class AddressSpace:
                 self._bases_KS[k, at.shard.index] = first[at.worker, at.number] + at.start
 
     def write(self, ids_KB: Tensor, first: int, out_BK: Tensor) -> None:
-        """The addresses of some ids of the tables from number ``first`` on."""
+        """Write the addresses of ids of the tables from index ``first`` on."""
         tables = slice(first, first + len(ids_KB))
         bases_KS, counts_K = self._bases_KS[tables], self._counts_K[tables]
         kernels.addresses(ids_KB.numpy(), bases_KS, counts_K, out_BK.numpy())
@@ -56,13 +56,13 @@ class AddressSpace:
     def write_bags(
         self, ids: BatchIds, features_F: Ints, out_L: Tensor, out_offsets: Tensor, out_positions: Tensor
     ) -> None:
-        """The addresses of the ids of some features, one for each table; see ``loops.bag_addresses``."""
-        where = features_F, self._bases_KS, self._counts_K
+        """Write the addresses of bags of features, one per table; see :func:`kernels.bag_addresses`."""
+        tables = features_F, self._bases_KS, self._counts_K
         out = out_L.numpy(), out_offsets.numpy(), out_positions.numpy()
-        kernels.bag_addresses(ids.ids_L.numpy(), ids.offsets.numpy(), ids.batch_size, *where, *out)
+        kernels.bag_addresses(ids.ids_L.numpy(), ids.offsets.numpy(), ids.batch_size, *tables, *out)
 
-    def ask(self, addresses_L: Tensor, items: Items) -> Rows:
-        """Append to ``items`` every distinct row once; return where they stand."""
+    def request(self, addresses_L: Tensor, items: Items) -> DistinctRows:
+        """Append a request for each distinct row to ``items``."""
         ids_U, starts_V, order_L = kernels.group_ids(addresses_L.numpy(), self._num_rows)
         ends = np.searchsorted(ids_U, self._ends).tolist()
         slots = []
@@ -70,15 +70,15 @@ class AddressSpace:
             worker, group, first, dtype = segment
             rows = torch.from_numpy(ids_U[start:end] - first).to(dtype)
             slots.append((append(items, worker, (group, Bags(rows))), end - start))
-        return Rows(slots, starts_V, order_L)
+        return DistinctRows(slots, starts_V, order_L)
 
 
 class RowRoute:
-    """Features with one id a sample and one width: distinct rows travel once.
+    """Route of features of one width with one id per sample.
 
     Args:
-        features: their numbers.
-        locations: where the shards of each feature's table lie.
+        features: indices of the features.
+        locations: locations of the shards of each feature's table.
     """
 
     def __init__(self, features: tuple[int, ...], locations: Sequence[Sequence[Location]]) -> None:
@@ -88,29 +88,29 @@ class RowRoute:
     def start(self, ids: BatchIds, items: Items) -> Assembler:
         addresses_BK = torch.empty(ids.batch_size, len(self.features), dtype=self._space.dtype)
         self._space.write(ids.single(self.features), 0, addresses_BK)
-        rows = self._space.ask(addresses_BK.view(-1), items)
-        return _SpreadRows(rows, (*addresses_BK.shape, self._space.dim))
+        rows = self._space.request(addresses_BK.view(-1), items)
+        return _CopiedRows(rows, (*addresses_BK.shape, self._space.dim))
 
 
-class Rows(NamedTuple):
-    """Distinct rows that were asked for, and the ids that they are of.
+class DistinctRows(NamedTuple):
+    """Requested distinct rows, and the ids that they belong to.
 
     Attributes:
-        slots: of the parts of the distinct rows, with the size of each.
-        starts_V, order_L: where each distinct id stands, see ``loops.group_ids``.
+        slots: response slots of the rows, with the number of rows in each.
+        starts_V, order_L: positions of each distinct id; see :func:`kernels.group_ids`.
     """
 
     slots: list[tuple[Slot, int]]
     starts_V: npt.NDArray[Any]
     order_L: npt.NDArray[Any]
 
-    def answered(self, results: Results) -> tuple[Tensor, Tensor]:
-        """``rows_UD``, and for each id which of them it is."""
-        rows_UD = torch.cat([results[worker][place] for (worker, place), _ in self.slots])
+    def received(self, responses: Responses) -> tuple[Tensor, Tensor]:
+        """Return ``rows_UD``, and for each id the index of its row among them."""
+        rows_UD = torch.cat([responses[worker][index] for (worker, index), _ in self.slots])
         return rows_UD, torch.from_numpy(kernels.ranks(self.starts_V, self.order_L))
 
     def gradients(self, grad_LD: Tensor) -> list[tuple[Slot, Tensor]]:
-        """The gradients of each part; those of equal ids add up."""
+        """Return the gradients of the rows of each slot: sums over equal ids."""
         parts, first = [], 0
         for slot, size in self.slots:
             part = grad_LD.new_empty(size, grad_LD.shape[1])
@@ -121,14 +121,14 @@ class Rows(NamedTuple):
         return parts
 
 
-class _SpreadRows(NamedTuple):
-    """Assembles by spreading the distinct rows over the samples."""
+class _CopiedRows(NamedTuple):
+    """Assembles by copying the distinct rows to the samples."""
 
-    rows: Rows
+    rows: DistinctRows
     shape_BFD: tuple[int, int, int]
 
-    def vectors(self, results: Results) -> Tensor:
-        rows_UD, ranks_L = self.rows.answered(results)
+    def vectors(self, responses: Responses) -> Tensor:
+        rows_UD, ranks_L = self.rows.received(responses)
         return rows_UD.index_select(0, ranks_L).view(self.shape_BFD)
 
     def gradients(self, grad_BFD: Tensor) -> list[tuple[Slot, Tensor]]:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hybrid import transport
 from hybrid.batch import Batch
-from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
+from hybrid.embedding.trainer.lookup import ConcatenatedFeatures, Lookup, Outbox
 from hybrid.engine.ddp import DdpMode, DdpModel
 from hybrid.engine.dense_placement import DensePlacement
 from hybrid.engine.hybrid_model import HybridModel, MicroBatch
@@ -103,7 +103,7 @@ def hybrid_model(uneven: bool, index: int) -> list[Compared]:
 
 def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
     ticket = Ticket(0, 0, 0)
-    start = partial(Lookup, ticket, {}, SideBySide((), 0), {}, Outbox(), StepClock(), is_of_nothing=True)
+    start = partial(Lookup, ticket, {}, ConcatenatedFeatures((), 0), {}, Outbox(), StepClock(), is_empty=True)
     micro = MicroBatch(batch, ticket, start)
     with dist_autograd.context() as context:
         dist_autograd.backward(context, [ddp_model.module(micro, StepClock()).norm()])

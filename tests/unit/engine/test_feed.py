@@ -9,7 +9,7 @@ import torch
 from hybrid import transport
 from hybrid.batch import Batch, SparseFeatures
 from hybrid.embedding.trainer.embeddings import Embeddings
-from hybrid.embedding.trainer.lookup import Lookup, Outbox, SideBySide
+from hybrid.embedding.trainer.lookup import ConcatenatedFeatures, Lookup, Outbox
 from hybrid.engine.step_feed import Feed, StepInput
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
@@ -47,7 +47,9 @@ class Word(transport.Pending[None]):
 
 
 def nothing(width: int = 0) -> Lookup:
-    return Lookup(Ticket(0, 0, 0), {}, SideBySide((), width), {}, Outbox(), StepClock(), is_of_nothing=True)
+    return Lookup(
+        Ticket(0, 0, 0), {}, ConcatenatedFeatures((), width), {}, Outbox(), StepClock(), is_empty=True
+    )
 
 
 class Log:
@@ -68,10 +70,10 @@ class Log:
     def _with(self, after: Lookup | None) -> str:
         return next((f" with {step}" for (step, _), each in self.lookups.items() if each is after), "")
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         self.events.append("all sent has arrived")
 
-    def nothing(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
+    def empty_lookup(self, ticket: Ticket, after: Lookup | None = None) -> Lookup:
         self.events.append(f"look up nothing{self._with(after)}")
         return nothing()
 
@@ -256,12 +258,12 @@ def test_settling_waits_for_the_lookups_that_left_with_gradients(
     monkeypatch: pytest.MonkeyPatch, log: Log, mode: UpdateMode
 ) -> None:
     settled: list[Lookup] = []
-    monkeypatch.setattr(Lookup, "settle", lambda lookup: settled.append(lookup))
+    monkeypatch.setattr(Lookup, "flush", lambda lookup: settled.append(lookup))
     feed = log.feed(mode, parts=2)
     feed.begin(log.reading(*map(batch, range(4))), 0)
     log.compute(feed)
     log.take()
-    feed.settle()
+    feed.flush()
     assert settled == [log.lookups[step, part] for step in (1, 2) for part in (0, 1)]
     assert log.take() == ["all sent has arrived"]
 

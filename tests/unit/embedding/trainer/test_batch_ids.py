@@ -26,7 +26,7 @@ def test_offsets_that_are_not_those_of_the_ids_are_refused(offsets: list[int]) -
 @pytest.mark.parametrize(
     ("offsets", "weights_L", "message"),
     [
-        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights of 3 ids"),
+        (torch.tensor([0, 1, 3]), torch.ones(2), "a batch has 2 weights for 3 ids"),
         (torch.arange(4), None, "a batch of 2 sparse features has 3 bags of ids"),
         (None, None, "a batch of 2 sparse features has 3 bags of ids"),
     ],

@@ -70,7 +70,7 @@ def test_the_sample_of_a_wrong_id_among_bags_is_named(
 
 def test_weights_with_max_pooling_are_refused(stack: ExitStack) -> None:
     each = cluster(stack, [table("a", Pooling.MAX)], 1, multi_hot=["a"])
-    with pytest.raises(DataError, match="feature a: its ids have weights, of which there is no max pooling"):
+    with pytest.raises(DataError, match="feature a: weighted ids have no max pooling"):
         each.embeddings.lookup(SparseFeatures.from_bags([[[1, 2]]], [[[1.0, 2.0]]]), TICKET)
 
 
@@ -80,7 +80,7 @@ def test_a_feature_that_is_not_multi_hot_holds_exactly_one_id(
 ) -> None:
     """Two ids here and none there would otherwise pass for one each, of the wrong samples."""
     each = two_tables(stack, "a")
-    with pytest.raises(DataError, match=r"^feature b: sample \d must hold exactly one id$"):
+    with pytest.raises(DataError, match=r"^feature b: sample \d must have exactly one id$"):
         each.embeddings.lookup(SparseFeatures.from_bags([[[5], [6]], bags]), TICKET)
     assert len(each.embeddings.lookup(SparseFeatures.from_bags([[], []]), TICKET).wait()) == 0
 
