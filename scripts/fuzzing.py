@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of the readers of text files, by atheris; see scripts/fuzz.
 
-The first byte of an input chooses the layout, whether labels are wanted, and the size of blocks; the rest is
-the file. What breaks a reader is left as ``crash-*`` in the current folder.
+The first byte of an input selects the layout, labels and block size; the rest is the file. Inputs that break
+a reader are written to ``crash-*`` in the current folder.
 """
 
 import sys
@@ -17,7 +17,7 @@ _BLOCK_BYTES = (7, 1 << 20)
 
 
 def main() -> None:
-    """Fuzz for the seconds that the command line says."""
+    """Fuzz for the number of seconds in the command line."""
     with tempfile.TemporaryDirectory(prefix="hybrid-fuzz-") as folder:
         path, corpus = Path(folder) / "file", Path(folder) / "corpus"
         words = Path(folder) / "words"

@@ -1,4 +1,4 @@
-"""A long run on a live cluster, and what grows in which role of it; see scripts/soak."""
+"""A long run that measures the growth of memory, threads and files of each role: ``scripts/soak``."""
 
 import json
 import shutil
@@ -15,16 +15,16 @@ from hybrid.topology import Role, Topology
 from workers.controller.dataset_session import DatasetSession
 
 INTERVALS = 100
-_WARM_UP = 0.2  # of the intervals: caches fill
+_WARM_UP = 0.2  # fraction of the intervals in which caches fill
 _FOLDER = Path("runs") / "soak"
 _PING_SECONDS = 10.0
 
 
 def measure(topology: Topology, config: RunConfig) -> None:
-    """Train, evaluate and save at the end of each interval, and ask every role how it is."""
+    """Train; at the end of each interval evaluate, save and request the vitals of every role."""
     session = DatasetSession(topology, config, ensure_prepared(config, cache_folder(config)))
     roles = [*topology.trainers, *topology.workers]
-    taken: dict[Role, list[transport.Vitals]] = {role: [] for role in roles}
+    vitals: dict[Role, list[transport.Vitals]] = {role: [] for role in roles}
     shutil.rmtree(_FOLDER, ignore_errors=True)
     every = config.train.max_steps // INTERVALS
     start = time.monotonic()
@@ -34,10 +34,10 @@ def measure(topology: Topology, config: RunConfig) -> None:
         shutil.rmtree(session.save(_FOLDER / "checkpoint", step + every, 0))
         calls = {role: transport.ping(role, _PING_SECONDS) for role in roles}
         for role, call in calls.items():
-            taken[role].append(call.wait())
+            vitals[role].append(call.wait())
     seconds = time.monotonic() - start
     session.close()
-    lines = [_line(role, vitals, every) for role, vitals in taken.items()]
+    lines = [_summary(role, of_role, every) for role, of_role in vitals.items()]
     print(f"{every * INTERVALS} steps, {INTERVALS} evaluations and checkpoints, {seconds:.0f} s")
     print(*(json.dumps(line) for line in lines), sep="\n")
     (_FOLDER / "soak.json").write_text(json.dumps(lines, indent=1), encoding="utf-8")
@@ -52,8 +52,8 @@ def _train(session: DatasetSession, step: int, num_steps: int) -> None:
         step += count
 
 
-def _line(role: Role, vitals: list[transport.Vitals], every: int) -> dict[str, float | str]:
-    """How much a role has grown, by a straight line through all but the first intervals."""
+def _summary(role: Role, vitals: list[transport.Vitals], every: int) -> dict[str, float | str]:
+    """Return the growth of a role, by a line fitted to all but the first intervals."""
     settled = vitals[int(_WARM_UP * len(vitals)) :]
     thousand_steps = np.arange(len(settled)) * every / 1000
     slope = np.polyfit(thousand_steps, [v.resident_bytes for v in settled], 1)[0]

@@ -1,1 +1,1 @@
-"""Kills roles at random, and sees whether the end is the same: ``scripts/chaos``."""
+"""Kill roles at random and compare the result with an undisturbed run: ``scripts/chaos``."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from chaos_run.report import save, show
+from chaos_run.run_comparison import differences
 from chaos_run.running import Kill, Plan, Run
-from chaos_run.sameness import differences
 from hybrid.errors import HybridError
 from workers.launching.restarts import FILE_NAME
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:  # imports torch
     from chaos_run.on_hosts import HostsRun
 
 FAILED = 1
@@ -39,7 +39,7 @@ _JOB = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0, 1 (a run failed, or came to another end), 2 (usage) or 130 (interrupted)."""
+    """Run; return 0, 1 (a run failed or has another result), 2 (usage) or 130 (interrupted)."""
     options = _parser().parse_args(arguments)
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.default_int_handler)
@@ -58,31 +58,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/chaos",
         description="Trains twice, once undisturbed and once while roles are killed at random moments, and "
-        "compares the ends bit for bit. Where the second ends before all kills are done, there is a third.",
+        "compares the results bit for bit. Trains again if a run ends before all kills are done.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; without it, a small job")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: a small job)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for launch"
     )
     parser.add_argument("--kills", type=int, default=10, help="how many (default: 10)")
     parser.add_argument(
-        "--freeze", type=float, default=0.0, metavar="SHARE", help="of the kills, frozen instead (default: 0)"
+        "--freeze",
+        type=float,
+        default=0.0,
+        metavar="FRACTION",
+        help="fraction of the roles that are frozen instead (default: 0)",
     )
     parser.add_argument(
         "--hosts",
         type=int,
         default=0,
         metavar="N",
-        help="spread the roles over so many hosts, which are namespaces, and kill these; --freeze is the "
-        "share that is unplugged first; as root",
+        help="run the roles on N hosts, which are network namespaces, and kill hosts; --freeze is the "
+        "fraction that is unplugged first; needs root",
     )
-    parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and launch again")
+    parser.add_argument("--launcher", action="store_true", help="kill the launcher too, and start it again")
+    parser.add_argument("--pause", type=float, default=3.0, help="maximum seconds before a kill (default: 3)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the random choices; printed")
     parser.add_argument(
-        "--pause", type=float, default=3.0, help="longest, before a kill, in seconds (default: 3)"
-    )
-    parser.add_argument("--seed", type=int, default=None, help="of the choices; printed")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="for everything; default: a new one under runs/"
+        "--folder", type=Path, default=None, help="output folder (default: a new one under runs/)"
     )
     return parser
 
@@ -93,19 +95,19 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     folder.mkdir(parents=True)
     console.print(f"seed {seed}, in {folder}", highlight=False, soft_wrap=True)
     arguments = _launch_arguments(options)
-    with Run(folder / "whole", arguments) as whole:
-        whole.await_end()
+    with Run(folder / "undisturbed", arguments) as undisturbed:
+        undisturbed.await_end()
     plan = Plan(options.freeze, options.launcher, _EARLY, options.pause)
     chance = random.Random(seed)
     kills: list[Kill] = []
     runs: dict[str, list[str]] = {}
     restarts = 0
-    harmed = _maker(options)
+    disturbed_run = _run_class(options)
     while len(kills) < options.kills:
-        with harmed(folder / f"killed-{len(runs) + 1}", arguments) as killed:
-            kills += killed.harm(options.kills - len(kills), plan, chance)
+        with disturbed_run(folder / f"killed-{len(runs) + 1}", arguments) as killed:
+            kills += killed.disturb(options.kills - len(kills), plan, chance)
             killed.await_end()
-        runs[killed.folder.name] = differences(whole.folder, killed.folder)
+        runs[killed.folder.name] = differences(undisturbed.folder, killed.folder)
         log = killed.folder / FILE_NAME
         restarts += len(log.read_text().splitlines()) if log.exists() else 0
     show(console, kills)
@@ -113,8 +115,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     return _judge(console, len(kills), restarts, runs)
 
 
-def _maker(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
-    """What makes a run that is to be harmed."""
+def _run_class(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run | HostsRun]:
+    """Return the class of the runs that are disturbed."""
     if not options.hosts:
         return Run
     from support.first_process import hosts_refused
@@ -129,7 +131,7 @@ def _maker(options: argparse.Namespace) -> Callable[[Path, Sequence[str]], Run |
 def _launch_arguments(options: argparse.Namespace) -> list[str]:
     job = () if options.config else _JOB
     config = ["--config", str(options.config)] if options.config else []
-    # Not one of the kills may be one too many.
+    # Every kill may need a restart.
     overrides = (*job, *options.set, f"cluster.max_restarts={options.kills}")
     return [*config, *(text for override in overrides for text in ("--set", override))]
 
@@ -137,8 +139,8 @@ def _launch_arguments(options: argparse.Namespace) -> list[str]:
 def _judge(console: Console, kills: int, restarts: int, runs: dict[str, list[str]]) -> int:
     console.print(f"{kills} kills, {restarts} restarts in {len(runs)} run(s)", highlight=False)
     for name, found in runs.items():
-        end = "the same end, bit for bit" if not found else f"NOT the same: {', '.join(found)}"
-        console.print(f"{name}: {end}", highlight=False, soft_wrap=True)
+        result = "the same result, bit for bit" if not found else f"DIFFERENT: {', '.join(found)}"
+        console.print(f"{name}: {result}", highlight=False, soft_wrap=True)
     return FAILED if any(runs.values()) else 0
 
 

@@ -1,4 +1,4 @@
-"""A run on several hosts, of which some are killed: its roles are started again, as a scheduler does it."""
+"""A run on several hosts that are killed; its roles are started again, as by a scheduler."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from support.commands import Command
 from support.host_roles import MASTER, placed, started_on
 from support.hosts import Switch
 
-from chaos_run.running import Harmed, Kill, Plan
+from chaos_run.running import DisturbedRun, Kill, Plan
 from chaos_run.victims import phase_of
 from hybrid.errors import HybridError
 
 KILLED, UNPLUGGED = "SIGKILL", "unplugged"
 _COUNTS = (2, 2)  # trainers and workers
 _POLL_SECONDS = 0.02
-_START_SECONDS = 20  # after which a master gives up on roles whose host was killed before they came
+_START_SECONDS = 20  # a master gives up on roles whose host was killed before they registered
 _SILENT_SECONDS = 120.0
 _STEP = "\nstep "
 
 
-class HostsRun(Harmed):
-    """A run whose roles are on hosts; end it by ``with``.
+class HostsRun(DisturbedRun):
+    """A run on hosts that are network namespaces, for the length of a ``with`` block.
 
     Args:
-        arguments: of ``hybrid master``.
+        arguments: arguments of ``hybrid master``.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str], num_hosts: int) -> None:
         self.folder = folder
-        cache = folder.with_name("prepared")  # hosts share the folder in which it is
+        cache = folder.with_name("prepared")  # in the folder that all hosts share
         start = f"cluster.start_timeout_seconds={_START_SECONDS}"
         own = [start, f"data.cache_folder={cache}", f"run.folder={folder}"]
         self._arguments = [
@@ -58,17 +58,17 @@ class HostsRun(Harmed):
         self._stack.close()
 
     def await_end(self) -> None:
-        """Return when the run has come to its end; HybridError where it fails, or falls silent."""
+        """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
         code = self._roles[MASTER].wait(_SILENT_SECONDS).code
         if code:
             raise HybridError(self._roles[MASTER].stderr.rstrip().rpartition("\n")[2])
-        self._see_all_end(list(self._roles))
+        self._await_roles(list(self._roles))
 
     def _start(self) -> None:
         self._roles = self._starts.enter_context(started_on(placed(self._hosts, *_COUNTS), self._arguments))
 
     def _await_step(self, kills: list[Kill]) -> bool:
-        """Wait until the run is at a step of this start; False where it has ended."""
+        """Wait until the run takes a step after its last start; return False if it has ended."""
         deadline = time.monotonic() + _SILENT_SECONDS
         while _STEP not in self._roles[MASTER].stdout:
             if not self._pass_time(_POLL_SECONDS, kills):
@@ -78,7 +78,7 @@ class HostsRun(Harmed):
         return self._pass_time(0.0, kills)
 
     def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
-        """Wait, and note when the last kill has been made good; False where the run has ended."""
+        """Wait, and record the recovery from the last kill; return False if the run has ended."""
         deadline = time.monotonic() + seconds
         while True:
             if kills and kills[-1].seconds is None and _STEP in self._roles[MASTER].stdout:
@@ -90,7 +90,7 @@ class HostsRun(Harmed):
             time.sleep(_POLL_SECONDS)
 
     def _kill(self, plan: Plan, chance: random.Random) -> Kill:
-        """Kill a host, see that all other roles end by themselves, and start all again."""
+        """Kill a host, check that all other roles end by themselves, and start all roles again."""
         host = chance.choice(self._hosts)
         how = UNPLUGGED if chance.random() < plan.freeze else KILLED
         kill = Kill(host.name, how, phase_of(self.folder, f"\n{self._roles[MASTER].stdout}"))
@@ -99,14 +99,14 @@ class HostsRun(Harmed):
             self._switch.down(host)
         places = placed(self._hosts, *_COUNTS)
         host.kill()
-        self._see_all_end([role for role, place in places.items() if place is not host])
+        self._await_roles([role for role, place in places.items() if place is not host])
         self._starts.close()
         number = self._hosts.index(host)
         self._hosts[number] = self._switch.host(self.folder.parent, number=number)
         self._start()
         return kill
 
-    def _see_all_end(self, roles: Sequence[str]) -> None:
+    def _await_roles(self, roles: Sequence[str]) -> None:
         for role in roles:
             command: Command = self._roles[role]
             try:

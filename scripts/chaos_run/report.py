@@ -1,4 +1,4 @@
-"""What the kills came to, as tables and as JSON."""
+"""Results of the kills, as tables and as JSON."""
 
 import dataclasses
 import json
@@ -15,10 +15,10 @@ from chaos_run.victims import PHASES
 
 
 def show(console: Console, kills: Sequence[Kill]) -> None:
-    """Print how often who was killed in which phase, and how long it took until the next step."""
+    """Print the number of kills by role and phase, and the time until the next step."""
     counts = Counter((kill.role, kill.phase) for kill in kills)
     table = Table(title="kills", title_justify="left")
-    for heading in ("role", *PHASES, "all", "of them frozen"):
+    for heading in ("role", *PHASES, "all", "frozen"):
         table.add_column(heading, justify="left" if heading == "role" else "right")
     for role in sorted({kill.role for kill in kills}):
         of_role = [kill for kill in kills if kill.role == role]
@@ -30,8 +30,8 @@ def show(console: Console, kills: Sequence[Kill]) -> None:
         seconds = [k.seconds for k in kills if k.signal == number and k.seconds is not None]
         if seconds:
             console.print(
-                f"{name}: back at a step after {statistics.median(seconds):.1f} s, the median of "
-                f"{len(seconds)}, and at most {max(seconds):.1f} s",
+                f"{name}: recovered after {statistics.median(seconds):.1f} s (median of {len(seconds)}), "
+                f"at most {max(seconds):.1f} s",
                 highlight=False,
             )
 
@@ -40,8 +40,8 @@ def save(path: Path, seed: int, kills: Sequence[Kill], restarts: int, runs: dict
     """Write everything to a JSON file.
 
     Args:
-        restarts: by the launchers themselves.
-        runs: folder of each run that was harmed, and what was not the same there.
+        restarts: number of restarts by the launchers.
+        runs: differences by folder of the disturbed runs.
     """
     report = {
         "seed": seed,

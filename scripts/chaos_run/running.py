@@ -1,4 +1,4 @@
-"""A run that is launched, harmed, and launched again where its launcher was killed."""
+"""A run that is disturbed, and launched again if its launcher was killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybrid.errors import HybridError
 _POLL_SECONDS = 0.02
 _SILENT_SECONDS = 120.0
 _STOP_SECONDS = 10.0
-# What a master prints once its data is there, at each start, and what of each line of progress.
+# What a master prints at each start once its data is prepared, and at the start of each line of progress.
 _START, _STEP = "\nprepared ", "\nstep "
 
 
@@ -30,7 +30,7 @@ class Kill:
     """One role killed or frozen.
 
     Attributes:
-        seconds: until the run had taken a step again; None where it was harmed again or over before.
+        seconds: until the next step; None if the run was disturbed again or ended before.
     """
 
     role: str
@@ -41,13 +41,13 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who is harmed, and when.
+    """Which roles are disturbed, and when.
 
     Attributes:
-        freeze: share of the roles that are frozen, not killed.
+        freeze: fraction of the roles that are frozen instead of killed.
         with_launcher: whether the launcher may be killed too.
-        early: share of those that do not wait for the next step after the kill before.
-        pause_seconds: the longest time between a step, or the kill before, and a kill.
+        early: fraction of the kills that do not wait for a step after the previous kill.
+        pause_seconds: maximum time between a step, or the previous kill, and a kill.
     """
 
     freeze: float
@@ -56,11 +56,11 @@ class Plan:
     pause_seconds: float
 
 
-class Harmed(ABC):
-    """A run of which something is killed now and then."""
+class DisturbedRun(ABC):
+    """A run whose roles or hosts are killed."""
 
-    def harm(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
-        """Kill some of what it runs on, one after the other; fewer where the run ends before."""
+    def disturb(self, count: int, plan: Plan, chance: random.Random) -> list[Kill]:
+        """Kill ``count`` roles or hosts, one after the other; fewer if the run ends before."""
         kills: list[Kill] = []
         while len(kills) < count:
             is_early = chance.random() < plan.early
@@ -75,22 +75,22 @@ class Harmed(ABC):
 
     @abstractmethod
     def _await_step(self, kills: list[Kill]) -> bool:
-        """Wait until the last kill has been made good; False where the run has ended."""
+        """Wait for a step after the last kill; return False if the run has ended."""
 
     @abstractmethod
     def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
-        """Wait, and note when the last kill has been made good; False where the run has ended."""
+        """Wait, and record the recovery from the last kill; return False if the run has ended."""
 
     @abstractmethod
     def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
-        """Kill one; None where it had ended by itself."""
+        """Kill a role or host; return None if none is running."""
 
 
-class Run(Harmed):
-    """A run in a folder of its own; end it by ``with``.
+class Run(DisturbedRun):
+    """A run in a separate folder, for the length of a ``with`` block.
 
     Args:
-        arguments: of ``hybrid launch``.
+        arguments: arguments of ``hybrid launch``.
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
@@ -99,7 +99,7 @@ class Run(Harmed):
         self._command += ["--set", f"run.folder={folder}"]
         self._out, self._err = (folder.with_name(f"{folder.name}.{kind}") for kind in ("out", "err"))
         self._killed_at = 0.0
-        self._said_before_kill = 0
+        self._length_before_kill = 0
         self._launch()
 
     def __enter__(self) -> Run:
@@ -114,12 +114,12 @@ class Run(Harmed):
             self._process.wait()
 
     def await_end(self) -> None:
-        """Return when the run has come to its end; HybridError where it fails, or falls silent."""
+        """Wait for the end of the run; raise HybridError if it fails or makes no progress."""
         while not self._has_ended():
             time.sleep(_POLL_SECONDS)
 
     def _await_step(self, kills: list[Kill]) -> bool:
-        """Wait until the last kill has been made good; False where the run has ended."""
+        """Wait for a step after the last kill; return False if the run has ended."""
         is_running = not self._has_ended()
         while is_running and kills and kills[-1].seconds is None:
             is_running = self._pass_time(_POLL_SECONDS, kills)
@@ -128,36 +128,36 @@ class Run(Harmed):
     def _launch(self) -> None:
         with self._out.open("ab") as out, self._err.open("ab") as err:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-        self._heard_at, self._heard = time.monotonic(), 0
+        self._output_at, self._output_length = time.monotonic(), 0
 
     def _has_ended(self) -> bool:
         code = self._process.poll()
         if code:
             raise HybridError(self._err.read_text().rstrip().rpartition("\n")[2])
-        if (said := len(self._said())) != self._heard:
-            self._heard_at, self._heard = time.monotonic(), said
-        if time.monotonic() - self._heard_at > _SILENT_SECONDS:
-            raise HybridError(f"{self.folder}: no word from the run for {_SILENT_SECONDS:g} s")
+        if (length := len(self._output())) != self._output_length:
+            self._output_at, self._output_length = time.monotonic(), length
+        if time.monotonic() - self._output_at > _SILENT_SECONDS:
+            raise HybridError(f"{self.folder}: no output from the run for {_SILENT_SECONDS:g} s")
         return code is not None
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return f"\n{self._out.read_text()}"
 
-    def _said_by_start(self) -> str:
-        """What the start after the last kill has said, from when its data was there."""
-        return self._said()[self._said_before_kill :].partition(_START)[2]
+    def _output_since_start(self) -> str:
+        """Return the output since the start after the last kill, from the end of preparation."""
+        return self._output()[self._length_before_kill :].partition(_START)[2]
 
     def _pass_time(self, seconds: float, kills: list[Kill]) -> bool:
-        """Wait, and note when the last kill has been made good; False where the run has ended."""
+        """Wait, and record the recovery from the last kill; return False if the run has ended."""
         deadline = time.monotonic() + seconds
         while not (has_ended := self._has_ended()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
-            if kills and kills[-1].seconds is None and _STEP in self._said_by_start():
+            if kills and kills[-1].seconds is None and _STEP in self._output_since_start():
                 kills[-1].seconds = time.monotonic() - self._killed_at
         return not has_ended
 
     def _kill(self, plan: Plan, chance: random.Random) -> Kill | None:
-        """Kill or freeze somebody; None where nobody is there."""
+        """Kill or freeze a role; return None if no role is running."""
         roles = running_roles(psutil.Process(self._process.pid), self.folder)
         if not roles:
             return None
@@ -165,9 +165,9 @@ class Run(Harmed):
         number = signal.SIGKILL
         if name != LAUNCHER and chance.random() < plan.freeze:
             number = signal.SIGSTOP
-        kill = Kill(name, number.name, phase_of(self.folder, self._said_by_start()))
+        kill = Kill(name, number.name, phase_of(self.folder, self._output_since_start()))
         self._killed_at = time.monotonic()
-        self._said_before_kill = len(self._said()) - 1  # with the end of its last line
+        self._length_before_kill = len(self._output()) - 1  # includes the end of the last line
         if name == LAUNCHER:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""The processes of a launch that may be killed, and what the run is doing when they are."""
+"""The processes of a launch that can be killed, and the phase of the run."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ PHASES = ("start", "step", "evaluation", "checkpoint", "shutdown")
 
 
 def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Process]:
-    """The roles of a launch that are there and not frozen, by name: who writes to the logs of its run."""
+    """Return the running roles of a launch by name: processes that write to the logs of the run."""
     logs = (run / "logs").resolve()
     found = {}
     for process in _descendants(launcher):
@@ -20,7 +20,7 @@ def running_roles(launcher: psutil.Process, run: Path) -> dict[str, psutil.Proce
             log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
             if log.parent == logs and process.status() != psutil.STATUS_STOPPED:
                 found[log.stem.replace("-", " ")] = process
-        except (OSError, psutil.NoSuchProcess):  # it has just ended
+        except (OSError, psutil.NoSuchProcess):  # the process has just ended
             continue
     return found
 
@@ -32,16 +32,16 @@ def _descendants(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def phase_of(run: Path, said: str) -> str:
-    """What a run is doing.
+def phase_of(run: Path, output: str) -> str:
+    """Return the phase of a run.
 
     Args:
-        said: what its master has printed since it started.
+        output: what its master has printed since its start.
     """
-    last = said.rstrip("\n").rpartition("\n")[2]
+    last = output.rstrip("\n").rpartition("\n")[2]
     if (run / RESULT_FILE).exists():
         return "shutdown"
-    if "step " not in said:
+    if "step " not in output:
         return "start"
     if last == "evaluating":
         return "evaluation"

@@ -1,4 +1,4 @@
-"""A real Slurm on one machine, and configs/cluster/slurm.sh on it: see scripts/slurm.
+"""Run configs/cluster/slurm.sh on a Slurm cluster of one machine: ``scripts/slurm``.
 
-Begin with ``__main__``. ``daemons`` starts and ends Slurm's processes.
+Begin with ``__main__``. ``daemons`` starts and stops the processes of Slurm.
 """

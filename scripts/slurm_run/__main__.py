@@ -1,4 +1,4 @@
-"""Runs configs/cluster/slurm.sh on a Slurm of this machine, harms it, and compares the end."""
+"""Run configs/cluster/slurm.sh on a local Slurm, kill roles and nodes, and compare the result."""
 
 import subprocess
 import sys
@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 
 from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step
 from hybrid.errors import HybridError
-from slurm_run.daemons import NODES, Slurm, why_not
+from slurm_run.daemons import NODES, Slurm, unavailable_reason
 
 _PROJECT = Path(__file__).resolve().parents[2]
-_SECONDS = 180.0  # for each thing to happen; a step of Slurm's waits for 60 of them for who is lost
+_SECONDS = 180.0  # timeout of each event; a step of Slurm waits 60 s for lost tasks
 _POLL_SECONDS = 0.1
 _RANKS = {"worker 0": 3, "trainer 0": 1, "the master": 0}  # of 1 master, 2 trainers, 2 workers
 _GOING_ON = "resuming from step"
@@ -38,8 +38,8 @@ start_timeout_seconds = 120
 
 
 def main() -> int:
-    """Run it; 0, or 1 where the end is another one."""
-    if reason := why_not():
+    """Run; return 0, 1 for another result, or 2 if Slurm is not available."""
+    if reason := unavailable_reason():
         print(f"scripts/slurm: {reason}", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="hybrid-job-") as name, Slurm() as slurm:
@@ -53,7 +53,7 @@ def main() -> int:
         except HybridError as error:
             print(f"scripts/slurm: {error}\n{job.output}", file=sys.stderr)
             return 1
-        whole = [
+        undisturbed = [
             sys.executable,
             "-m",
             "workers",
@@ -61,65 +61,70 @@ def main() -> int:
             "--config",
             "job.toml",
             "--set",
-            "run.folder=whole",
+            "run.folder=undisturbed",
         ]
-        subprocess.run(whole, cwd=folder, env=slurm.environment, check=True, capture_output=True)
-        found = differences(folder / "whole", folder / "run")
-    print(*(found or ["the end has the bits of an undisturbed run"]), sep="\n")
+        subprocess.run(undisturbed, cwd=folder, env=slurm.environment, check=True, capture_output=True)
+        found = differences(folder / "undisturbed", folder / "run")
+    print(*(found or ["the result is that of an undisturbed run, bit for bit"]), sep="\n")
     return 1 if found else 0
 
 
 class _Job:
-    """The job in a queue, which starts itself again."""
+    """The job in the queue of Slurm, which requeues itself."""
 
     def __init__(self, folder: Path, slurm: Slurm) -> None:
         self._folder = folder
         self._slurm = slurm
         self._begun_at = time.monotonic()
         script = str(_PROJECT / "configs/cluster/slurm.sh")
-        self._number = self._ask("sbatch", "--parsable", "--output=output", script, "--config", "job.toml")
+        self._number = self._run("sbatch", "--parsable", "--output=output", script, "--config", "job.toml")
 
     def run_disturbed(self) -> None:
-        """Harm it, each time once it has a new checkpoint, and see it come to its end.
+        """Disturb the job after each new checkpoint, and wait for its end.
 
         Raises:
-            HybridError: it does not go on.
+            HybridError: the job does not resume.
         """
         _await(lambda: self._newest > 0, "no checkpoint")
         for name, rank in _RANKS.items():
-            self._say(f"{name} is killed")
+            self._log(f"{name} is killed")
             self._role(rank).kill()
-            self._await_going_on()
-        self._say(f"node {NODES[-1]} goes down, with the workers")
+            self._await_resumed()
+        self._log(f"node {NODES[-1]} goes down, with the workers")
         self._slurm.bring_down(NODES[-1])
-        _await(lambda: self._starts_again == len(_RANKS) + 1, "not requeued after a node was lost")
-        self._say("requeued; the node comes back")
+        _await(lambda: self._restarts == len(_RANKS) + 1, "not requeued after a node was lost")
+        self._log("requeued; the node comes back")
         self._slurm.bring_up(NODES[-1])
-        self._await_going_on()
-        self._say("Slurm warns that the time is over")
-        self._ask("scancel", "--batch", "--signal=USR1", self._number)
-        self._await_going_on()
+        self._await_resumed()
+        self._log("Slurm signals the time limit")
+        self._run("scancel", "--batch", "--signal=USR1", self._number)
+        self._await_resumed()
         self._await_start(lambda: (self._folder / "run/result.json").exists())
-        _await(lambda: "COMPLETED" in self._ask("scontrol", "show", "job", self._number), "no end of the job")
-        self._say("the run is over, and so is the job")
+        _await(
+            lambda: "COMPLETED" in self._run("scontrol", "show", "job", self._number), "the job does not end"
+        )
+        self._log("the run and the job have ended")
 
     @property
     def output(self) -> str:
-        """What its script and its roles have printed."""
+        """The output of the job script and its roles."""
         file = self._folder / "output"
         return file.read_text() if file.exists() else ""
 
-    def _await_going_on(self) -> None:
-        """Wait until it has been started again and has written a checkpoint."""
+    def _await_resumed(self) -> None:
+        """Wait until the job has been started again and has written a checkpoint."""
         starts, before = self.output.count(_GOING_ON), self._newest
         self._await_start(lambda: self.output.count(_GOING_ON) > starts)
         _await(lambda: self._newest > before, "no checkpoint after another start")
 
     def _await_start(self, condition: Callable[[], bool]) -> None:
-        """Wait for another start; where nothing else happens, Slurm looks at no job of several components."""
+        """Wait for another start.
+
+        Each look updates the job, because an idle Slurm does not schedule heterogeneous jobs.
+        """
 
         def look() -> bool:
-            self._ask("scontrol", "update", f"JobId={self._number}", f"Comment={time.monotonic()}")
+            self._run("scontrol", "update", f"JobId={self._number}", f"Comment={time.monotonic()}")
             return condition()
 
         _await(look, "not started again")
@@ -129,7 +134,7 @@ class _Job:
         return next(map(parse_step, list_checkpoints(self._folder / "run")), 0)
 
     @property
-    def _starts_again(self) -> int:
+    def _restarts(self) -> int:
         return self.output.count("starting again")
 
     def _role(self, rank: int) -> psutil.Process:
@@ -138,12 +143,12 @@ class _Job:
                 is_role = process.environ().get("SLURM_PROCID") == str(rank) and "role" in process.cmdline()
                 if is_role and process.cwd() == str(self._folder):
                     return process
-        raise HybridError(f"the role of rank {rank} is not there")
+        raise HybridError(f"the role of rank {rank} is not running")
 
-    def _say(self, what: str) -> None:
+    def _log(self, what: str) -> None:
         print(f"{time.monotonic() - self._begun_at:5.0f} s, step {self._newest}: {what}", flush=True)
 
-    def _ask(self, *command: str) -> str:
+    def _run(self, *command: str) -> str:
         ended = subprocess.run(
             command, cwd=self._folder, env=self._slurm.environment, capture_output=True, text=True, check=True
         )

@@ -1,4 +1,4 @@
-"""Slurm's daemons on this machine: a controller, and a node for each component of a job."""
+"""The daemons of Slurm on this machine: a controller, and a node for each component of a job."""
 
 import os
 import shutil
@@ -16,13 +16,13 @@ import psutil
 from hybrid.errors import HybridError
 from workers.launching.forked_roles import end_with_parent
 
-NODES = ("n1", "n2", "n3")  # a component gets nodes of its own
+NODES = ("n1", "n2", "n3")  # each component of a job gets separate nodes
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue")
 _UP_SECONDS = 30.0
 _END_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _KEY_BYTES = 1024
-# A requeued job waits until no credential of its start before is valid any more.
+# A requeued job waits until the credentials of its previous start have expired.
 _CREDENTIAL_SECONDS = 5
 _CONFIGURATION = """
 ClusterName=hybrid
@@ -48,8 +48,8 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def why_not() -> str:
-    """Why Slurm cannot be brought up here; empty where it can."""
+def unavailable_reason() -> str:
+    """Return why Slurm cannot run here, or ""."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
@@ -58,13 +58,13 @@ def why_not() -> str:
 
 
 class Slurm:
-    """A Slurm of three nodes, for the length of a ``with`` block.
+    """A Slurm cluster of three nodes, for the length of a ``with`` block.
 
     Attributes:
-        environment: of its commands.
+        environment: environment variables of Slurm commands.
 
     Raises:
-        HybridError: it does not come up.
+        HybridError: Slurm does not start.
     """
 
     def __init__(self) -> None:
@@ -88,17 +88,17 @@ class Slurm:
     def __exit__(self, *_: object) -> None:
         with self._stack:
             subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, timeout=_END_SECONDS)
-            _await(lambda: not _asked(["squeue", "--noheader"], self.environment), "its jobs do not end")
+            _await(lambda: not _output_of(["squeue", "--noheader"], self.environment), "the jobs do not end")
 
     def bring_up(self, node: str) -> None:
-        """Start a node, as its machine does when it boots."""
+        """Start a node."""
         self._nodes[node] = self._start("slurmd", "-D", "-N", node)
 
     def bring_down(self, node: str) -> None:
-        """Kill a node's daemon and what guards its steps; of the tasks there nobody is asked."""
+        """Kill the daemon of a node and the supervisors of its steps."""
         daemon = self._nodes[node]
-        guards = _guards(node)
-        for each in (daemon, *guards):
+        supervisors = _supervisors(node)
+        for each in (daemon, *supervisors):
             each.kill()
         daemon.wait(_END_SECONDS)
 
@@ -108,16 +108,16 @@ class Slurm:
         return self._stack.enter_context(_daemon(command, self.environment, log.fileno()))
 
 
-def _guards(node: str) -> list[psutil.Process]:
-    """Slurm's processes that a node's tasks have been started by."""
-    found = {}
+def _supervisors(node: str) -> list[psutil.Process]:
+    """Return the processes of Slurm that started the tasks of a node."""
+    supervisors = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             parent = process.parent()
             is_task = process.environ().get("SLURMD_NODENAME") == node
             if is_task and parent is not None and parent.name() == "slurmstepd":
-                found[parent.pid] = parent
-    return list(found.values())
+                supervisors[parent.pid] = parent
+    return list(supervisors.values())
 
 
 _MUNGE_FILES = ("key-file", "socket", "pid-file", "log-file", "seed-file")
@@ -171,9 +171,9 @@ def _daemon(
 
 def _await_nodes(environment: dict[str, str]) -> None:
     def are_up() -> bool:
-        return _asked(["sinfo", "--noheader", "--format=%D %t"], environment) == f"{len(NODES)} idle"
+        return _output_of(["sinfo", "--noheader", "--format=%D %t"], environment) == f"{len(NODES)} idle"
 
-    _await(are_up, "its nodes do not come up")
+    _await(are_up, "the nodes do not start")
 
 
 def _await(condition: Callable[[], bool], failure: str) -> None:
@@ -184,7 +184,7 @@ def _await(condition: Callable[[], bool], failure: str) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _asked(command: Sequence[str], environment: dict[str, str]) -> str:
-    """What a command of Slurm's prints; empty where it fails."""
+def _output_of(command: Sequence[str], environment: dict[str, str]) -> str:
+    """Return the output of a command; empty if it fails."""
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_END_SECONDS)
     return ended.stdout.strip()

@@ -1,4 +1,4 @@
-"""A run whose roles are killed at random comes to the same end; and another end would be noticed."""
+"""A run whose roles are killed at random has the same result; another result is detected."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from chaos_run.victims import PHASES, phase_of
 from support.commands import ROOT, TrainedRun, settings
 from support.namespaces import needs_hosts
@@ -45,7 +45,7 @@ def test_a_short_run(update: str, victims: list[str], tiny: list[str], tmp_path:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("seed 1, in ")
-    assert "the same end, bit for bit" in ended.stdout
+    assert "the same result, bit for bit" in ended.stdout
     report = json.loads((tmp_path / "chaos/chaos.json").read_text())
     assert not any(report["differences"].values())
     kills = report["kills"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from support.commands import (
     ONE_EACH,
     ROOT,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from support.checkpoints import flip_a_bit
 from support.commands import TrainedRun, by_hand, output_of, result_of, run, settings
 from support.tables import write_criteo, write_csv, write_parquet

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from slurm_run.daemons import why_not
+from slurm_run.daemons import unavailable_reason
 from support.commands import ROOT, eventually
 
 from hybrid.config.loading import load_config
@@ -162,7 +162,7 @@ def test_slurms_warning_reaches_the_roles(commands: Callable[[str, str], None], 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(bool(why_not()), reason=f"no Slurm here: {why_not()}")
+@pytest.mark.skipif(bool(unavailable_reason()), reason=f"no Slurm here: {unavailable_reason()}")
 def test_a_real_slurm_starts_a_job_again_and_its_end_is_that_of_an_undisturbed_run() -> None:
     command = [shutil.which("bash") or "bash", str(ROOT / "scripts/slurm")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1150)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from support.commands import HYBRID, ROOT, Command, eventually, output_of, settings
 from support.hosts import HOME, Host, Switch
 from support.namespaces import needs_hosts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from support.commands import Command, code_block, eventually, output_of, settings
 from support.host_roles import started_at
 from support.hosts import Host, Switch

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from chaos_run.sameness import differences
+from chaos_run.run_comparison import differences
 from support.commands import output_of, settings
 from support.host_roles import placed, started_on
 from support.hosts import Host

@@ -1,4 +1,4 @@
-"""Whether two runs came to the same end, bit for bit."""
+"""Comparison of the results of two runs, bit for bit."""
 
 import json
 from pathlib import Path
@@ -11,15 +11,15 @@ from workers.run_folder.run_state import newest_step
 _TIMES = ("time", "samples_per_second", "phase_seconds")
 
 
-def differences(whole: Path, killed: Path) -> list[str]:
-    """What is not the same in two runs: tensors of the last checkpoint by file, and lines of the log."""
+def differences(undisturbed: Path, killed: Path) -> list[str]:
+    """Return what differs in two runs: files of the last checkpoint, and lines of metrics.jsonl."""
     found = []
-    ours, theirs = (_final_tensors(run) for run in (killed, whole))
+    ours, theirs = (_final_tensors(run) for run in (killed, undisturbed))
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             found.append(f"{name} of the last checkpoint")
     for kind in ("train", "test"):
-        if _lines(whole, kind) != _lines(killed, kind):
+        if _lines(undisturbed, kind) != _lines(killed, kind):
             found.append(f"{kind} lines of metrics.jsonl")
     return found
 
