@@ -1,11 +1,11 @@
-"""The errors a user can meet, one tree.
+"""The errors that users see.
 
     HybridError
     ├── ConfigError       a key of the configuration breaks a rule
     ├── DataError         an input file cannot be used
     ├── CheckpointError   a checkpoint is missing, broken, or of another model
-    ├── StorageError      a store that is named by a URL does not do what it is asked
-    │   └── OutageError   nor would it do anything else now: it is down, overloaded, or out of reach
+    ├── StorageError      a store refuses a request, or the system refuses a path
+    │   └── OutageError   a store is down, overloaded, or out of reach
     ├── NonFiniteError    a loss or gradient is infinite or not a number
     └── ClusterError      a role is missing, failed, or was lost
 
@@ -16,11 +16,11 @@ from __future__ import annotations
 
 
 class HybridError(Exception):
-    """Base of every error that is the user's to mend; the command line prints it as one line."""
+    """Base of the errors that the user can correct; the command line prints one line for each."""
 
     @property
     def kind(self) -> type[Exception]:
-        """Its class; of one that tells of an error elsewhere, or comes of an outage, that one's."""
+        """OutageError if an outage is the cause, else the class; a report of a remote error has its class."""
         cause = self.__cause__
         is_outage = isinstance(cause, HybridError) and issubclass(cause.kind, OutageError)
         return OutageError if is_outage else type(self)
@@ -31,8 +31,8 @@ class ConfigError(HybridError):
 
     Args:
         key: dotted name, for example ``train.batch_size``.
-        rule: what the key must be, and the nearest valid spelling where there is one.
-        value: the value found, or None where the key itself is at fault.
+        rule: what the key must be, and the nearest valid spelling if there is one.
+        value: the invalid value, or None if the key itself is invalid.
     """
 
     def __init__(self, key: str, rule: str, value: object = None) -> None:
@@ -47,7 +47,7 @@ class ConfigError(HybridError):
 
 
 class DataError(HybridError):
-    """An input file is missing, has the wrong shape, or holds too many bad rows."""
+    """An input file is missing, has the wrong shape, or has too many invalid rows."""
 
 
 class CheckpointError(HybridError):
@@ -55,24 +55,24 @@ class CheckpointError(HybridError):
 
 
 class StorageError(HybridError, OSError):
-    """A store that is named by a URL does not do what it is asked: an OSError, as of the disk.
+    """A store refuses a request, or the system refuses a path; an OSError, like errors of the disk.
 
     Args:
-        message: the place, what was asked, why not, and what to do.
-        why: the part of the message that does not name the place.
+        message: the path, the action, the reason, and what to do.
+        reason: the part of the message that does not name the path.
     """
 
-    def __init__(self, message: str, why: str = "") -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
-        self.strerror = why or message
+        self.strerror = reason or message
 
 
 class OutageError(StorageError):
-    """A store is down, overloaded or out of reach for the moment, and stayed so while it was asked again."""
+    """A store is down, overloaded or out of reach, and remained so during all attempts."""
 
 
 class NonFiniteError(HybridError):
-    """A loss or gradient is infinite or not a number, and the run is to stop at one."""
+    """A loss or gradient is infinite or not a number, and the configuration stops the run at one."""
 
 
 class ClusterError(HybridError):
@@ -80,16 +80,16 @@ class ClusterError(HybridError):
 
 
 def error_kind(error: BaseException) -> str:
-    """The name that tells another process which kind of error it was; see :func:`error_class`."""
+    """Return the name of an error's class for another process; see :func:`error_class`."""
     return (error.kind if isinstance(error, HybridError) else type(error)).__name__
 
 
 def error_class(name: str) -> type[Exception]:
-    """The class of this tree that has a name; Exception where none has."""
-    found = globals().get(name)
-    return found if isinstance(found, type) and issubclass(found, HybridError) else Exception
+    """Return the class of this module with a name; Exception if there is none."""
+    cls = globals().get(name)
+    return cls if isinstance(cls, type) and issubclass(cls, HybridError) else Exception
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or its type where it has none."""
+    """Return the first line of an exception's text, or its class name if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,6 +1,5 @@
-"""Code of the user's own: found by its name, told apart from the project's, signed.
+"""User code: found by its name, distinguished from libraries, signed.
 
-Begin with ``names``: how functions and values of the user's travel, and are looked up where they run.
-``traces`` has what an exception out of such code says, and ``signature`` whether a configuration's code is
-the user's own choice. ``trust`` and ``dense`` look code up here.
+``function_names`` sends functions and values of user modules by name and looks them up. ``tracebacks``
+describes exceptions in user code. ``run_signature`` signs the code and the paths that a configuration names.
 """

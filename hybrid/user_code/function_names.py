@@ -1,7 +1,7 @@
-"""Code of the user's own, named in a configuration or on the command line as ``module:function``.
+"""User code, named in a configuration or on the command line as ``module:function``.
 
-Between processes such code travels by name, with plain values beside it, and is looked up where it runs. What
-may be looked up is what the user's own modules define: not the standard library, not what is installed.
+Processes exchange such code by name, together with plain values, and each process looks it up. Only user
+modules may be looked up: neither the standard library, nor installed packages, nor this project.
 """
 
 import dataclasses
@@ -22,41 +22,44 @@ from hybrid.user_code.tracebacks import PROJECT, is_library, user_location
 
 
 def load_function(key: str, name: str, parameters: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that ``name``, "module:function", is.
+    """Import the function ``name``, "module:function".
 
     Args:
-        key: what named it, for errors.
-        parameters: names of what it will be called with, one after another, to see that it takes that.
+        key: the configuration key that names it, for errors.
+        parameters: names of the positional arguments that it must accept.
 
     Raises:
-        ConfigError: there is no such function, it takes something else, its module cannot be imported, or
-            another has its name.
+        ConfigError: there is no such function, it takes other arguments, its module cannot be imported, or an
+            installed module has the same name.
     """
     module_name, _, function_name = name.partition(":")
-    if (file := _file_here(module_name)) is not None and not _is_found(module_name, file):
-        rule = f"is in {file}, whose name an installed module has, which comes first; give yours another"
-        raise ConfigError(key, rule, name)
+    path = Path(*module_name.split("."))
+    local = next((f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None)
+    if local is not None:
+        first = Path(local.parts[0]).resolve()
+        if not any(each in (first, first / "__init__.py") for each in _module_paths(module_name)):
+            rule = f"is in {local}, but an installed module has the same name; rename your module"
+            raise ConfigError(key, rule, name)
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        place = f"{place}: " if (place := user_location(error)) else ""
-        reason = f"cannot be imported: {place}{type(error).__name__}: {' '.join(str(error).split())}"
-        missing = _where_it_is_missing() if isinstance(error, ModuleNotFoundError) else ""
+    except (Exception, SystemExit) as error:  # user code, which may raise anything
+        location = f"{location}: " if (location := user_location(error)) else ""
+        reason = f"cannot be imported: {location}{type(error).__name__}: {' '.join(str(error).split())}"
+        missing = _missing_module_hint() if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(key, reason + missing, name) from error
     if parameters:
         _check_parameters(key, name, function, parameters)
     return function
 
 
-def _where_it_is_missing() -> str:
-    """What to add where a module is not found: on which host, and where it would be."""
+def _missing_module_hint() -> str:
     return f" on host {socket.gethostname()}; install it there, or put it into {os.getcwd()}, where this runs"
 
 
 def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[str]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # no function, or one that does not tell
+    except (TypeError, ValueError):  # not a function, or one without a signature
         if callable(function):
             return
         raise ConfigError(key, "is not a function", name) from None
@@ -64,15 +67,15 @@ def _check_parameters(key: str, name: str, function: Any, parameters: Sequence[s
         signature.bind(*parameters)
     except TypeError as error:
         code = getattr(function, "__code__", None)
-        place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
-        wanted = ", ".join(parameters)
-        rule = f"is called as {function.__name__}({wanted}), and takes {signature}{place}: {error}"
+        location = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+        arguments = ", ".join(parameters)
+        rule = f"is called as {function.__name__}({arguments}), and takes {signature}{location}: {error}"
         raise ConfigError(key, rule, name) from error
 
 
 @dataclass(frozen=True, slots=True)
 class UserFunction:
-    """A function of the user's own by its name, and the first of its arguments."""
+    """The name of a user function, and its bound arguments."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -81,22 +84,22 @@ class UserFunction:
 
 @dataclass(frozen=True, slots=True)
 class UserDataclass:
-    """A dataclass of the user's own by its name, and its fields."""
+    """The name of a user dataclass, and the fields of an instance."""
 
     name: str
     fields: Mapping[str, Any]
 
 
 def qualified_name(function: Any) -> str:
-    """The name, "module:function", of a function or class."""
+    """Return the name, "module:function", of a function or class."""
     return f"{function.__module__}:{function.__qualname__}"
 
 
 def to_reference(value: Any) -> Any:
-    """``value`` as it travels: functions, methods, ``functools.partial``, and the user's dataclasses by name.
+    """Replace functions, methods, ``functools.partial`` and user dataclasses by their names and arguments.
 
     Raises:
-        ConfigError: it is a function without a name that others could find.
+        ConfigError: a function has no name by which other processes could find it.
     """
     if isinstance(value, functools.partial):
         inner = to_reference(value.func)
@@ -104,22 +107,22 @@ def to_reference(value: Any) -> Any:
         keywords = {name: to_reference(each) for name, each in value.keywords.items()}
         return UserFunction(inner.name, args, {**inner.keywords, **keywords})
     if inspect.ismethod(value):
-        return UserFunction(_findable(value), (to_reference(value.__self__),))
+        return UserFunction(_importable_name(value), (to_reference(value.__self__),))
     if inspect.isfunction(value):
-        return UserFunction(_findable(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and _is_own(type(value).__module__):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        return UserDataclass(
-            _findable(type(value)), {name: to_reference(each) for name, each in fields.items()}
-        )
+        return UserFunction(_importable_name(value))
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_instance and _is_user_module(type(value).__module__):
+        names = [each.name for each in dataclasses.fields(value) if each.init]
+        fields = {name: to_reference(getattr(value, name)) for name in names}
+        return UserDataclass(_importable_name(type(value)), fields)
     return value
 
 
 def from_reference(value: Any) -> Any:
-    """What :func:`described` has described.
+    """Return the value that :func:`to_reference` has replaced.
 
     Raises:
-        ConfigError: it is not of the user's own code.
+        ConfigError: it is not user code.
     """
     if isinstance(value, UserFunction):
         keywords = {name: from_reference(each) for name, each in value.keywords.items()}
@@ -127,70 +130,58 @@ def from_reference(value: Any) -> Any:
     if isinstance(value, UserDataclass):
         cls = load_user_object(value.name)
         if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-            raise ConfigError("FUNCTION", "is no dataclass, and no other value travels", value.name)
+            raise ConfigError("FUNCTION", "is not a dataclass, and cannot be sent", value.name)
         return cls(**{name: from_reference(each) for name, each in value.fields.items()})
     return value
 
 
 def load_user_object(name: str) -> Any:
-    """The function or class that ``name``, "module:function" or "module:Class.method", is.
+    """Import the user function or class ``name``: "module:function" or "module:Class.method".
 
     Raises:
-        ConfigError: the user's own modules define no such thing.
+        ConfigError: no user module defines it.
     """
     module, _, qualified = name.partition(":")
     top = module.partition(".")[0]
     if top and top not in sys.modules and importlib.util.find_spec(top) is None:
-        raise ConfigError("FUNCTION", f"there is no such module{_where_it_is_missing()}", name)
-    if not _is_own(module):
+        raise ConfigError("FUNCTION", f"there is no such module{_missing_module_hint()}", name)
+    if not _is_user_module(module):
         raise ConfigError("FUNCTION", "is not in a module of your own", name)
-    found = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")
-    for part in qualified.split(".")[1:]:
-        found = getattr(found, part, None)  # type: ignore[assignment]
-    where = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-    if not callable(found) or where != (module, qualified):
-        raise ConfigError("FUNCTION", f"is nothing that {module} defines", name)
-    return found
+    value: Any = load_function("FUNCTION", f"{module}:{qualified.partition('.')[0]}")
+    for attribute in qualified.split(".")[1:]:
+        value = getattr(value, attribute, None)
+    origin = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not callable(value) or origin != (module, qualified):
+        raise ConfigError("FUNCTION", f"is not defined in {module}", name)
+    return value
 
 
-def _file_here(module: str) -> Path | None:
-    """The file of a module in the current folder, if it is there."""
-    path = Path(*module.split("."))
-    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
-
-
-def _is_found(module: str, file: Path) -> bool:
-    """Whether a module that ``file`` of the current folder holds is the one that Python finds."""
-    first = Path(file.parts[0]).resolve()
-    return any(place in (first, first / "__init__.py") for place in _places(module))
-
-
-def _findable(function: Any) -> str:
+def _importable_name(function: Any) -> str:
     name = qualified_name(function)
-    if "<" in name or not _is_own(function.__module__):
+    if "<" in name or not _is_user_module(function.__module__):
         raise ConfigError("FUNCTION", "must be defined in a module of your own, under a name", name)
     return name
 
 
 @functools.cache
-def _is_own(module: str) -> bool:
-    """Whether a module is neither this project's, nor the standard library's, nor installed.
+def _is_user_module(module: str) -> bool:
+    """Return whether a module is neither this project's, nor the standard library's, nor installed.
 
-    Nothing is imported to know that.
+    Nothing is imported for this.
     """
     top = module.partition(".")[0]
     if not top or top in PROJECT or top == "__main__" or top in sys.stdlib_module_names:
         return False
-    places = _places(module)
-    return bool(places) and not any(map(is_library, places))
+    paths = _module_paths(module)
+    return bool(paths) and not any(map(is_library, paths))
 
 
-def _places(module: str) -> list[Path]:
-    """Where Python finds the module or package that a module is or is in; nowhere, where it is built in."""
+def _module_paths(module: str) -> list[Path]:
+    """Return where Python finds the top-level module or package of a module; empty if it is built in."""
     top = module.partition(".")[0]
     loaded = sys.modules.get(top)
     spec = importlib.util.find_spec(top) if loaded is None else loaded.__spec__
     if spec is None:
         return []
-    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
-    return [Path(place).resolve() for place in places if place]
+    paths = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location else [])]
+    return [Path(path).resolve() for path in paths if path]

@@ -15,6 +15,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hybrid.config import ClusterSection, RunConfig
@@ -119,36 +120,31 @@ def _signature(key: bytes, dotted: str, value: str) -> str:
 
 
 def _key() -> bytes | None:
-    """The user's key, made where there is none; None where there is no place that is the user's alone."""
+    """Return the user's key, which is made if it is missing; None without a private folder for it."""
     folder = private_user_folder("XDG_STATE_HOME", ".local/state")
     if folder is None:
         return None
     file = folder / "key"
     try:
         if not file.exists():
-            _make(file)
-        return _read(file)
+            _make_key(file)
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(descriptor, "rb") as opened:
+            status = os.fstat(descriptor)
+            key = opened.read(_KEY_BYTES + 1)
     except OSError:
         return None
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return key if is_private and len(key) == _KEY_BYTES else None
 
 
-def _make(file: Path) -> None:
-    """Write a new key; whole at once, and only one, though several runs may be at it."""
-    descriptor, unfinished = tempfile.mkstemp(dir=file.parent)  # which its owner alone may read
+def _make_key(file: Path) -> None:
+    """Write a new key atomically; of several concurrent runs, one wins."""
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # only its owner can read it
     try:
         with open(descriptor, "wb") as opened:
             opened.write(secrets.token_bytes(_KEY_BYTES))
-        os.link(unfinished, file)
-    except FileExistsError:  # another run's
-        pass
+        with suppress(FileExistsError):  # another run has made one
+            os.link(temporary, file)
     finally:
-        os.unlink(unfinished)
-
-
-def _read(file: Path) -> bytes | None:
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with open(descriptor, "rb") as opened:
-        status = os.fstat(descriptor)
-        key = opened.read(_KEY_BYTES + 1)
-    is_own = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    return key if is_own and len(key) == _KEY_BYTES else None
+        os.unlink(temporary)

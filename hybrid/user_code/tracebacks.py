@@ -1,4 +1,4 @@
-"""Exceptions out of the user's own code: where in it they were raised, and what a log has of them."""
+"""Exceptions raised in user code: their location in it, and their log entries."""
 
 import functools
 import logging
@@ -10,34 +10,34 @@ from pathlib import Path
 
 from hybrid.errors import HybridError, first_line
 
-# Their functions and classes are called by lists of their own; see hybrid/user_code/function_names.py.
+# Packages whose code is not user code.
 PROJECT = ("hybrid", "workers")
 _PROJECT_FOLDER = Path(__file__).resolve().parents[2]
-# Wherever they lie: PYTHONPATH and .pth files may name those of another Python. Debian has dist-packages.
 _LOG = logging.getLogger(__name__)
+# In any folder: PYTHONPATH and .pth files may name those of another Python. Debian has dist-packages.
 _PACKAGES = {"site-packages", "dist-packages"}
 _STANDARD = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 
 
 def is_library(path: Path) -> bool:
-    """Whether a file is of the standard library, or installed."""
+    """Return whether a file belongs to the standard library, or is installed."""
     return not _PACKAGES.isdisjoint(path.parts) or any(map(path.is_relative_to, _STANDARD))
 
 
 @functools.cache
 def is_user_file(filename: str) -> bool:
-    """Whether code of this file is neither this project's, nor the standard library's, nor installed."""
-    if filename.startswith("<"):  # made up as it ran
+    """Return whether a file is neither this project's, nor the standard library's, nor installed."""
+    if filename.startswith("<"):  # generated code
         return False
     path = Path(filename).resolve()
     return not is_library(path) and not any(path.is_relative_to(_PROJECT_FOLDER / name) for name in PROJECT)
 
 
 def user_location(error: BaseException | None) -> str:
-    """Where in the user's own code an exception comes from, or what caused it: the innermost frame there.
+    """Return the innermost frame of user code of an exception, or of its cause.
 
     Returns:
-        Such as ``my_net.py:17, in forward``; empty where it comes from no code of the user's.
+        Such as ``my_net.py:17, in forward``; empty if no user code is involved.
     """
     for each in _causes(error):
         if isinstance(each, SyntaxError) and each.filename and is_user_file(each.filename):
@@ -49,30 +49,30 @@ def user_location(error: BaseException | None) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """What an exception says, in one line: its place in the user's code, its kind, its text and its notes."""
-    place = user_location(error)
+    """Describe an exception in one line: its location in user code, class, text and notes."""
+    location = user_location(error)
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    return f"{place}: {kind_and_text(error)}{notes}" if place else f"{kind_and_text(error)}{notes}"
+    return f"{location}: {kind_and_text(error)}{notes}" if location else f"{kind_and_text(error)}{notes}"
 
 
 def kind_and_text(error: BaseException) -> str:
-    """``KeyError: 'user'``."""
+    """Return the class and text of an exception, such as ``KeyError: 'user'``."""
     kind, text = type(error).__name__, first_line(error)
     return kind if text == kind else f"{kind}: {text}"
 
 
 def needs_traceback(error: BaseException) -> bool:
-    """Whether the one line that a user gets may not be enough: a stack is then in the role's log."""
+    """Return whether one line may not explain an exception; its traceback then goes to the role's log."""
     return not isinstance(error, HybridError) or bool(user_location(error.__cause__))
 
 
 def log_traceback(error: BaseException) -> None:
     """Log the traceback of an exception: first the frames in the user's code, then all frames."""
-    lines = [*_own_stack(error), *traceback.format_exception(error)]
+    lines = [*_user_frames(error), *traceback.format_exception(error)]
     _LOG.error("%s\n%s", kind_and_text(error), "".join(lines).rstrip("\n"))
 
 
-def _own_stack(error: BaseException) -> Iterator[str]:
+def _user_frames(error: BaseException) -> Iterator[str]:
     for each in _causes(error):
         frames = traceback.extract_tb(each.__traceback__)
         first = next((i for i, frame in enumerate(frames) if is_user_file(frame.filename)), None)
@@ -85,7 +85,7 @@ def _own_stack(error: BaseException) -> Iterator[str]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, then what it was raised from, and so on; the last is the first that happened."""
+    """Yield an exception and its causes, the first cause first."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)
@@ -94,6 +94,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _short(filename: str) -> str:
-    """A file as seen from the current folder, where it is below that."""
+    """Return a path relative to the current folder if the file is below it."""
     path = Path(os.path.abspath(filename))
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

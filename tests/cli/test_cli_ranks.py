@@ -69,7 +69,7 @@ def test_the_same_command_goes_on_until_the_run_is_over(tiny: list[str], tmp_pat
     assert differences(tmp_path / "whole", tmp_path / "run") == []
     result = (tmp_path / "run/result.json").read_bytes()
     over = endings(arguments, tmp_path)
-    said = "run has come to its end; raise train.epochs to go on, or start a run of another name\n"
+    said = "run has finished; raise train.epochs to go on, or start a run of another name\n"
     assert [(each.code, each.stderr) for each in over] == [(0, "")] * 3
     assert over[0].stdout == said
     for name, ended in zip(("trainer 0", "worker 0"), over[1:], strict=True):
@@ -89,7 +89,7 @@ def test_a_launch_of_a_run_that_is_over_does_nothing(
     main(["config", *tiny])
     (tmp_path / "run/config.toml").write_text(capsys.readouterr().out)
     main(["launch", "--resume", "auto", *tiny, *RUN])
-    assert capsys.readouterr().out.startswith("run has come to its end; ")
+    assert capsys.readouterr().out.startswith("run has finished; ")
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.toml", "result.json"}
 
 

@@ -43,20 +43,20 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ),
         (
             "compare --set train.update=async",
-            "compare: train.update = 'async': must be sync or pipelined: what async comes to depends on who "
-            "is quick",
+            "compare: train.update = 'async': must be sync or pipelined: the result of async "
+            "depends on timing",
         ),
         (
             "compare --set embedding.wire_dtype=bfloat16",
-            "compare: embedding.wire_dtype = 'bfloat16': must be rows: one process sends nothing, and rounds "
-            "nothing",
+            "compare: embedding.wire_dtype = 'bfloat16': must be rows: one process sends nothing, so it "
+            "rounds nothing",
         ),
         ("compare --steps 0", "compare: --steps = 0: must be at least 1"),
         ("run own_loop", "run: SCRIPT = 'own_loop': is not a file"),
         ("launch --resume nothing", "launch: --resume = 'nothing': contains no run"),
         (
             "launch --resume . --config any.toml",
-            "launch: --resume: goes on with the configuration of its run; use --set to change keys",
+            "launch: --resume: uses the configuration of its run; use --set to change keys",
         ),
         ("plan --hosts 0", "plan: --hosts = 0: must be more than 0, and finite"),
         ("plan --hosts 5", "plan: --hosts = 5: must be at most the 4 trainers and workers"),
@@ -77,7 +77,7 @@ def snapshot(folder: Path) -> dict[Path, bytes]:
         ("export . --output served", "export: .: there is no checkpoint here"),
         (
             "export . --output served --map a=b",
-            "export: --map: names tables in their file; ask for it by --format tables",
+            "export: --map: needs --format tables: it names the tables in that file",
         ),
         ("import w.pt --into . --output new --map a=b", "import: .: there is no checkpoint here"),
         (
@@ -159,7 +159,7 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder, rule in (("file", "is a file"), ("file/run", "cannot be made: Not a directory")):
         line = refused("launch", *settings(run={"folder": tmp_path / folder}))
-        assert line == f"hybrid launch: run.folder = '{tmp_path}/{folder}': {rule}; choose another"
+        assert line == f"hybrid launch: run.folder = '{tmp_path}/{folder}': {rule}; choose another folder"
 
 
 def test_another_model_than_the_run_to_resume(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_rows_that_come_are_answered_before_the_next_ones(
 def test_standard_input_is_read_alone(run: Path) -> None:
     with pytest.raises(SystemExit) as end:
         main(["predict", str(run), "--input", "-", "new.csv"])
-    assert str(end.value.code).startswith("hybrid predict: --input = '-': names standard input, which cannot")
+    assert str(end.value.code).startswith("hybrid predict: --input = '-': names standard input beside files")
 
 
 class Bags(nn.Module):

@@ -45,7 +45,7 @@ def test_without_a_common_disk_a_run_goes_on_where_a_host_was_killed(tmp_path: P
         assert f"lost worker 0 (host {second.name}, " in ended.stderr, ended.stderr
         second = switch.host(number=2)
         goes_on = rf"resuming from step ({CUT}|{CUT + EVERY}): {RUN}"
-        for said in (goes_on, rf"{RUN} has come to its end"):
+        for said in (goes_on, rf"{RUN} has finished"):
             with started_on(placed([first, second]), JOB_THERE, environment=store) as roles:
                 endings = {name: command.wait() for name, command in roles.items()}
             assert {name: ended.code for name, ended in endings.items()} == dict.fromkeys(roles, 0), endings

@@ -1,8 +1,6 @@
-"""What each command of ``hybrid`` does. Nothing here imports torch before a command's arguments are right.
+"""The commands of ``hybrid``, called by ``cli``. None imports torch before its arguments are checked.
 
-Begin with ``runs``, which starts whole clusters on this machine; ``roles`` is one role of a cluster,
-``offline`` does what needs none, and ``wanted`` says which run a command is to start, or go on with. Each
-takes its options, and the time at which it was given; what is wrong is a HybridError.
-
-Called by ``cli``, which knows them by their names.
+``run_commands`` start whole clusters on this machine, ``role_commands`` one role; ``offline_commands`` need
+no cluster. ``run_request`` finds the run to start or resume. Each command takes its options, and the time
+when the user started it, and raises a HybridError if something is wrong.
 """

@@ -1,4 +1,4 @@
-"""Commands that need no cluster: plans, predictions, exports and imports, a secret, the configuration."""
+"""Commands that need no cluster: plan, evaluate, predict, export, import, secret, config."""
 
 import argparse
 import math
@@ -16,7 +16,7 @@ from workers.console.messages import print_text
 
 
 def plan(options: argparse.Namespace, started_at: float) -> None:
-    """Print where tables would lie, and what a step would cost."""
+    """Print the placement of tables, and the cost of a step."""
     config = read_config(options)
     for name in ("hosts", "cores", "memory", "network", "ids"):
         value = getattr(options, name)
@@ -37,7 +37,7 @@ def plan(options: argparse.Namespace, started_at: float) -> None:
 
 
 def evaluate(options: argparse.Namespace, started_at: float) -> None:
-    """Print how good a run's model is."""
+    """Print the metrics of a run's model."""
     with importing_torch():
         from workers.model_commands.prediction_commands import evaluate
 
@@ -45,9 +45,9 @@ def evaluate(options: argparse.Namespace, started_at: float) -> None:
 
 
 def predict(options: argparse.Namespace, started_at: float) -> None:
-    """Write what a run's model says of rows."""
+    """Write the predictions of a run's model."""
     if STREAM in options.input and len(options.input) > 1:
-        rule = "names standard input, which cannot be read among files; name it alone, or files"
+        rule = "names standard input beside files; name it alone, or only files"
         raise ConfigError("--input", rule, STREAM)
     with importing_torch():
         from workers.model_commands.prediction_commands import predict
@@ -57,20 +57,20 @@ def predict(options: argparse.Namespace, started_at: float) -> None:
 
 
 def export(options: argparse.Namespace, started_at: float) -> None:
-    """Write a run's model as files for others."""
+    """Write a run's model as files for other programs."""
     with importing_torch():
         from hybrid.export.name_map import NameMap
         from workers.model_commands.run_export import export_run
 
     formats = options.format or EXPORTS[:1]
     if options.map and "tables" not in formats:
-        raise ConfigError("--map", "names tables in their file; ask for it by --format tables")
+        raise ConfigError("--map", "needs --format tables: it names the tables in that file")
     names = NameMap.parse(options.map)
     export_run(options.run_folder, options.output, formats, options.dtype, names, options.trust_code)
 
 
 def import_(options: argparse.Namespace, started_at: float) -> None:
-    """Write a run with tables of others."""
+    """Write a run with tables from other programs."""
     with importing_torch():
         from hybrid.export.name_map import NameMap
         from workers.model_commands.run_import import import_tables
@@ -79,17 +79,17 @@ def import_(options: argparse.Namespace, started_at: float) -> None:
 
 
 def secret(options: argparse.Namespace, started_at: float) -> None:
-    """Write a new secret into a file."""
+    """Write a new secret to a file."""
     Secret.fresh().write(options.file)
     print_text(
         f"{options.file} holds a new secret. Start every role of the cluster with\n"
         f"    --set cluster.secret_file={options.file}\n"
-        "or, where it cannot see the file, after\n"
+        "or, if a host cannot read the file, after\n"
         f'    export {VARIABLE}="$(cat {options.file})"\n'
-        "Keep it as you keep a password: whoever has it can run programs as you.\n"
+        "Protect it like a password: anybody who has it can run programs as you.\n"
     )
 
 
 def config(options: argparse.Namespace, started_at: float) -> None:
-    """Print the effective configuration, or what each key means."""
+    """Print the effective configuration, or a description of each key."""
     print_text(describe() if options.describe else to_toml(read_config(options)))

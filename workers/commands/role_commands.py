@@ -1,4 +1,4 @@
-"""Commands that are one role of a cluster: master, trainer, worker, or the one of this process's rank."""
+"""Commands that run one role of a cluster: master, trainer, worker, or the role of this process's rank."""
 
 import argparse
 import os
@@ -33,12 +33,12 @@ from workers.run_folder.remote_run import hold_run
 
 
 def master_role(options: argparse.Namespace, started_at: float) -> None:
-    """Be the master of a cluster whose other roles are started elsewhere."""
+    """Run the master of a cluster whose other roles are started by other commands."""
     _end_with_starter()
-    config, folder, is_resumed, over = requested_run(options)
+    config, folder, is_resumed, finished = requested_run(options)
     secret = _shared_secret(config.cluster)
-    if over:  # the others do not know yet
-        report_end(config, secret, over)
+    if finished:  # the other roles do not know yet
+        report_end(config, secret, finished)
         return
     allow_open_files(config.cluster)
     with importing_torch():
@@ -46,22 +46,27 @@ def master_role(options: argparse.Namespace, started_at: float) -> None:
 
     if options.script is not None:
         script = script_task(options.script, ())
-        with _coded(master.codes_of(script)):
+        with _exit_code_of(master.codes_of(script)):
             master.run(config, script, secret)
         return
-    with hold_run(folder, is_resumed) as (here, _), report_saved_state(here, options.command):
-        task = TrainTask(here, is_resumed, started_at)
-        with _coded(master.codes_of(task)):
+    with hold_run(folder, is_resumed) as (local, _), report_saved_state(local, options.command):
+        task = TrainTask(local, is_resumed, started_at)
+        with _exit_code_of(master.codes_of(task)):
             master.run(config, task, secret)
 
 
 def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
-    """Be what the rank of this process says, of all that the same command has started."""
+    """Run the role of this process's rank among the processes that the same command has started."""
     both_given = None not in (options.trainers, options.workers)
-    config = RunConfig() if both_given else _wanted_config(options)
+    if both_given:
+        config = RunConfig()
+    elif options.resume in (None, AUTO):
+        config = read_config(options)
+    else:
+        config = load_config(parse_path(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
     counts = load_config(None, overrides(options)).cluster if both_given else config.cluster
     role = role_of(os.environ, counts.topology)
-    address = MasterAddress.parse(_master_of(options))
+    address = _master_address(options)
     options.command, options.script = role.kind.value, None
     if role == MASTER:
         options.set += [f"cluster.master_address={address.host}", f"cluster.master_port={address.port}"]
@@ -72,30 +77,23 @@ def role_by_rank(options: argparse.Namespace, started_at: float) -> None:
         other_role(options, started_at)
 
 
-def _wanted_config(options: argparse.Namespace) -> RunConfig:
-    """The configuration of the run that is to be, as far as it is known without a look at its folder."""
-    if options.resume in (None, AUTO):
-        return read_config(options)
-    return load_config(parse_path(options.resume) / CONFIG_FILE, overrides(options), is_stored=True)
-
-
-def _master_of(options: argparse.Namespace) -> str:
-    """Where the master is, as it is given, or as torchrun says it; the port is ours all the same."""
-    where: str = options.master or master_host(os.environ)
-    if not where:
+def _master_address(options: argparse.Namespace) -> MasterAddress:
+    """Return the master's address as given, or as torchrun reports it; torchrun's port is not used."""
+    address: str = options.master or master_host(os.environ)
+    if not address:
         raise ConfigError("--master", "must be given: HOST or HOST:PORT (torchrun's MASTER_ADDR will do)")
-    return where
+    return MasterAddress.parse(address)
 
 
 def _end_with_starter() -> None:
-    """Where this process is one of a scheduler's, end with what has started it."""
+    """End with the process that has started this one, if that is a scheduler's."""
     if ends_with_starter(os.environ):
         end_with_parent(os.getppid())
 
 
 @contextmanager
-def _coded(code_of: Callable[[BaseException], ExitCode]) -> Iterator[None]:
-    """Have an error in here end the process with the right code."""
+def _exit_code_of(code_of: Callable[[BaseException], ExitCode]) -> Iterator[None]:
+    """Give an error in the context the exit code that ``code_of`` returns."""
     try:
         yield
     except HybridError as error:
@@ -103,12 +101,12 @@ def _coded(code_of: Callable[[BaseException], ExitCode]) -> Iterator[None]:
 
 
 def other_role(options: argparse.Namespace, started_at: float) -> None:
-    """Be a trainer or a worker; ends the process with the code of the cluster."""
+    """Run a trainer or a worker; ends the process with the exit code of the cluster."""
     _end_with_starter()
     kind = RoleKind(options.command)
     if options.index is None:
         options.index = index_of(os.environ, kind)
-    address = MasterAddress.parse(_master_of(options))
+    address = _master_address(options)
     if options.index < 0:
         raise ConfigError("--index", "must be at least 0", options.index)
     secret = _shared_secret(with_own(RunConfig(), options.set).cluster)
@@ -116,13 +114,13 @@ def other_role(options: argparse.Namespace, started_at: float) -> None:
         from workers.roles.role_main import serve
 
     print_line(f"waiting for the master at {address}")
-    with _coded(exit_code):
+    with _exit_code_of(exit_code):
         code = serve(Role(kind, options.index), address, secret, options.set)
     sys.exit(code)
 
 
 def _shared_secret(section: ClusterSection) -> Secret:
-    """That which the roles of a cluster have, where they are started by hand."""
+    """Return the secret of a cluster whose roles are started by hand."""
     secret = Secret.find(section.secret_file)
     if secret is None:
         rule = f"must be set, or {VARIABLE}, for roles started by hand; hybrid secret FILE makes one"

@@ -20,18 +20,18 @@ from workers.run_folder.run_paths import scratch_logs
 
 
 def launch_run(options: argparse.Namespace, started_at: float) -> None:
-    """Train on a cluster, started again where it fails."""
+    """Train on a cluster, which is restarted if it fails."""
     from workers.launching.launcher import launch
 
-    config, folder, is_resumed, over = requested_run(options)
-    if over:
+    config, folder, is_resumed, finished = requested_run(options)
+    if finished:
         return
-    with hold_run(folder, is_resumed) as (here, lock), report_saved_state(here, options.command):
-        launch(config, here, TrainTask(here, is_resumed, started_at), lock)
+    with hold_run(folder, is_resumed) as (local, lock), report_saved_state(local, options.command):
+        launch(config, local, TrainTask(local, is_resumed, started_at), lock)
 
 
 def compare(options: argparse.Namespace, started_at: float) -> None:
-    """Train some steps on a cluster and in one process, and print by how much they differ."""
+    """Train some steps on a cluster and in one process, and print the differences."""
     from workers.launching.launcher import launch
 
     if options.steps < 1:
@@ -41,10 +41,10 @@ def compare(options: argparse.Namespace, started_at: float) -> None:
     config = config.replace(train=dataclasses.replace(config.train, dtype=dtype))
     validate(config)
     if config.train.update == "async":
-        rule = "must be sync or pipelined: what async comes to depends on who is quick"
+        rule = "must be sync or pipelined: the result of async depends on timing"
         raise ConfigError("train.update", rule, config.train.update)
     if config.embedding.wire_dtype != "rows":
-        rule = "must be rows: one process sends nothing, and rounds nothing"
+        rule = "must be rows: one process sends nothing, so it rounds nothing"
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
     with scratch_logs("hybrid-compare-") as folder, run_lock(folder) as lock:
         if options.script is None:
@@ -59,7 +59,7 @@ def compare(options: argparse.Namespace, started_at: float) -> None:
 
 
 def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int) -> None:
-    """Run a script on a cluster, then in this process, and print what differs."""
+    """Run a script on a cluster, then in this process, and print the differences."""
     from workers.launching.launcher import launch
 
     print_line("on a cluster")
@@ -72,7 +72,7 @@ def _compare_script(config: RunConfig, task: ScriptTask, folder: Path, lock: int
 
 
 def run(options: argparse.Namespace, started_at: float) -> None:
-    """Have a cluster do what a script, or a function, of the user's own says."""
+    """Run a script or a function of the user on a cluster."""
     from workers.launching.launcher import launch
 
     task: FunctionTask | ScriptTask
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, started_at: float) -> None:
 
 
 def script_task(path: str, arguments: Sequence[str]) -> ScriptTask:
-    """That of a script of the user's own; ConfigError where it is no file."""
+    """Return the task of a script; ConfigError if it is not a file."""
     if not Path(path).is_file():
         raise ConfigError("SCRIPT", "is not a file", path)
     return ScriptTask(path, tuple(arguments))

@@ -1,4 +1,4 @@
-"""What commands have in common: a configuration, a run that is to be or to go on, the import of torch."""
+"""What several commands need: a configuration, a run to start or resume, the import of torch."""
 
 import argparse
 from collections.abc import Iterator
@@ -22,54 +22,53 @@ from workers.run_folder.run_state import describe_saved_state
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
-    """Import torch in here, which takes seconds, and is said."""
+    """Show a status line while the context imports torch, which takes seconds."""
     with passing_status() as say, importing_much():
         say("importing PyTorch")
         yield
 
 
 def read_config(options: argparse.Namespace) -> RunConfig:
-    """The configuration that options give."""
+    """Return the configuration of the options."""
     return load_config(options.config, overrides(options))
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
-    """The keys that differ from the file: those of ``--set``, and of the options that stand for one."""
+    """Return the overrides of ``--set``, and of the options that stand for a key."""
     counts = {name: getattr(options, name, None) for name in ("trainers", "workers")}
     return [*options.set, *(f"cluster.{name}={n}" for name, n in counts.items() if n is not None)]
 
 
 class RunRequest(NamedTuple):
-    """The run that is to be.
+    """The run to start or resume.
 
     Attributes:
-        is_resumed: whether it goes on.
-        over: what is to be said where it has come to its end, and nothing is to be done; else empty.
+        is_resumed: whether it is resumed.
+        finished: the message for a finished run, for which nothing is to be done; else empty.
     """
 
     config: RunConfig
     folder: StoragePath
     is_resumed: bool
-    over: str = ""
+    finished: str = ""
 
 
 def requested_run(options: argparse.Namespace) -> RunRequest:
-    """The run that options name, or begin; ConfigError, or what reading it raises, where it cannot be."""
+    """Return the run that the options name, or a new one; ConfigError if it cannot be started."""
     if options.resume not in (None, AUTO):
         if options.config is not None:
-            raise ConfigError(
-                "--resume", "goes on with the configuration of its run; use --set to change keys"
-            )
+            raise ConfigError("--resume", "uses the configuration of its run; use --set to change keys")
         run = parse_path(options.resume)
         return RunRequest(load_resumed_config(run, overrides(options), options.trust_code), run, True)
     config = read_config(options)
     newest = newest_run(config) if options.resume else None
     if newest is not None:
         check_same_model(newest, config)
-        over = f"{newest} has come to its end; raise train.epochs to go on, or start a run of another name"
-        is_done = is_finished(newest, config)
-        print_line(over if is_done else f"resuming {newest}")
-        return RunRequest(config, newest, True, over if is_done else "")
+        finished = ""
+        if is_finished(newest, config):
+            finished = f"{newest} has finished; raise train.epochs to go on, or start a run of another name"
+        print_line(finished or f"resuming {newest}")
+        return RunRequest(config, newest, True, finished)
     folder = run_path(config)
     refuse_existing(folder)
     if options.resume:
@@ -83,10 +82,10 @@ def requested_run(options: argparse.Namespace) -> RunRequest:
 
 @contextmanager
 def report_saved_state(folder: Path, command: str) -> Iterator[None]:
-    """Have the interrupt of a run in here say what is saved of it, and how it goes on."""
+    """Add to an interrupt in the context what is saved of the run, and how to resume it."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
         why = f": {interrupt}" if str(interrupt) else ""
-        said = f"stopped{why}; {describe_saved_state(folder, command)}"
-        raise Interrupt(exit_code(interrupt), said) from interrupt
+        message = f"stopped{why}; {describe_saved_state(folder, command)}"
+        raise Interrupt(exit_code(interrupt), message) from interrupt
