@@ -1,1 +1,1 @@
-"""Speed, measured beside other systems on the same machine: see docs/performance.md."""
+"""Benchmarks of this project and of other systems on one machine: see docs/performance.md."""

@@ -1,4 +1,4 @@
-"""The command line of ``scripts/bench``. Nothing here imports torch before the arguments are right."""
+"""The command line of ``scripts/bench``. Does not import torch before the arguments are checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MODULES = {"compare": "compare", "start": "start_stop", "prepare": "preparing"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0, 1 (a system failed, or a loss is wrong), 2 (usage) or 130 (interrupted)."""
+    """Run a command; return 0, 1 (a system failed, or a loss is wrong), 2 (usage) or 130 (interrupted)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or (given[0].startswith("-") and given[0] not in ("-h", "--help")):
         given.insert(0, "compare")
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(signum: int, frame: object) -> None:
-    """Stop once; the way out is not interrupted."""
+    """Interrupt once; the cleanup is not interrupted."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -54,19 +54,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    compare = _add(commands, "compare", "all systems on the same workloads (taken where no command is named)")
+    compare = _add(commands, "compare", "all systems on the same workloads (default)")
     _add_compare_options(compare)
     parser.epilog = f"options of compare:{compare.format_help().partition('options:')[2]}"
-    start = _add(
-        commands, "start", "seconds from the command to the first step, and from the last to the end"
-    )
-    _add_count(start, "--rounds", 5, "how often the default job is launched")
-    prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, beside pyarrow")
-    text = "how many in all, one after the other (default: 1000000 5000000 20000000)"
+    start = _add(commands, "start", "duration of the start and the end of a job")
+    _add_count(start, "--rounds", 5, "launches of the default job")
+    prepare = _add(commands, "prepare", "CPU, memory and bytes of preparing data, compared with pyarrow")
+    text = "numbers of rows, one after the other (default: 1000000 5000000 20000000)"
     rows = [1_000_000, 5_000_000, 20_000_000]
     prepare.add_argument("--rows", type=_count, nargs="+", default=rows, metavar="N", help=text)
     _add_count(prepare, "--rounds", 1, "rounds through all systems")
-    text = "how many each system may use (default: all)"
+    text = "cores for each system (default: all)"
     prepare.add_argument("--cores", type=_count, default=0, metavar="N", help=text)
     return parser
 
@@ -77,7 +75,7 @@ def _add(
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.set_defaults(run=_later(_MODULES[name]))
     command.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="for results (default: runs/, kind and time)"
+        "--output", type=Path, metavar="FOLDER", help="folder for results (default: a new one under runs/)"
     )
     return command
 
@@ -112,7 +110,7 @@ def _add_names(
     text: str,
     usual: Collection[str] = (),
 ) -> None:
-    """An option that takes some of the names of what is known; the usual or else all where it is left out."""
+    """Add an option for some of the known names; the default is ``usual``, or all."""
     command.add_argument(
         option,
         type=_names(what, known),
@@ -123,7 +121,7 @@ def _add_names(
 
 
 def _names(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
-    """Reads names between commas, each of which must be known."""
+    """Return a parser of comma-separated names, which must be known."""
 
     def read(text: str) -> list[str]:
         names = list(dict.fromkeys(text.split(",")))
@@ -136,7 +134,7 @@ def _names(kind: str, known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def _later(module: str) -> Callable[[argparse.Namespace, Console], int]:
-    """What a module runs; it is imported when it is called, since it brings torch."""
+    """Return the command of a module that is imported when it is called, because it imports torch."""
 
     def run(options: argparse.Namespace, console: Console) -> int:
         return int(import_module(f"benchmark.{module}").run(options, console))

@@ -27,7 +27,7 @@ _OPTIONS = pacsv.WriteOptions(include_header=False, delimiter="\t", quoting_styl
 
 
 def write_click_rows(path: Path, num_rows: int, seed: int = 0) -> None:
-    """Write so many rows in the layout of Criteo's TSV; the same ones for the same seed."""
+    """Write rows in the layout of Criteo's TSV, the same for the same seed."""
     draw = np.random.default_rng(seed)
     with path.open("wb") as file:
         for start in range(0, num_rows, _BLOCK_ROWS):
@@ -48,7 +48,7 @@ def _block(draw: np.random.Generator, size: int) -> pa.Table:
 
 
 def _hexadecimal(hashed_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.str_]:
-    """Eight digits of each number, as texts."""
+    """Return eight hexadecimal digits of each number, as texts."""
     nibbles_B8 = (hashed_B[:, None] >> np.arange(0, 32, 4, dtype=np.uint64)) & np.uint64(15)
     digits = np.frombuffer(b"0123456789abcdef", np.uint8)[nibbles_B8]
     texts: npt.NDArray[np.str_] = digits.view("S8")[:, 0].astype(str)

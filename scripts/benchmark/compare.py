@@ -25,13 +25,13 @@ BASELINES = {
     "tutorial": "x tutorial",
     "one-process": "x one process",
 }
-_REFERENCE = "one-process"  # the plainest system
+_REFERENCE = "one-process"  # the simplest system
 _TITLES = {name: system.title for name, system in SYSTEMS.items()}
 
 
 @dataclass
 class _Comparison:
-    """Everything measured so far."""
+    """All measurements so far."""
 
     systems: Sequence[System]
     workloads: Sequence[str]
@@ -41,7 +41,7 @@ class _Comparison:
     failures: list[Failure] = field(default_factory=list)
 
     def write(self, folder: Path) -> tuple[list[str], list[TextTable]]:
-        """Write the report of what is there; gives its lines of errors, and its tables."""
+        """Write the report of all measurements; return the lines of errors, and the tables."""
         synchronous = [s.name for s in self.systems if s.is_synchronous]
         summaries = summarise(self.measurements, BASELINES)
         found = disagreements(self.measurements, synchronous, _REFERENCE)
@@ -57,7 +57,7 @@ class _Comparison:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Compare; the exit code is 1 where a system failed or a loss is wrong."""
+    """Compare; return 1 if a system failed or a loss is wrong."""
     systems = [SYSTEMS[name] for name in options.systems]
     folder = report.new_folder(options.output, "bench")
     if any(s.interpreter == BENCH_PYTHON for s in systems):
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         measurements, failures = split(measured(tasks, console))
         state.measurements += measurements
         state.failures += failures
-        errors, tables = state.write(folder)  # a bench that is interrupted later leaves these rounds
+        errors, tables = state.write(folder)  # keeps finished rounds if the bench is interrupted
     report.show(console, [note, *errors], tables, folder)
     return 1 if errors else 0
 
@@ -103,7 +103,7 @@ def _note(is_quick: bool, num_rounds: int, steps: dict[str, int]) -> str:
 
 
 def make_environment() -> None:
-    """Make the environment of FBGEMM and TorchRec, or bring it up to date."""
+    """Create or update the environment of FBGEMM and TorchRec."""
     script = ROOT / "scripts/benchmark/environment"
     try:
         subprocess.run([str(script)], check=True)

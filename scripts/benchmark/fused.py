@@ -1,4 +1,4 @@
-"""The optimizers of FBGEMM's tables, which take their steps within the backward pass."""
+"""Optimizers of FBGEMM's tables, which step within the backward pass."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _KINDS = {
 
 
 def fused_optimizer(workload: Workload) -> dict[str, Any]:
-    """The arguments of FBGEMM for the tables of a workload."""
+    """Return the arguments of FBGEMM for the tables of a workload."""
     embedding = workload.config().embedding
     return {
         "optimizer": _KINDS[workload.optimizer],

@@ -1,4 +1,4 @@
-"""What a system under measurement is to train, and for how long: told in the variable ``BENCH_JOB``."""
+"""The job of a measured system, in the environment variable ``BENCH_JOB``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ VARIABLE = "BENCH_JOB"
 
 @dataclass(frozen=True)
 class Job:
-    """A workload, the steps before its timed ones, and those.
+    """A workload, and its numbers of warm-up steps and timed steps.
 
-    As text it is ``W1 10 60``; a variation of a workload stands there as JSON instead of its name.
+    The text form is ``W1 10 60``; a variation of a workload is JSON instead of a name.
     """
 
     workload: Workload
@@ -25,7 +25,7 @@ class Job:
 
     @classmethod
     def from_environment(cls) -> Job:
-        """The job that this process was started for."""
+        """Return the job of this process."""
         return cls.from_text(os.environ[VARIABLE])
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where the figures come from: the machine, its software, the state of the project."""
+"""The origin of results: machine, software versions and git commit."""
 
 import json
 import os
@@ -28,7 +28,7 @@ print(json.dumps(found))
 
 
 def origin(interpreters: Iterable[str]) -> dict[str, Any]:
-    """Date, machine, git commit, and the versions in each environment that is there, for JSON."""
+    """Return date, machine, git commit, and the versions of each environment, for JSON."""
     return {
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         **_git_state(),
@@ -44,7 +44,7 @@ def origin(interpreters: Iterable[str]) -> dict[str, Any]:
 
 
 def origin_line(origin: dict[str, Any]) -> str:
-    """The same in one sentence."""
+    """Return the origin as one sentence."""
     machine = origin["machine"]
     versions = [
         f"{environment}: {', '.join(f'{k} {v}' for k, v in found.items())}"
@@ -75,7 +75,7 @@ def _cpu_model() -> str:
 
 
 def _git_state() -> dict[str, Any]:
-    """The project's commit, and whether files differ from it; None without git."""
+    """Return the git commit, and whether files differ from it; None without git."""
     try:
         commit, changes = _git("rev-parse", "--verify", "HEAD"), _git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""How a system under measurement tells the bench where its timed steps begin and end."""
+"""Marks in the output of a measured system: the begin and end of its timed steps."""
 
 import json
 from collections.abc import Sequence
@@ -7,16 +7,16 @@ PREFIX = "bench: "
 
 
 def begin() -> None:
-    """The warm-up is over; what follows is timed."""
+    """Report the end of the warm-up."""
     _say({"event": "begin"})
 
 
 def end(seconds: float, losses: Sequence[float]) -> None:
-    """The timed steps are done.
+    """Report the end of the timed steps.
 
     Args:
-        seconds: that they took.
-        losses: of all steps, the warm-up's first, over all trainers.
+        seconds: duration of the timed steps.
+        losses: of all steps with the warm-up, over all trainers.
     """
     _say({"event": "end", "seconds": seconds, "losses": list(losses)})
 

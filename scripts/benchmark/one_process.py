@@ -1,4 +1,4 @@
-"""One process and no cluster: the global batch, on the cores that all trainers and workers have together.
+"""One process without a cluster: the global batch, on the cores of all trainers and workers.
 
 The tables are ``nn.EmbeddingBag``, one a table, with sparse gradients; or those of FBGEMM, which looks all
 tables up by one kernel and updates them in another, within the backward pass.
@@ -26,7 +26,7 @@ Bags = Sequence[tuple[Tensor, Tensor]]  # ids and offsets, each tuple for one ca
 
 
 class Sample(NamedTuple):
-    """A global batch, ids as the tables take them."""
+    """A global batch, with ids in the format of the tables."""
 
     dense_BF: Tensor
     bags: Bags
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 class TorchTables(nn.Module):
-    """One ``nn.EmbeddingBag`` a table."""
+    """One ``nn.EmbeddingBag`` per table."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class TorchTables(nn.Module):
 
 
 class FbgemmTables(nn.Module):
-    """All tables in one module of FBGEMM, which takes the steps of their optimizer itself."""
+    """All tables in one module of FBGEMM, with a fused optimizer."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def sparse_optimizer(workload: Workload, tables: nn.Module) -> torch.optim.Optimizer:
-    """torch's own, for sparse gradients; it has no row-wise Adagrad."""
+    """Return an optimizer of torch for sparse gradients; torch has no row-wise Adagrad."""
     embedding = workload.config().embedding
     rate, parameters = embedding.learning_rate, list(tables.parameters())
     arguments = TABLE_OPTIMIZERS.parse("embedding.optimizer", embedding.optimizer).arguments

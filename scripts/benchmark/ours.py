@@ -1,4 +1,4 @@
-"""This project: what the master does in ``hybrid run benchmark.ours:measure``."""
+"""This project, started by ``hybrid run benchmark.ours:measure``."""
 
 import time
 from functools import partial
@@ -14,7 +14,7 @@ from workers.controller.session import Session
 
 
 def measure(topology: Topology, config: RunConfig) -> None:
-    """Train a workload on the cluster: the steps of the warm-up, then those that are timed."""
+    """Train a workload on the cluster: warm-up steps, then timed steps."""
     job = Job.from_environment()
     of, total_steps = job.workload, job.num_warm_up + job.num_steps
     session = Session(topology, config, of.input_spec, total_steps, ids_per_sample=of.ids_per_sample)
@@ -31,5 +31,5 @@ def measure(topology: Topology, config: RunConfig) -> None:
 
 
 def batches(workload: Workload, first_step: int, num_steps: int, trainer: int) -> list[Batch]:
-    """A trainer's batches of some steps."""
+    """Return the batches of a trainer for some steps."""
     return list(islice(cycle(workload.batches(trainer)), first_step, first_step + num_steps))

@@ -14,7 +14,7 @@ from hybrid.primitives.progress import ignore_progress
 
 
 def main(path: str, vocabulary: str, result: str) -> None:
-    """Write the arrays, the vocabularies and the checksums of both."""
+    """Write arrays, vocabularies and checksums."""
     scaling = "data.numeric_scaling=standardize(log = true)"
     settings = ["data.format=criteo", scaling, f"data.vocabulary={vocabulary}"]
     config = load_config(None, [f"data.path={path}", *settings])

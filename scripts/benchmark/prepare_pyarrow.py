@@ -1,4 +1,4 @@
-"""Rows of ``click_rows`` read and encoded by pyarrow alone: FILE, and a folder that it leaves alone."""
+"""Read and encode rows of ``click_rows`` with pyarrow only; arguments: FILE and an unused folder."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 def main(path: str, result: str) -> None:
-    """Read in blocks, one dictionary for each column of values, 0 for each missing number."""
+    """Read in blocks, with one dictionary per categorical column, and 0 for missing numbers."""
     pa.set_cpu_count(len(os.sched_getaffinity(0)))
     types = dict.fromkeys(COLUMNS, pa.int8())
     types |= dict.fromkeys(DENSE, pa.float64())

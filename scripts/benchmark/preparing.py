@@ -1,7 +1,7 @@
-"""``scripts/bench prepare``: what it costs to prepare rows like those of Criteo's display ads.
+"""``scripts/bench prepare``: the cost of preparing rows like those of Criteo's display ads.
 
-Systems take turns at the same file, which was just written, so that it lies in memory. Each is a process of
-its own with the same cores; what is measured is that process and all that it starts, imports included.
+Systems take turns on the same file, which is in the page cache. Each is a separate process with the same
+cores. The measurement includes all processes that it starts, and imports.
 """
 
 import argparse
@@ -46,14 +46,14 @@ _LOOKS_AT_MEMORY = 3  # one of so many: it takes the system milliseconds a proce
 
 @dataclass(frozen=True)
 class Cost:
-    """What a system has taken for some rows.
+    """The cost of some rows for a system.
 
     Attributes:
-        number: of the round.
-        seconds: from the command to its end.
+        number: number of the round.
+        seconds: duration of the command.
         cpu_seconds: of all processes, user and system.
-        memory_bytes: of all processes, pages that several have counted once; the most at any time.
-        written_bytes: to files and pipes, wherever these end.
+        memory_bytes: maximum of all processes; shared pages count once.
+        written_bytes: to files and pipes.
     """
 
     system: str
@@ -101,10 +101,10 @@ def _note(num_cores: int, rounds: int) -> str:
 
 
 def _measured(system: str, file: Path, rows: int, number: int, cores: Sequence[int], scratch: Path) -> Cost:
-    """Prepare ``file`` by a system, from its start to its end.
+    """Prepare ``file`` with a system.
 
     Raises:
-        MeasurementError: it failed, or took too long.
+        MeasurementError: the job failed or took too long.
     """
     module, *arguments = _SYSTEMS[system]
     result = scratch / "prepared"
@@ -131,7 +131,7 @@ def _measured(system: str, file: Path, rows: int, number: int, cores: Sequence[i
 
 
 def _cpu_of_ended() -> float:
-    """CPU-seconds of all processes below this one that have ended."""
+    """Return the CPU-seconds of all descendants that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -158,7 +158,7 @@ def _line(cost: Cost) -> str:
 
 
 def cost_table(costs: Sequence[Cost]) -> TextTable:
-    """What each system takes, medians over the rounds; beside pyarrow's, in the same round."""
+    """Return the medians over the rounds, with the ratio to pyarrow in the same round."""
     header = ("system", "seconds", "CPU-seconds", "us of CPU a row", "MiB", "MiB written", "of pyarrow's CPU")
     table = TextTable("Preparing data", header)
     for rows, system in dict.fromkeys((each.rows, each.system) for each in costs):
@@ -181,7 +181,7 @@ def cost_table(costs: Sequence[Cost]) -> TextTable:
 
 
 def account_table(costs: Sequence[Cost], num_cores: int) -> TextTable:
-    """What as many rows as Criteo's data sets have would take, each as one of the most that were measured."""
+    """Extrapolate the largest measurement to the number of rows of Criteo's data sets."""
     most = max(each.rows for each in costs)
     header = ("system", "CPU-hours", f"hours on {num_cores} core(s)", "GiB written")
     table = TextTable(f"By {most:,} rows, more would take", header)

@@ -1,4 +1,4 @@
-"""Starting a command whose processes are all found and ended again."""
+"""Starting a command, and ending all of its processes."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import psutil
 from benchmark.systems import ROOT
 
 ERRORS = "errors.txt"
-_GRACE_SECONDS = 8.0  # for a command that is asked to stop
+_GRACE_SECONDS = 8.0  # between SIGTERM and SIGKILL
 _MARK = "BENCH_ID"
 
 
@@ -20,11 +20,11 @@ _MARK = "BENCH_ID"
 def started(
     arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[str]]:
-    """A command in a process group of its own; nothing is left of it at the end of the block.
+    """Start a command in a separate process group, and end all of its processes at the end of the block.
 
     Args:
-        folder: where it runs and keeps its temporary files; what it prints as errors goes to a file there.
-        environment: variables that it gets on top of those of this process.
+        folder: working directory, also for temporary files and standard error.
+        environment: additional environment variables.
     """
     mark = uuid.uuid4().hex
     paths = os.pathsep.join([str(ROOT / "scripts"), str(ROOT)])
@@ -48,7 +48,7 @@ def started(
 
 
 def _end(process: subprocess.Popen[str], mark: str) -> None:
-    """Ask the command to stop where it still runs, and kill what is left of it."""
+    """Terminate the command, and kill its remaining processes."""
     try:
         if process.poll() is None:
             process.terminate()
@@ -62,7 +62,7 @@ def _end(process: subprocess.Popen[str], mark: str) -> None:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """All living processes that the command started, whoever their parent is now."""
+    """Return all living processes that the command started, whatever their parent is now."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -1,4 +1,4 @@
-"""The processes of one system: started and watched together, gone together."""
+"""A group of processes that start and end together."""
 
 import multiprocessing
 import os
@@ -23,10 +23,10 @@ def run(main: Callable[..., None], count: int, arguments: Sequence[object], prel
     modules of ``preload``. They end with this one, also where it is killed.
 
     Raises:
-        ProcessExitedException, ProcessRaisedException: one of them failed, and the others were ended.
-        TimeoutError: they took more than LIMIT_SECONDS, and were ended.
+        ProcessExitedException, ProcessRaisedException: a process failed; the others were ended.
+        TimeoutError: the processes took more than LIMIT_SECONDS, and were ended.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the end below is reached
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # runs the cleanup below
     os.environ.update(TP_SOCKET_IFNAME=_INTERFACE, GLOO_SOCKET_IFNAME=_INTERFACE)
     multiprocessing.set_forkserver_preload(list(preload))
     end = time.monotonic() + LIMIT_SECONDS

@@ -1,4 +1,4 @@
-"""What a command of the bench leaves: results.json, results.md, and tables on the terminal. Free of torch."""
+"""Output of a benchmark: results.json, results.md, and tables in the terminal. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ JSON_FILE = "results.json"
 
 
 def new_folder(output: Path | None, kind: str) -> Path:
-    """The folder for results: ``output``, or one of ``runs/`` named after the kind of bench and the time.
+    """Create the folder for results: ``output``, or one under ``runs/`` named by benchmark and time.
 
     Raises:
         ConfigError: it holds results already, or cannot be made.
@@ -40,7 +40,7 @@ def write(
     notes: Sequence[str],
     tables: Sequence[TextTable],
 ) -> None:
-    """Write both files; NaN and infinity, which JSON lacks, as null.
+    """Write both files; NaN and infinity become null in JSON.
 
     Args:
         raw: what results.json holds beside the origin.
@@ -64,7 +64,7 @@ def _finite(value: Any) -> Any:
 
 
 def show(console: Console, notes: Sequence[str], tables: Sequence[TextTable], folder: Path) -> None:
-    """Print the outcome and where it is."""
+    """Print the results and their folder."""
     for table in tables:
         console.print()
         console.print(table.rich())
@@ -79,7 +79,7 @@ def raw_results(
     summaries: Sequence[Summary],
     found: Sequence[Disagreement],
 ) -> dict[str, Any]:
-    """Measurements and what follows from them, for JSON."""
+    """Return measurements and summaries, for JSON."""
     return {
         "summaries": [vars(s) for s in summaries],
         "failures": [vars(f) for f in failures],
@@ -96,12 +96,12 @@ def speed_table(
     baselines: Mapping[str, str],
     memory_of: str | None = None,
 ) -> TextTable:
-    """Samples a second, ratios and CPU time of all systems on one workload.
+    """Return samples per second, ratios and CPU time of all systems on one workload.
 
     Args:
-        titles: of systems, by name.
+        titles: titles of systems, by name.
         baselines: headers of the columns of ratios, by the baseline's name.
-        memory_of: a role whose memory is a column too.
+        memory_of: a role whose memory is an additional column.
     """
     header = ["system", "samples/s", "of each round", *baselines.values(), "CPU-s per million"]
     if memory_of is not None:
@@ -128,7 +128,7 @@ def loss_table(
     titles: Mapping[str, str],
     synchronous: Sequence[str],
 ) -> TextTable:
-    """The losses that synchronous systems must have alike, and those of the others beside them."""
+    """Return the losses of all systems; those of synchronous systems must agree."""
     of_workload = [s for s in summaries if s.workload == workload]
     steps = list(dict.fromkeys(step for s in of_workload for step in s.losses))
     header = ("system", *(f"step {step}" if step.isdigit() else step for step in steps), "")
@@ -144,7 +144,7 @@ def loss_table(
 
 
 def error_lines(failures: Sequence[Failure], found: Sequence[Disagreement]) -> list[str]:
-    """A line for each system that went wrong on a workload, with the first of its wrong losses."""
+    """Return a line for each failure, and one for the first wrong loss of each system on a workload."""
     firsts = {(d.workload, d.system): d for d in reversed(found)}
     wrong = [f"ERROR: {firsts[pair]}" for pair in dict.fromkeys((d.workload, d.system) for d in found)]
     return [*wrong, *(f"ERROR: {f.workload}: {f.message}" for f in failures)]

@@ -1,4 +1,4 @@
-"""What was measured, and what follows from it: medians, ratios, losses that agree. Free of torch."""
+"""Measurements and summaries: medians, ratios, losses that must agree. Does not import torch."""
 
 import dataclasses
 import math
@@ -49,15 +49,15 @@ class Measurement:
 
     @property
     def cpu_seconds_per_million(self) -> float:
-        """CPU-seconds of all processes for a million samples."""
+        """CPU-seconds of all processes per million samples."""
         return self.of_a_million(sum(self.cpu_seconds.values()))
 
     def of_a_million(self, seconds: float) -> float:
-        """Seconds of the timed steps, scaled to a million samples."""
+        """Seconds of the timed steps per million samples."""
         return seconds / self.num_samples * 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with what follows from it."""
+        """Return the fields and derived values, for JSON."""
         rates = {
             "samples_per_second": self.samples_per_second,
             "cpu_seconds_per_million": self.cpu_seconds_per_million,
@@ -67,7 +67,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Failure:
-    """A system that could not be measured on a workload, and why."""
+    """A failed measurement of a system on a workload."""
 
     workload: str
     system: str
@@ -99,7 +99,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A loss of a synchronous system that is not the reference's, by more than a part of its size."""
+    """A loss of a synchronous system that differs from that of the reference."""
 
     workload: str
     system: str
@@ -119,7 +119,7 @@ class Disagreement:
 
 
 def split(results: Iterable[Measurement | Failure]) -> tuple[list[Measurement], list[Failure]]:
-    """What was measured, and what could not be."""
+    """Split results into measurements and failures."""
     measurements: list[Measurement] = []
     failures: list[Failure] = []
     for result in results:
@@ -131,13 +131,13 @@ def split(results: Iterable[Measurement | Failure]) -> tuple[list[Measurement], 
 
 
 def losses_by_step(losses: Sequence[float]) -> dict[str, float]:
-    """The losses that systems are compared by: at steps 1, 2, 3, 10 and the last."""
+    """Return the losses that are compared: at steps 1, 2, 3, 10 and the last."""
     early = {str(step): losses[step - 1] for step in LOSS_STEPS if step < len(losses)}
     return early | {"last": losses[-1]}
 
 
 def summarise(measurements: Sequence[Measurement], baselines: Iterable[str]) -> list[Summary]:
-    """One summary for each workload and system, in the order of their first rounds."""
+    """Return a summary for each workload and system, in the order of their first rounds."""
     pairs = dict.fromkeys((m.workload, m.system) for m in measurements)
     by_pair = {pair: _rounds(measurements, *pair) for pair in pairs}
     return [
@@ -180,7 +180,7 @@ def _ratio(rounds: dict[int, Measurement], baseline: dict[int, Measurement]) -> 
 def disagreements(
     measurements: Sequence[Measurement], synchronous: Sequence[str], reference: str
 ) -> list[Disagreement]:
-    """Where synchronous systems do not have the losses that they must.
+    """Return the wrong losses of synchronous systems.
 
     All of them do the same arithmetic up to rounding. In every round, at steps 1, 2, 3, 10 and the
     last, a loss may differ from that of the reference by ``LOSS_TOLERANCE`` of its size at most; one that
@@ -227,5 +227,5 @@ def _compare(measured: Measurement, right: Measurement, tolerance: float) -> Ite
 
 
 def failed_systems(found: Collection[Disagreement], workload: str) -> set[str]:
-    """The systems whose losses are wrong on a workload."""
+    """Return the systems whose losses are wrong on a workload."""
     return {d.system for d in found if d.workload == workload}

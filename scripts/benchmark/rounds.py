@@ -1,4 +1,4 @@
-"""Going through many measurements, and showing how far it is."""
+"""A sequence of measurements, with progress."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from hybrid.config import RunConfig
 
 @dataclass(frozen=True)
 class Task:
-    """One measurement to make.
+    """A measurement.
 
     Attributes:
-        config: of the run, where the system is this project.
-        number: of the round.
+        config: configuration of the run, if the system is this project.
+        number: number of the round.
     """
 
     system: System
@@ -36,9 +36,9 @@ class Task:
 
 
 def measured(tasks: Sequence[Task], console: Console) -> Iterator[Measurement | Failure]:
-    """Make all measurements in turn, with a line for each and a bar for all.
+    """Make measurements one after the other; print a line for each and a progress bar.
 
-    A system that has failed on a workload is not tried there again.
+    A system that has failed on a workload is skipped there.
     """
     columns = (
         TextColumn("{task.description}"),

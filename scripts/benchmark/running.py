@@ -1,4 +1,4 @@
-"""Running a system under measurement: started, listened to, timed out, and ended whatever happens."""
+"""Measurement of a system: start, read its output, apply a timeout, end all processes."""
 
 import json
 import subprocess
@@ -31,18 +31,18 @@ _TAIL_LINES = 15
 
 
 class MeasurementError(HybridError):
-    """A system could not be measured; the message ends with what it printed last."""
+    """A measurement failed; the message ends with the last output of the system."""
 
 
 def measure(system: System, job: Job, config: RunConfig, number: int = 1) -> Measurement:
-    """Run a system on a job, from start to end.
+    """Measure a system on a job.
 
     Args:
-        config: of the run, for systems whose command names its file.
-        number: of the round.
+        config: configuration of the run, for systems whose command names a configuration file.
+        number: number of the round.
 
     Raises:
-        MeasurementError: it failed, took too long, or did not say what it should.
+        MeasurementError: the system failed, took too long, or printed unexpected marks.
     """
     with scratch_logs("bench-") as folder, _running(system, job, config, folder) as run:
         run.await_mark("begin", START_SECONDS)
@@ -75,9 +75,9 @@ class _Run:
     """A running system.
 
     Attributes:
-        lines: what it prints, read by a thread.
-        tail: the last of it that were no marks.
-        errors: the file of what it prints as errors, apart so that it cuts no mark in two.
+        lines: output, read by a thread.
+        tail: last lines without marks.
+        errors: file of standard error, separate so that it does not split marks.
     """
 
     name: str
@@ -87,17 +87,17 @@ class _Run:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
 
     def read(self) -> None:
-        """Hand on every line, to the end of the output."""
+        """Queue every line, to the end of the output."""
         assert self.process.stdout is not None
         with self.process.stdout as output:
             for line in output:
                 self.lines.put(line)
 
     def await_mark(self, event: str, timeout_seconds: float) -> dict[str, Any]:
-        """The next mark, which must be of this event."""
+        """Return the next mark, which must have this event."""
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
-            has_ended = self.process.poll() is not None  # before looking: what it printed is there then
+            has_ended = self.process.poll() is not None  # checked before the queue, which then is complete
             try:
                 line = self.lines.get(timeout=_POLL_SECONDS)
             except Empty:
@@ -114,7 +114,7 @@ class _Run:
         raise self._error(f"did not say {event!r} within {timeout_seconds:g} s")
 
     def await_exit(self, timeout_seconds: float) -> None:
-        """Wait for its end in peace."""
+        """Wait for the end of the system."""
         try:
             code = self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -123,7 +123,7 @@ class _Run:
             raise self._error(f"ended with code {code} after its last step")
 
     def expect_roles(self, before: Iterable[str], after: Iterable[str]) -> None:
-        """See that no role of before the timed steps is missing after them."""
+        """Check that the roles from before the timed steps still run after them."""
         if missing := set(before) - set(after):
             names = ", ".join(sorted(missing))
             raise self._error(f"is not whole: its {names} had ended when it was to be looked at")
@@ -136,7 +136,7 @@ class _Run:
 
 @contextmanager
 def _running(system: System, job: Job, config: RunConfig, folder: Path) -> Iterator[_Run]:
-    """A system that has been started; nothing is left of it at the end of the block."""
+    """Start a system, and end all of its processes at the end of the block."""
     (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     arguments = [str(folder / "config.toml") if a == CONFIG else a for a in system.arguments]
     with started(arguments, folder, {VARIABLE: job.to_text()}) as process:

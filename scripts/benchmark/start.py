@@ -1,4 +1,4 @@
-"""What the other systems start from: their job, the rows of their tables, ids as these take them."""
+"""Inputs of the other systems: job, initial rows of tables, and ids in their formats."""
 
 from itertools import pairwise
 
@@ -12,10 +12,10 @@ from hybrid.embedding.worker.initial_rows import initialise_rows
 
 
 def sgd_job() -> Job:
-    """The job of this process.
+    """Return the job of this process.
 
     Raises:
-        ValueError: its tables are not trained by SGD, which is all that the other systems are set up for.
+        ValueError: the tables use another optimizer than SGD, which the other systems do not support.
     """
     job = Job.from_environment()
     if job.workload.optimizer != "sgd":
@@ -24,7 +24,7 @@ def sgd_job() -> Job:
 
 
 def initial_rows(workload: Workload) -> dict[str, Tensor]:
-    """The rows that this project's tables start with, by table."""
+    """Return the initial rows of this project's tables by name."""
     seed = workload.config().run.seed
     rows = {}
     for table in workload.tables():
@@ -34,12 +34,12 @@ def initial_rows(workload: Workload) -> dict[str, Tensor]:
 
 
 def bag_offsets(sparse: SparseFeatures) -> Tensor:
-    """Where each bag starts, (K * B + 1), also where every bag holds one id."""
+    """Return the start of each bag, of shape (K * B + 1), also if every bag holds one id."""
     return torch.arange(len(sparse.ids_L) + 1) if sparse.offsets is None else sparse.offsets
 
 
 def bags_by_feature(sparse: SparseFeatures) -> list[tuple[Tensor, Tensor]]:
-    """For an ``nn.EmbeddingBag`` a feature: its ``ids_L`` and ``offsets_B``, in tensors of their own."""
+    """Return ``ids_L`` and ``offsets_B`` for an ``nn.EmbeddingBag`` per feature, in separate tensors."""
     starts_K = bag_offsets(sparse)[:: sparse.batch_size].tolist()
     offsets_KB = bag_offsets(sparse)[:-1].view(sparse.num_features, -1)
     return [

@@ -1,4 +1,4 @@
-"""``scripts/bench start``: how long the default job takes to its first step, and from its last to its end."""
+"""``scripts/bench start``: duration of the start and the end of the default job."""
 
 import argparse
 import dataclasses
@@ -26,13 +26,13 @@ _TIMEOUT_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """The seconds of one ``hybrid launch``.
+    """Durations of one ``hybrid launch``, in seconds.
 
     Attributes:
         to_first_step: from the command to the end of the first step.
-        first_to_last_step: the steps in between.
-        to_summary: from the last step to the written outcome: evaluation, checkpoint, curves.
-        stop: from there to the end of the last process.
+        first_to_last_step: the remaining steps.
+        to_summary: from the last step to the summary: evaluation, checkpoint, curves.
+        stop: from the summary to the end of the last process.
     """
 
     to_first_step: float
@@ -42,7 +42,7 @@ class Launch:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """Launch the default job some times."""
+    """Launch the default job in several rounds."""
     folder = report.new_folder(options.output, "bench-start")
     came_from = origin([OWN_PYTHON])
     launches: list[Launch] = []
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _launch(scratch: Path, number: int) -> Launch:
-    """Run the job once, to the end of its last process.
+    """Run the job once.
 
     Raises:
-        MeasurementError: it failed, or took too long.
+        MeasurementError: the job failed or took too long.
     """
     run_folder = scratch / f"run-{number}"
     settings = [f"train.max_steps={STEPS}", f"run.folder={run_folder}"]

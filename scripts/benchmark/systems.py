@@ -1,4 +1,4 @@
-"""The systems that are measured beside each other. Free of torch."""
+"""The systems that are compared. Does not import torch."""
 
 import sys
 from dataclasses import dataclass
@@ -7,22 +7,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OWN_PYTHON = sys.executable
 BENCH_PYTHON = str(ROOT / ".venv-bench/bin/python")  # with FBGEMM and TorchRec
-_FBGEMM_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")  # it has Adam on GPUs only
-CONFIG = "{config}"  # in a command: the file of the run's configuration
+_FBGEMM_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")  # Adam is for GPUs only
+CONFIG = "{config}"  # in a command: the configuration file
 
 
 @dataclass(frozen=True)
 class System:
-    """A system, and how it is started.
+    """A system and its command.
 
     Attributes:
-        name: on the command line and in results.json.
-        title: in tables and plots.
-        interpreter: the Python of its environment.
-        command: that Python's arguments; it is told its job and answers by ``benchmark.mark``.
-        is_synchronous: whether its losses are those of one process.
-        is_one_process: whether it is one, which computes the samples of all trainers at once.
-        table_optimizers: what it can train tables by.
+        name: name in the command line and in results.json.
+        title: name in tables.
+        interpreter: Python of its environment.
+        command: arguments of Python. The system reports by ``benchmark.mark``.
+        is_synchronous: whether its losses must equal those of one process.
+        is_one_process: whether one process computes the samples of all trainers.
+        table_optimizers: supported optimizers of tables.
     """
 
     name: str
@@ -35,7 +35,7 @@ class System:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The whole command line."""
+        """Return the command line."""
         return (self.interpreter, "-P", *self.command)
 
 

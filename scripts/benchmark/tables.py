@@ -1,4 +1,4 @@
-"""Tables that are printed, and written as Markdown. Free of torch."""
+"""Tables for the terminal and for Markdown. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,20 +10,20 @@ NONE = "-"
 
 @dataclass
 class TextTable:
-    """Rows of text below a header; all columns but the first hold numbers."""
+    """Rows of text below a header; all columns except the first hold numbers."""
 
     title: str
     header: Sequence[str]
     rows: list[Sequence[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """The table under a heading."""
+        """Return the table as Markdown."""
         rule = ["---", *["---:"] * (len(self.header) - 1)]
         lines = [_line(row) for row in (self.header, rule, *self.rows)]
         return "\n".join([f"## {self.title}", "", *lines]) + "\n"
 
     def rich(self) -> Table:
-        """The table for a terminal."""
+        """Return the table for a terminal."""
         table = Table(title=self.title, title_justify="left", title_style="bold")
         for column, name in enumerate(self.header):
             table.add_column(name, justify="right" if column else "left")
@@ -37,10 +37,10 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """A ratio, such as 1.25."""
+    """Format a ratio, such as 1.25."""
     return NONE if ratio is None else f"{ratio:.2f}"
 
 
 def mib(num_bytes: float | None) -> str:
-    """Bytes, in MiB."""
+    """Format bytes in MiB."""
     return NONE if num_bytes is None else f"{num_bytes / 2**20:,.0f}"

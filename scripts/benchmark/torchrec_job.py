@@ -1,4 +1,4 @@
-"""TorchRec: a rank a trainer and no workers; each rank holds whole tables and a replica of the dense net.
+"""TorchRec: one rank per trainer and no workers; each rank holds whole tables and a replica of the net.
 
 Tables have FBGEMM's fused kernels, which take the steps of their optimizer within the backward pass.
 TorchRec divides their gradients by the number of ranks (``set_gradient_division``, as it is by default) and
@@ -47,7 +47,7 @@ Step = Callable[[], Tensor]
 
 @dataclass
 class Sample(Pipelineable):  # type: ignore[misc]  # TorchRec is not there for mypy
-    """A rank's batch, in the form that the pipeline may move to a device."""
+    """The batch of a rank, with the interface that the pipeline needs."""
 
     dense_BF: Tensor
     sparse: KeyedJaggedTensor
@@ -63,7 +63,7 @@ class Sample(Pipelineable):  # type: ignore[misc]  # TorchRec is not there for m
 
 
 class Model(nn.Module):
-    """Tables and dense net; gives the loss twice, to differentiate and to report, as pipelines want it."""
+    """Tables and dense net; returns the loss twice, to differentiate and to report, as pipelines need it."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 
 def shard(model: Model, workload: Workload) -> DistributedModelParallel:
-    """Lay the tables on the ranks, as many on each and large ones apart, and the net under DDP."""
+    """Place the tables evenly on the ranks, large tables on different ranks, and the net under DDP."""
     sharder = EmbeddingBagCollectionSharder(fused_params=fused_optimizer(workload))
     tables = construct_module_sharding_plan(
         model.tables,
@@ -109,14 +109,14 @@ def shard(model: Model, workload: Workload) -> DistributedModelParallel:
 
 
 def balanced_layout(workload: Workload) -> dict[str, int]:
-    """The rank of each table: from the largest down, back and forth over the ranks."""
+    """Return the rank of each table: in order of size, back and forth over the ranks."""
     there_and_back = [*range(workload.trainers), *reversed(range(workload.trainers))]
     by_size = sorted(workload.tables(), key=lambda table: -table.num_rows)
     return {table.name: rank for table, rank in zip(by_size, cycle(there_and_back), strict=False)}
 
 
 def main(rank: int, meeting_point: Path, is_pipelined: bool) -> None:
-    """What each rank does."""
+    """Run one rank."""
     job = Job.from_environment()
     init_method = (meeting_point / "ranks").as_uri()
     dist.init_process_group("gloo", init_method, rank=rank, world_size=job.workload.trainers)

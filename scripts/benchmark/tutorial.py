@@ -37,7 +37,7 @@ MASTER = "master"
 
 
 class Sample(NamedTuple):
-    """A trainer's batch, ids and offsets apart by table."""
+    """The batch of a trainer, with separate ids and offsets per table."""
 
     dense_BF: Tensor
     bags: list[tuple[Tensor, Tensor]]
@@ -45,7 +45,7 @@ class Sample(NamedTuple):
 
 
 class HybridModel(nn.Module):
-    """The remote tables and the net, which is under DDP."""
+    """The remote tables, and the net under DDP."""
 
     def __init__(self, tables: Sequence[RemoteModule], net: nn.Module) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class HybridModel(nn.Module):
 
 
 class Trainer:
-    """What the master creates on each trainer, and calls."""
+    """A trainer, created and called by the master."""
 
     def __init__(self, workload: Workload, trainer: int, tables: Sequence[RemoteModule]) -> None:
         self._model = HybridModel(tables, workload.dense_net())
@@ -74,7 +74,7 @@ class Trainer:
         )
 
     def train(self, num_steps: int) -> list[float]:
-        """The losses of the next steps, each the mean over this trainer's batch."""
+        """Take the next steps; return the mean loss of each over the batch of this trainer."""
         return [self._step(sample) for sample in islice(self._samples, num_steps)]
 
     def _step(self, sample: Sample) -> float:
@@ -86,7 +86,7 @@ class Trainer:
 
 
 def main(rank: int, meeting_point: Path, transports: list[str] | None) -> None:
-    """What each process does: the master is first, then come the trainers, then the workers."""
+    """Run one process; the ranks are the master, the trainers and the workers."""
     workload = sgd_job().workload
     trainers = [_trainer(t) for t in range(workload.trainers)]
     names = [MASTER, *trainers, *(_worker(w) for w in range(workload.workers))]
@@ -132,7 +132,7 @@ def _create_tables(workload: Workload) -> list[RemoteModule]:
 
 
 def _train(trainers: Sequence[rpc.RRef[Trainer]], num_steps: int) -> list[float]:
-    """The mean over all trainers of each step's loss."""
+    """Return the mean loss of each step over all trainers."""
     calls = [trainer.rpc_async().train(num_steps) for trainer in trainers]
     losses = [call.wait() for call in calls]
     return [sum(step) / len(trainers) for step in zip(*losses, strict=True)]

@@ -1,4 +1,4 @@
-"""What the processes of a system under measurement have used: CPU time and memory, by role."""
+"""CPU time and memory of the processes of a measured system, by role."""
 
 import os
 import statistics
@@ -13,7 +13,7 @@ _ROLES = ("master", "trainer", "worker")
 
 
 def cpu_seconds(root: int) -> dict[str, float]:
-    """CPU-seconds of a process and all below it since their start, by role; children that ended count."""
+    """Return the CPU-seconds of a process and its descendants by role, with those of ended children."""
     used: dict[str, float] = defaultdict(float)
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
@@ -25,7 +25,7 @@ def cpu_seconds(root: int) -> dict[str, float]:
 
 
 def memory_bytes(root: int) -> dict[str, float]:
-    """Mean over the processes of each role of the memory that a process shares with no other (USS)."""
+    """Return the mean unshared memory (USS) of the processes of each role."""
     held = defaultdict(list)
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):
@@ -35,7 +35,7 @@ def memory_bytes(root: int) -> dict[str, float]:
 
 @contextmanager
 def standing_still(root: int) -> Iterator[None]:
-    """Stop a process and all below it meanwhile, lest they end while they are looked at."""
+    """Suspend a process and its descendants, so that none ends during the measurement."""
     stopped = _tree(root)
     for process in stopped:
         with suppress(psutil.NoSuchProcess):
@@ -56,7 +56,7 @@ def _tree(root: int) -> list[psutil.Process]:
 
 
 def _role(pid: int) -> str:
-    """The role that this project's launcher has given to a process: it has a log such as trainer-0.log."""
+    """Return the role of a process of this project, by the name of its log, such as trainer-0.log."""
     with suppress(OSError):
         name = os.path.basename(os.readlink(f"/proc/{pid}/fd/2")).partition("-")[0].removesuffix(".log")
         if name in _ROLES:

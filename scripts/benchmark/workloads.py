@@ -1,4 +1,4 @@
-"""What every system trains on: the same tables, nets, start weights and batches.
+"""The workloads: tables, nets, initial weights and batches, the same for all systems.
 
 === ============================= ============== ======== ======================== ===================
     shape                         rows, width    ids      dense net                samples a step
@@ -49,7 +49,7 @@ KAGGLE_ROWS = (
 
 @dataclass(frozen=True)
 class Workload:
-    """One of the workloads, or a variation of it.
+    """A workload, or a variation of one.
 
     Attributes:
         table_rows, dim: one table a feature.
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def ids_per_sample(self) -> dict[str, float]:
-        """The mean numbers of ids of the multi-hot features."""
+        """Mean numbers of ids of the multi-hot features."""
         return {each.name: float(self.hotness) for each in self.input_spec.sparse_features if each.multi_hot}
 
     @property
@@ -96,7 +96,7 @@ class Workload:
         return LEARNING_RATES.get(self.optimizer, LEARNING_RATE)
 
     def config(self) -> RunConfig:
-        """The run that trains it."""
+        """Return the configuration of the run."""
         return RunConfig(
             cluster=ClusterSection(trainers=self.trainers, workers=self.workers),
             embedding=EmbeddingSection(
@@ -113,7 +113,7 @@ class Workload:
         )
 
     def by(self, products: str) -> Workload:
-        """The same workload in this precision; float32 needs no mention."""
+        """Return the workload in this precision; the name omits float32."""
         name = self.name if products == "float32" else f"{self.name} by {products}"
         return dataclasses.replace(self, name=name, products=products)
 
@@ -126,17 +126,17 @@ class Workload:
         return table_specs(self.config(), self.input_spec)
 
     def dense_net(self) -> nn.Module:
-        """The net, with the weights that every system starts from, in the precision that it computes in."""
+        """Return the net with the initial weights, in the precision of the workload."""
         net = build_dense_net(self.config(), self.input_spec, [self.dim] * len(self.table_rows))
         return InBfloat16(net) if self.is_in_bfloat16 else net
 
     def batches(self, trainer: int) -> Sequence[Batch]:
-        """The batches of one trainer."""
+        """Return the batches of one trainer."""
         shape = self.table_rows, self.hotness, self.varies, self.trainer_batch, self.trainers
         return _batches(*shape, trainer)
 
     def global_batches(self) -> list[Batch]:
-        """The batches of all trainers, sample after sample, for one process."""
+        """Return the global batches, for one process."""
         return [_joined(parts) for parts in zip(*map(self.batches, range(self.trainers)), strict=True)]
 
 
@@ -149,7 +149,7 @@ WORKLOADS = {
 
 
 class InBfloat16(nn.Module):
-    """A net under autocast, from float32 to float32: what ``dense.autocast`` is to this project."""
+    """A net under autocast, from float32 to float32, like ``dense.autocast`` of this project."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
