@@ -1,4 +1,4 @@
-"""Who is who in a cluster: role and index to rank and RPC name, and back.
+"""The roles of a cluster, with their ranks and RPC names.
 
 Ranks are laid out as::
 
@@ -64,16 +64,16 @@ class Topology:
         return (MASTER, *self.trainers, *self.workers)
 
     def partners(self, role: Role) -> tuple[Role, ...]:
-        """Whom a role talks to by RPC: the master to all, itself too; trainers and workers to each other."""
-        talking_to = {
+        """Return the roles that a role calls: the master all of them, trainers and workers each other."""
+        partners = {
             RoleKind.MASTER: self.roles,
             RoleKind.TRAINER: (MASTER, *self.workers),
             RoleKind.WORKER: (MASTER, *self.trainers),
         }
-        return talking_to[role.kind]
+        return partners[role.kind]
 
     def rank(self, role: Role) -> int:
-        """The RPC rank of ``role``; ValueError where the cluster has no such role."""
+        """Return the RPC rank of ``role``; ValueError if the cluster has no such role."""
         try:
             return self.roles.index(role)
         except ValueError:

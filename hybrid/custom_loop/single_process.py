@@ -23,7 +23,7 @@ from hybrid.embedding.bags import Item
 from hybrid.embedding.placement import Placement, place
 from hybrid.embedding.table_spec import TableSpec
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.primitives.deferred_response import Awaited
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.protocol.ticket import Ticket
 from hybrid.server.barrier import UpdateBarrier
 from hybrid.storage.remote_path import StoragePath
@@ -106,13 +106,13 @@ class LocalTables:
         """Do nothing."""
         return _completed([])
 
-    def norm(self, step: int) -> Awaited[float]:
+    def norm(self, step: int) -> PendingResult[float]:
         """See :meth:`UpdateBarrier.norm`."""
         return self._shards.barrier.norm(step)
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
-    ) -> Awaited[Result]:
+    ) -> PendingResult[Result]:
         """Call a method of the update barrier."""
         return _completed(method(self._shards.barrier, *args))
 

@@ -12,7 +12,7 @@ from hybrid.dense import step_replay
 from hybrid.dense.layer_names import name_layer
 from hybrid.dense.step_replay import NetInputs
 from hybrid.models.dense_net import DenseNet
-from hybrid.primitives.deferred_response import Awaited
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import StepClock
 from hybrid.protocol.ticket import Ticket
 
@@ -30,7 +30,7 @@ class MicroBatch(NamedTuple, Generic[AnySamples]):
 
     batch: AnySamples
     ticket: Ticket
-    start: Callable[[], Awaited[Tensor]]
+    start: Callable[[], PendingResult[Tensor]]
 
 
 class RemoteStage(Protocol):

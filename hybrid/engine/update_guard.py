@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid.errors import NonFiniteError
-from hybrid.primitives.deferred_response import Awaited
+from hybrid.primitives.deferred_response import PendingResult
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.server.barrier import UpdateBarrier
 
@@ -34,13 +34,13 @@ _REMEDY = 'lower the learning rates, look at the data, or set train.clip_norm or
 class Decided(Protocol):
     """A hosted module that waits for the decision about a step, or its stub."""
 
-    def norm(self, step: int) -> Awaited[float]:
+    def norm(self, step: int) -> PendingResult[float]:
         """See :meth:`UpdateBarrier.norm`."""
         ...
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
-    ) -> Awaited[Result]:
+    ) -> PendingResult[Result]:
         """Start a method of the update barrier."""
         ...
 
@@ -66,7 +66,7 @@ class Guard:
         self._hosted = hosted
         self._group = group
         self._device = device
-        self._sent: list[Awaited[None]] = []
+        self._sent: list[PendingResult[None]] = []
 
     def check_loss(self, step: int, loss: float, find: Callable[[], str]) -> None:
         """Raise NonFiniteError for a non-finite loss, if such a run must stop.

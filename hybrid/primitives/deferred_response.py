@@ -1,8 +1,7 @@
-"""What a call returns that is answered later.
+"""Responses that are computed later than the call returns.
 
-A call by RPC is answered for its caller alone (``security``). What it returns at once is addressed where
-it returns; a future knows its caller from the moment at which it is made, and addresses its own value: one
-more callback on every answer would cost more than the signature.
+A call by RPC is signed for its caller alone (``hybrid.security``). A future records its caller when it is
+created, and signs its own value: another callback on every response would cost more than the signature.
 """
 
 import threading
@@ -15,16 +14,16 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Awaited(Protocol[Result_co]):
-    """An answer on its way, as who waits for it knows it: a future of torch's, a call by RPC, a lookup."""
+class PendingResult(Protocol[Result_co]):
+    """A result in progress: a future of torch, a call by RPC, a lookup."""
 
     def wait(self) -> Result_co:
-        """The answer, or the exception that came in its place."""
+        """Return the result, or raise the exception."""
         ...
 
 
-class Watched(Awaited[Result_co], Protocol[Result_co]):
-    """One that says when it is there."""
+class ObservableResult(PendingResult[Result_co], Protocol[Result_co]):
+    """A result in progress that reports its completion."""
 
     def done(self) -> bool: ...
 
@@ -32,22 +31,22 @@ class Watched(Awaited[Result_co], Protocol[Result_co]):
 
 
 class Caller(Protocol):
-    """Who waits for an answer."""
+    """The receiver of a response."""
 
-    def answered(self, value: Any) -> Any:
-        """``value``, for the caller."""
+    def wrap_result(self, value: Any) -> Any:
+        """Return ``value`` in the form that is sent to the caller."""
         ...
 
-    def failed(self, error: Exception) -> Any:
-        """What tells the caller that there is no answer, since an exception was raised instead."""
+    def wrap_exception(self, error: Exception) -> Any:
+        """Return an exception in the form that is sent to the caller."""
         ...
 
 
-_serving = threading.local()
+_thread = threading.local()
 
 
-class serving:  # as a generator it would cost twice as much
-    """While it is entered, answers that this thread makes are for this caller, or for none."""
+class serve_caller:  # a generator would cost twice as much
+    """While it is entered, responses that this thread creates are for this caller, or for none."""
 
     __slots__ = ("_caller",)
 
@@ -55,26 +54,25 @@ class serving:  # as a generator it would cost twice as much
         self._caller = caller
 
     def __enter__(self) -> None:
-        _serving.caller = self._caller
+        _thread.caller = self._caller
 
     def __exit__(self, *_: object) -> None:
-        _serving.caller = None
+        _thread.caller = None
 
 
-class Answer(Future[Result]):
-    """A future that whoever makes it completes; for the caller that is being served, if one is."""
+class DeferredResponse(Future[Result]):
+    """A future for the caller that is served, if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._caller: Caller | None = getattr(_serving, "caller", None)
+        self._caller: Caller | None = getattr(_thread, "caller", None)
 
     def set_result(self, result: Result) -> None:
-        """Complete it."""
-        super().set_result(result if self._caller is None else self._caller.answered(result))
+        super().set_result(result if self._caller is None else self._caller.wrap_result(result))
 
     def set_exception(self, error: Exception) -> None:  # type: ignore[override]  # torch's annotation is wrong
-        """Complete it with an exception, which RPC would send as a value."""
+        """Complete the future with an exception, which RPC sends as a value."""
         if self._caller is None:
             super().set_exception(error)  # type: ignore[arg-type]
         else:
-            super().set_result(self._caller.failed(error))
+            super().set_result(self._caller.wrap_exception(error))

@@ -24,7 +24,7 @@ from torch.distributed.nn.api import remote_module
 from torch.distributed.rpc import api, internal
 
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import Answer, serving
+from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.security.message_signature import UNSIGNED, PayloadKind, Signatures, is_contiguous
 from hybrid.security.rejected_messages import (
     PlainUnpickler,
@@ -97,18 +97,18 @@ class _Served:
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         try:
-            with serving(self):
+            with serve_caller(self):
                 result = self._function(*args, **keywords)
         except Exception as error:  # reported to the caller
             kind = next((kept for kept in _KEPT.values() if isinstance(error, kept)), RuntimeError)
             return _raised(f"{error!r}\n{traceback.format_exc()}", kind, self._caller)
-        return result if isinstance(result, Answer) else self.answered(result)
+        return result if isinstance(result, DeferredResponse) else self.wrap_result(result)
 
-    def answered(self, value: Any) -> _Response:
+    def wrap_result(self, value: Any) -> _Response:
         """See :class:`Caller`."""
         return _Response(self._caller, value)
 
-    def failed(self, error: Exception) -> _Raised:
+    def wrap_exception(self, error: Exception) -> _Raised:
         """See :class:`Caller`."""
         return _raised(describe_exception(error), RuntimeError, self._caller)
 

@@ -18,7 +18,7 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import Answer
+from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.primitives.step_timings import Flow, OpenSpan, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import Staleness, UpdateRules
@@ -40,7 +40,7 @@ class Update(Protocol):
 class _Waiting(NamedTuple):
     ticket: Ticket
     work: Callable[[], object]
-    future: Answer[Any]
+    future: DeferredResponse[Any]
     span: OpenSpan | None
 
 
@@ -66,7 +66,7 @@ class UpdateBarrier(Generic[Contribution]):
         self._ledger = Ledger[Contribution](rules)
         self._waiting: list[_Waiting] = []
         self._norm: tuple[int, float] | None = None  # of the last step that was merged
-        self._norm_waiting: dict[int, list[Answer[float]]] = {}  # by step
+        self._norm_waiting: dict[int, list[DeferredResponse[float]]] = {}  # by step
         self._decisions: dict[int, float | None] = {}
         self._staleness = Staleness()
         self._failure: Exception | None = None
@@ -81,9 +81,11 @@ class UpdateBarrier(Generic[Contribution]):
         """How many updates have been applied; a skipped step counts as one."""
         return self._ledger.version
 
-    def when(self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None) -> Answer[Result]:
+    def when(
+        self, ticket: Ticket, work: Callable[[], Result], flow: Flow | None = None
+    ) -> DeferredResponse[Result]:
         """Run ``work`` once as many updates are applied as the ticket asks for; at once where they are."""
-        future: Answer[Result] = Answer()
+        future: DeferredResponse[Result] = DeferredResponse()
         with self._changed:
             if self._failure is not None:
                 future.set_exception(self._failure)
@@ -120,9 +122,9 @@ class UpdateBarrier(Generic[Contribution]):
         if taken is not None:
             self._make(*taken)
 
-    def norm(self, step: int) -> Answer[float]:
+    def norm(self, step: int) -> DeferredResponse[float]:
         """The squared norm of a step's merged gradients, once all of them are in."""
-        future: Answer[float] = Answer()
+        future: DeferredResponse[float] = DeferredResponse()
         with self._changed:
             if self._failure is not None:
                 future.set_exception(self._failure)
@@ -262,7 +264,7 @@ class UpdateBarrier(Generic[Contribution]):
             raise self._failure
         return bool(is_over)
 
-    def _answer(self, ticket: Ticket, work: Callable[[], Result], future: Answer[Result]) -> None:
+    def _answer(self, ticket: Ticket, work: Callable[[], Result], future: DeferredResponse[Result]) -> None:
         try:
             future.set_result(work())
         except Exception as error:  # handed on to whoever waits

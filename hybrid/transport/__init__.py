@@ -1,26 +1,32 @@
-"""Everything that crosses process borders. Nothing else touches ``torch.distributed.rpc``.
+"""Everything that crosses process borders.
 
 ::
 
-    caller                                              owner
-    ──────                                              ─────
-    Remote.call, RemoteTables.lookup, create (stubs)
-       │ a function of calls.CALLS, its arguments ──►  the function (calls) finds the object, runs a method
-       ▼                                                │
-    Pending.wait: the value, or RemoteError        ◄── a value, tensors, or a Failure (failure)
+    caller                                           owner
+    ──────                                           ─────
+    a stub: Remote, RemoteTables, RemoteNet           the object
+       │                                               ▲
+       │ RPC: control, and what is part of             │ rpc/endpoints.py: the functions that can be called
+       │ distributed autograd                          │
+       ├──────────── torch.distributed.rpc ───────────►┤
+       │ sockets: lookups and gradients outside        │
+       │ of distributed autograd                       │
+       ├── encrypted frames, blocks of memory ────────►┤
+       ▼                                               │
+    Pending.wait: the value, or an error ◄─────────────┘ a value, tensors, or a Failure
 
-A call runs a method of an object on the process that owns it; what it returns or raises comes back as a
-value (:class:`Failure`), because RPC keeps the type of three kinds of exception only. Lookups are the
-exception: they take part in distributed autograd, so their answer must be bare tensors. Those that take no
-part, and the gradients that belong to them, go by ``carrier`` instead; nobody above ``Pending`` knows. The
-trainers of a host may send these together (``combining``), through memory that they share.
+A call executes a method of an object on the process that owns it. RPC keeps the type of three kinds of
+exceptions only, so an exception comes back as a value (:class:`Failure`). RPC costs two to four times as much
+processor time per message as a socket, and does not encrypt, so it carries only what needs it: ``sync`` mode,
+remote nets, and control. Calls and responses by RPC are signed (``hybrid.security``).
 
-Begin with ``stubs``, which the master and trainers call. Calls and answers are signed, and only the
-functions of ``calls.CALLS`` can be called (``security``), with ``payloads`` that only hold data; a role
-joins and leaves with ``start`` and ``stop`` (``membership``).
+- ``rpc``: start with ``stubs``, which the master and the trainers call.
+- ``socket``: one connection for each pair of a trainer and a worker; start with ``socket_client``.
+- ``shared_memory``: within a host, large tensors are copied once into memory that both ends have
+  (``lent_blocks``), and trainers aggregate their requests (``host_aggregation``).
 """
 
-from hybrid.transport.rpc.call_failure import Failure, LostError, RefusedError, RemoteError
+from hybrid.transport.rpc.call_failure import Failure, LostError, RejectedCallError, RemoteError
 from hybrid.transport.rpc.endpoints import Vitals
 from hybrid.transport.rpc.pending_calls import Pending, gather
 from hybrid.transport.rpc.rpc_group import start, stop
@@ -40,7 +46,7 @@ __all__ = [
     "LostError",
     "ModuleRef",
     "Pending",
-    "RefusedError",
+    "RejectedCallError",
     "Remote",
     "RemoteError",
     "RemoteHosted",

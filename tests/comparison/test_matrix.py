@@ -12,7 +12,7 @@ from support.matrix import Case, Outcome, check_against_one_process, train_case
 from hybrid.config.sections import SCHEDULES
 from hybrid.config.table_sections import TABLE_OPTIMIZERS
 from hybrid.dense.matmul import prefers_onednn
-from hybrid.transport.shared_memory.host_aggregation import pays
+from hybrid.transport.shared_memory.host_aggregation import saves_work
 
 LARGE = (2048, 2048)  # of six samples, a product that oneDNN's are for
 FEATURES = ("one_hot", "sum", "mean", "max", "weights")
@@ -169,5 +169,5 @@ def test_two_runs_have_the_same_bits(case: Case, clusters: Clusters) -> None:
     ids=lambda case: case.name,
 )
 def test_aggregation_per_host_trains_like_one_process(case: Case, clusters: Clusters) -> None:
-    assert pays(case.trainers, case.workers)
+    assert saves_work(case.trainers, case.workers)
     check_against_one_process(case, trained(clusters, case))

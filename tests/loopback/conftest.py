@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
-from support.carrier import connection
+from support.socket_ends import connection
 from support.stock_rpc import stock_rpc
 
 from hybrid import transport
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Topology
 from hybrid.transport.rpc.endpoints import SOCKET_CALLS
-from hybrid.transport.socket.socket_client import LINKS, Link
-from hybrid.transport.socket.socket_server import Server
+from hybrid.transport.socket.socket_client import CLIENTS, SocketClient
+from hybrid.transport.socket.socket_server import SocketServer
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def loopback() -> Iterator[None]:
         timeout_seconds=5.0,
     )
     calling, serving = connection()
-    LINKS[MASTER] = Link(calling, 5.0)
-    server = Server([serving], SOCKET_CALLS)
+    CLIENTS[MASTER] = SocketClient(calling, 5.0)
+    server = SocketServer([serving], SOCKET_CALLS)
     yield
     transport.stop(10.0)
     server.close(10.0)

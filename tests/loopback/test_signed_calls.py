@@ -24,7 +24,7 @@ from hybrid import transport
 from hybrid.batch import Batch
 from hybrid.config import RunConfig
 from hybrid.errors import ClusterError, ConfigError
-from hybrid.primitives.deferred_response import Answer
+from hybrid.primitives.deferred_response import DeferredResponse
 from hybrid.security import message_signature, signed_pickler
 from hybrid.security.message_signature import PayloadKind, Signatures
 from hybrid.security.rejected_messages import RejectionLog, parse_rejection
@@ -276,12 +276,12 @@ def test_an_error_is_told_to_its_caller_as_it_was_raised(
     later: bool, worker: Process, trainer: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "größer als C:\\new\nund mehr"
-    answer: list[Answer[Any]] = []
+    answer: list[DeferredResponse[Any]] = []
 
-    def fail(number: int, step: int) -> Answer[Any]:
+    def fail(number: int, step: int) -> DeferredResponse[Any]:
         if not later:
             raise ValueError(text)
-        answer.append(Answer())
+        answer.append(DeferredResponse())
         return answer[0]
 
     monkeypatch.setitem(worker.pickler._calls, "hybrid.transport.rpc.endpoints:norm", fail)
@@ -406,7 +406,7 @@ class TestWithinTorch:
     def test_a_call_that_is_refused_is_an_error_of_the_caller(self, tampered: list[bytes]) -> None:
         tampered.append(os.urandom(300))
         with pytest.raises(
-            transport.RefusedError, match=r"^a call to master failed: a message was rejected: it"
+            transport.RejectedCallError, match=r"^a call to master failed: a message was rejected: it"
         ):
             transport.ping(MASTER, 5.0).wait()
         assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
@@ -434,7 +434,9 @@ class TestWithinTorch:
         with monkeypatch.context() as patched:
             patched.setattr(signed_pickler, "_dump", lambda content: (huge, []))
             answer = transport.ping(MASTER, 5.0)
-        with pytest.raises(transport.RefusedError, match=r"it holds no call or response \(MemoryError\)"):
+        with pytest.raises(
+            transport.RejectedCallError, match=r"it holds no call or response \(MemoryError\)"
+        ):
             answer.wait()
         assert transport.ping(MASTER, 5.0).wait().pid == os.getpid()
 

@@ -71,13 +71,13 @@ def test_an_error_of_the_users_keeps_its_words(service: transport.Remote[Service
 
 
 def test_any_other_error_names_role_place_and_type(
-    service: transport.Remote[Service], capfd: pytest.CaptureFixture[str]
+    service: transport.Remote[Service], caplog: pytest.LogCaptureFixture
 ) -> None:
     said = r"^master on \S+: \S*test_wire.py:\d+, in break_down: KeyError: 'no such thing'$"
     with pytest.raises(transport.RemoteError, match=said) as caught:
         service.call(Service.break_down).wait()
     assert caught.value.failure.is_logged
-    assert "break_down" in capfd.readouterr().err
+    assert "break_down" in caplog.text
 
 
 def test_a_constructor_may_fail() -> None:
@@ -336,7 +336,7 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     module = transport.create_module(MASTER, Choosy, "dlrm")
     gone = weakref.ref(module.rref.local_value())
     number = module.number
-    assert endpoints._created[number] is gone()
+    assert endpoints._modules[number] is gone()
     del module
     gc.collect()
     # The reference dies at the owner when it hears of it; a call there and back comes after that.
@@ -344,14 +344,14 @@ def test_a_module_that_nobody_keeps_is_let_go() -> None:
     while gone() is not None and time.monotonic() < deadline:
         transport.ping(MASTER, 5.0).wait()
     assert gone() is None
-    assert number not in endpoints._created
+    assert number not in endpoints._modules
 
 
 def test_each_module_has_a_number_of_its_own() -> None:
     modules = [transport.create_module(MASTER, Choosy, "dlrm") for _ in range(3)]
     assert len({module.number for module in modules}) == 3
     for module in modules:
-        assert endpoints._created[module.number] is module.rref.local_value()
+        assert endpoints._modules[module.number] is module.rref.local_value()
 
 
 class AsyncCaller:

@@ -39,7 +39,7 @@ from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateMode
 from hybrid.storage.remote_path import StoragePath
 from hybrid.transport import RemoteHosted
-from hybrid.transport.shared_memory.host_aggregation import Combining, may_combine, pays
+from hybrid.transport.shared_memory.host_aggregation import HostAggregation, can_aggregate, saves_work
 from hybrid.transport.shared_memory.shared_block import SharedMemory
 from workers.controller.job_messages import Job, Report
 
@@ -247,13 +247,13 @@ class Trainer:
     def _sources(self, job: Job) -> Mapping[int, TableSource]:
         """Who answers for each worker's tables: it, or the trainers of this host together."""
         config, tables = self._config, list(job.remote_tables.values())
-        if not may_combine(config) or dist.get_backend(self._group) != "gloo":
+        if not can_aggregate(config) or dist.get_backend(self._group) != "gloo":
             return job.remote_tables
         timeout_seconds = config.cluster.timeout_seconds
         memory = SharedMemory.join(self._group, self._index, True, timeout_seconds)
-        if memory is None or not pays(len(memory.members), len(tables)):
+        if memory is None or not saves_work(len(memory.members), len(tables)):
             return job.remote_tables
-        return Combining(memory, tables).sources()
+        return HostAggregation(memory, tables).sources()
 
     @property
     def _reducing_device(self) -> torch.device:

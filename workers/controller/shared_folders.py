@@ -138,7 +138,7 @@ def _gather(looks: Sequence[transport.Pending[Any]]) -> None:
     for look in looks:
         try:
             look.wait()
-        except (transport.RemoteError, transport.RefusedError, transport.LostError) as error:
+        except (transport.RemoteError, transport.RejectedCallError, transport.LostError) as error:
             errors.append(error)
     if errors:
         raise errors[0]

@@ -25,7 +25,7 @@ from hybrid.embedding.traffic import Traffic, traffic
 from hybrid.engine.table_setup import place_tables, samples_of_lookup, wire_bytes_per_value
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
-from hybrid.transport.shared_memory.host_aggregation import may_combine, pays
+from hybrid.transport.shared_memory.host_aggregation import can_aggregate, saves_work
 from hybrid.transport.shared_memory.shared_block import MOST_MEMBERS
 
 TRAINERS, WORKERS, NETWORK = "trainers' cores", "workers' cores", "network of a host"
@@ -123,7 +123,7 @@ def make_plan(
         flops, parameters = _dense_work(config, input_spec, [t.width for t in tables_of(input_spec, tables)])
     # Trainers of a host can send one message for all of them.
     group = min(MOST_MEMBERS, math.ceil(trainers / hosts.count))
-    groups = math.ceil(trainers / group) if may_combine(config) and pays(group, workers) else trainers
+    groups = math.ceil(trainers / group) if can_aggregate(config) and saves_work(group, workers) else trainers
     is_sync = config.train.update == "sync"
     rounds = groups * lookups * (2 if is_sync else 1)  # in sync, gradients do not travel with the next ids
     message = "rpc message" if is_sync else "socket message"

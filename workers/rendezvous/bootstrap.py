@@ -42,7 +42,7 @@ from hybrid.errors import ClusterError, first_line
 from hybrid.security.closed_listeners import close_listeners_after
 from hybrid.security.secret import Secret
 from hybrid.topology import MASTER, Role, RoleKind, Topology
-from hybrid.transport.socket.lent_blocks import own_network
+from hybrid.transport.shared_memory.lent_blocks import own_network
 from workers.controller.deployment import local_constructors
 from workers.controller.shared_folders import own_files
 from workers.exit_codes import WARNING, ExitCode, StopMessage, exit_code

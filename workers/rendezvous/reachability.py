@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid.errors import ClusterError, first_line
 from hybrid.topology import MASTER, Role
-from hybrid.transport.socket.connection_setup import address_of
+from hybrid.transport.socket.handshake import address_of
 from workers.rendezvous.interrupt import StoppedError
 
 # By role: the name of its host, and its own_network().

@@ -23,7 +23,7 @@ from hybrid.embedding import kernels
 from hybrid.embedding.bags import Item
 from hybrid.embedding.trainer.route import Assembler, Items, Responses, Slot
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.primitives.step_timings import OpenSpan, StepClock
 from hybrid.protocol.ticket import Purpose, Ticket
 
@@ -31,19 +31,19 @@ from hybrid.protocol.ticket import Purpose, Ticket
 class TableSource(Protocol):
     """What answers the lookups of one worker: a stub of a remote worker, or the tables themselves."""
 
-    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> Watched[list[Tensor]]: ...
+    def lookup(self, ticket: Ticket, items: Sequence[Item]) -> ObservableResult[list[Tensor]]: ...
 
-    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> Watched[list[Tensor]]:
+    def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> ObservableResult[list[Tensor]]:
         """Send gradients; the response is empty."""
         ...
 
     def exchange(
         self, ticket: Ticket, grads: Sequence[Tensor], next_ticket: Ticket, items: Sequence[Item]
-    ) -> Watched[list[Tensor]]:
+    ) -> ObservableResult[list[Tensor]]:
         """Send gradients and look up, in one message."""
         ...
 
-    def skip(self) -> Watched[list[Tensor]]:
+    def skip(self) -> ObservableResult[list[Tensor]]:
         """Send nothing in place of a prefetched lookup or its gradients; the response is empty.
 
         With aggregation per host (``host_aggregation.py``), the other trainers of the host wait for this
@@ -114,9 +114,9 @@ class Outbox:
     """Pending messages with gradients and no lookup."""
 
     def __init__(self) -> None:
-        self._sent: list[Watched[object]] = []
+        self._sent: list[ObservableResult[object]] = []
 
-    def add(self, sending: Watched[object]) -> None:
+    def add(self, sending: ObservableResult[object]) -> None:
         """Add a pending message; raise the error of a completed one."""
         arrived = [each for each in self._sent if each.done()]
         self._sent = [each for each in self._sent if each not in arrived]
@@ -165,7 +165,7 @@ class Lookup:
         self._outbox = outbox
         self._clock = clock
         self._next: Lookup | None = None
-        self._responses: dict[int, Watched[list[Tensor]]] = {}
+        self._responses: dict[int, ObservableResult[list[Tensor]]] = {}
         self._wire_dtype = torch.float32
         self._sizes = {worker: len(request) for worker, request in items.items()}
         self._is_empty = is_empty
@@ -229,7 +229,7 @@ class Lookup:
         """Send gradients to a worker, in one message with the next lookup if there is one."""
         source, following = self._sources[worker], self._next
         ticket = self._ticket._replace(followed=self.is_followed, closing=self.is_closing)
-        send: Callable[[], Watched[list[Tensor]]]
+        send: Callable[[], ObservableResult[list[Tensor]]]
         if self._is_empty:
             send = source.skip
         elif following is None or following._is_empty:
@@ -245,7 +245,7 @@ class Lookup:
         self._outbox.add(message)
 
     def _send_request(
-        self, worker: int, send: Callable[[], Watched[list[Tensor]]], grads: Sequence[Tensor] = ()
+        self, worker: int, send: Callable[[], ObservableResult[list[Tensor]]], grads: Sequence[Tensor] = ()
     ) -> None:
         with self._clock.span("serialise") as span:
             _note_bytes(span, grads, self._items[worker])

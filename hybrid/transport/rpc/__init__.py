@@ -1,4 +1,1 @@
-"""Calls between processes over ``torch.distributed.rpc``: endpoints, stubs, pending results and failures.
-
-Begin with ``stubs``.
-"""
+"""Calls by RPC; start with ``stubs``."""

@@ -1,4 +1,4 @@
-"""How a call fails, on its owner's side and on its caller's."""
+"""How a call fails, on the side that executes it and on its caller's."""
 
 import re
 import socket
@@ -10,7 +10,7 @@ from hybrid.security.rejected_messages import describe_rejection, parse_exceptio
 from hybrid.topology import Role
 from hybrid.user_code.tracebacks import describe_error, log_traceback, needs_traceback
 
-# What TensorPipe and gloo say of a peer that is gone: where in a step that was noticed tells nothing.
+# How TensorPipe and gloo report a peer that is gone; the stack adds nothing then.
 _GONE = re.compile(
     r"(connection reset by peer|end of file|broken pipe).*tensorpipe/transport/"
     r"|gloo/transport/.*(connection closed by peer|connection reset by peer|broken pipe)",
@@ -20,13 +20,11 @@ _GONE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception that a call raised on the process where it ran.
+    """An exception that a call raised on the process that executed it.
 
     Attributes:
-        message: what it says.
         kind: name of its class.
-        is_users: whether it says all by itself, wherever it was raised.
-        host: where.
+        is_users: whether the message is complete without role and host.
         is_logged: whether its stack is in the log of that process.
     """
 
@@ -38,11 +36,11 @@ class Failure:
 
 
 class RemoteError(ClusterError):
-    """A role answered a call with an exception of its own."""
+    """A call raised an exception on another role."""
 
     def __init__(self, role: Role, failure: Failure) -> None:
-        where = f"{role} on {failure.host}: "
-        super().__init__(failure.message if failure.is_users else where + failure.message)
+        where = "" if failure.is_users else f"{role} on {failure.host}: "
+        super().__init__(where + failure.message)
         self.role = role
         self.failure = failure
 
@@ -52,15 +50,15 @@ class RemoteError(ClusterError):
 
 
 class LostError(ClusterError):
-    """A role did not answer: it is gone, frozen, or out of reach."""
+    """A role did not respond: it is gone, frozen, or out of reach."""
 
     def __init__(self, role: Role, cause: str) -> None:
         super().__init__(f"{role} does not answer ({cause})")
         self.role = role
 
 
-class RefusedError(ClusterError):
-    """A call or its answer was refused: it was not signed for its receiver, or holds what may not travel."""
+class RejectedCallError(ClusterError):
+    """A call or its response was rejected."""
 
     def __init__(self, role: Role, reason: str) -> None:
         super().__init__(f"a call to {role} failed: {describe_rejection(reason)}")
@@ -68,30 +66,30 @@ class RefusedError(ClusterError):
 
 
 def raise_unanswered(role: Role, error: RuntimeError) -> NoReturn:
-    """Raise what RPC means by the error that a call to ``role`` has come to.
+    """Raise the error that RPC's or a socket's error in a call to ``role`` stands for.
 
     Raises:
-        RuntimeError: what the answer waited for has failed; :func:`failure_of` makes it readable.
-        RefusedError: the role refused the call, or this process its answer.
-        LostError: no answer came within the call's timeout, or the connection broke.
+        RuntimeError: the call has failed; :func:`failure_of` reads its text.
+        RejectedCallError: the role rejected the call, or this process its response.
+        LostError: no response came within the timeout, or the connection broke.
     """
-    if parse_exception(str(error)):  # it did answer, with an exception
+    if parse_exception(str(error)):
         raise error
     if (reason := parse_rejection(str(error))) is not None:
-        raise RefusedError(role, reason) from error
+        raise RejectedCallError(role, reason) from error
     raise LostError(role, first_line(error)) from error
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a caller is told of an exception; its stack, where it tells more, stays here, in the log."""
+    """Return what a caller learns of an exception; its stack is logged here, if it helps."""
     if is_logged := needs_traceback(error) and not _GONE.search(str(error)):
         log_traceback(error)
     kind, is_ours = error_kind(error), isinstance(error, HybridError)
-    # Who misses another one may be out of reach itself: it says who it is.
+    # A process that misses another one may be out of reach itself, so its message names it.
     is_users = is_ours and not isinstance(error, LostError)
     message = str(error) if is_ours else describe_error(error)
-    if told := parse_exception(message):  # what went wrong while a worker prepared an answer
-        kind, message = told
+    if parsed := parse_exception(message):  # raised while a worker prepared a response
+        kind, message = parsed
         if issubclass(error_class(kind), HybridError):
             is_users = True
         else:

@@ -1,4 +1,4 @@
-"""What other processes can call here, and nothing else of what they can name."""
+"""The functions that other processes can call here."""
 
 import importlib
 import itertools
@@ -20,34 +20,32 @@ from hybrid.embedding.bags import PlainItem, put_together
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.errors import ClusterError
 from hybrid.primitives.available_memory import available_memory_bytes
-from hybrid.primitives.deferred_response import Answer, serving
+from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 from hybrid.protocol.ticket import PlainTicket, Ticket
 from hybrid.server.hosted_module import Hosted
 from hybrid.transport.rpc.call_failure import Failure, failure_of
 from hybrid.user_code.function_names import from_reference, load_user_object
 from hybrid.user_code.tracebacks import PROJECT
 
-# What others have created here, by number, as long as they keep it.
-_created: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Modules that others have created here, by number, as long as they keep them.
+_modules: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
-# By name, the constructors that add arguments of this process.
+# Constructors that add arguments of this process, by the name of their class.
 local_constructors: dict[str, partial[Any]] = {}
 
 # A lookup without its tensors: number of the tables, ticket, items.
 PlainLookup: TypeAlias = tuple[int, PlainTicket, Sequence[PlainItem]]
-# What a trainer sends for a step: the ticket of gradients and how many they are, the ticket of a lookup and
-# its items; either ticket may be None.
-PlainPart: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PlainItem]]
+# A trainer's segment of an exchange: the ticket and number of gradients, the ticket and items of a lookup;
+# either ticket may be None.
+PlainSegment: TypeAlias = tuple[PlainTicket | None, int, PlainTicket | None, Sequence[PlainItem]]
 
 
 @dataclass(frozen=True, slots=True)
 class Vitals:
-    """What a process says of itself, and of the memory its host has free.
+    """The state of a process.
 
     Attributes:
-        available_bytes: of the host.
-        resident_bytes: that the process takes.
-        threads, open_files: that it has.
+        available_bytes: memory of its host.
         live_contexts: of distributed autograd.
     """
 
@@ -61,12 +59,12 @@ class Vitals:
 
 
 def greet(tensor: Tensor) -> Tensor:
-    """Answer with a tensor, so that both sides have connected for tensors as well."""
+    """Return a tensor, so that both sides connect for tensors, too."""
     return tensor
 
 
 def vitals() -> Vitals:
-    """What this process says of itself."""
+    """Return the state of this process."""
     process = psutil.Process()
     contexts = int(dist_autograd._get_debug_info()["num_autograd_contexts"])
     return Vitals(
@@ -82,60 +80,61 @@ def vitals() -> Vitals:
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def lookup(plain: PlainLookup, tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """See :meth:`TableShards.lookup`. An exception comes back like one of a later response."""
+    """See :meth:`TableShards.lookup`. The caller gets an exception like one of a later response."""
     number, ticket, items = plain
-    tables: TableShards = _created[number]
+    tables: TableShards = _modules[number]
     try:
         return tables.lookup(Ticket.of(ticket), put_together(items, tensors))
-    except Exception as error:  # the caller's to know
-        answer: Answer[list[Tensor]] = Answer()
-        answer.set_exception(error)
-        return answer
+    except Exception as error:  # reported to the caller
+        response: DeferredResponse[list[Tensor]] = DeferredResponse()
+        response.set_exception(error)
+        return response
 
 
-def exchange(plain: tuple[int, Sequence[PlainPart]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
-    """What trainers send for their steps, one or several: gradients, then lookups, each of either or none.
+def exchange(plain: tuple[int, Sequence[PlainSegment]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+    """Receive the segments of one or several trainers: gradients, then lookups.
 
-    The answer: the tensors of all lookups. All gradients are received before anything is looked up, and an
-    update that they complete is made meanwhile.
+    All gradients are received before the first lookup. An update that they complete is applied meanwhile.
+
+    Returns:
+        The tensors of all lookups.
     """
-    number, parts = plain
-    tables: TableShards = _created[number]
+    number, segments = plain
+    tables: TableShards = _modules[number]
     rest, lookups = iter(tensors), []
-    looks_up = any(next_ticket is not None for _, _, next_ticket, _ in parts)
-    for ticket, num_grads, next_ticket, items in parts:
+    looks_up = any(next_ticket is not None for _, _, next_ticket, _ in segments)
+    for ticket, num_grads, next_ticket, items in segments:
         if ticket is not None:
             tables.receive(Ticket.of(ticket), list(islice(rest, num_grads)), updates_here=looks_up)
         if next_ticket is not None:
             lookups.append((Ticket.of(next_ticket), put_together(items, rest)))
     if len(lookups) == 1:
         return tables.lookup(*lookups[0])
-    answer: Answer[list[Tensor]] = Answer()
-    with serving(None):
-        answers = collect_all([tables.lookup(*each) for each in lookups])
-    answers.add_done_callback(partial(_complete, answer))
-    return answer
+    response: DeferredResponse[list[Tensor]] = DeferredResponse()
 
+    def complete(futures: Future[list[Future[list[Tensor]]]]) -> None:
+        try:
+            response.set_result([tensor for each in futures.value() for tensor in each.value()])
+        except Exception as error:  # reported to the caller
+            response.set_exception(error)
 
-def _complete(answer: Answer[list[Tensor]], answers: Future[list[Future[list[Tensor]]]]) -> None:
-    """Answer with the tensors of all, in order, or with the first failure."""
-    try:
-        answer.set_result([tensor for each in answers.value() for tensor in each.value()])
-    except Exception as error:  # handed on to whoever waits
-        answer.set_exception(error)
+    with serve_caller(None):
+        futures = collect_all([tables.lookup(*each) for each in lookups])
+    futures.add_done_callback(complete)
+    return response
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def call_net(number: int, ticket: PlainTicket, hidden_BH: Tensor) -> Future[Tensor]:
     """See :meth:`HostedNet.call`."""
-    net: HostedNet = _created[number]
+    net: HostedNet = _modules[number]
     return net.call(Ticket.of(ticket), hidden_BH)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def norm(number: int, step: int) -> Future[float]:
     """See :meth:`UpdateBarrier.norm`."""
-    hosted: Hosted = _created[number]
+    hosted: Hosted = _modules[number]
     return hosted.barrier.norm(step)
 
 
@@ -154,12 +153,12 @@ def create(name: str, args: tuple[Any, ...]) -> rpc.RRef[Any] | Failure:
     """Construct an object of the class ``name`` here, and return a reference to it."""
     try:
         return rpc.RRef(_find_constructor(name)(*map(from_reference, args)))
-    except Exception as error:  # comes back as a value
+    except Exception as error:  # returned as a value
         return failure_of(error)
 
 
-class _Unbuilt(nn.Module):
-    """In the place of a module whose constructor has failed."""
+class FailedModule(nn.Module):
+    """Stands for a module whose constructor has failed."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -167,37 +166,37 @@ class _Unbuilt(nn.Module):
 
 
 def create_module(name: str, args: tuple[Any, ...]) -> nn.Module:
-    """The module of a ``RemoteModule``, or what :func:`await_module` tells a failure by."""
+    """Construct the module of a ``RemoteModule``; :func:`await_module` reports a failure."""
     try:
         module: nn.Module = _find_constructor(name)(*map(from_reference, args))
         return module
-    except Exception as error:  # comes back as a value
-        return _Unbuilt(failure_of(error))
+    except Exception as error:  # returned as a value
+        return FailedModule(failure_of(error))
 
 
 def await_module(rref: rpc.RRef[nn.Module]) -> int | Failure:
-    """The number of a module that lives here, once it is there."""
+    """Return the number of a module that lives here, once it is constructed."""
     module = rref.local_value()
-    if isinstance(module, _Unbuilt):
+    if isinstance(module, FailedModule):
         return module.failure
     number = next(_numbers)
-    _created[number] = module
+    _modules[number] = module
     return number
 
 
 def invoke(rref: rpc.RRef[Any], method: str, args: tuple[Any, ...]) -> Any:
-    """What a public method of an object that lives here returns."""
+    """Call a public method of an object that lives here."""
     try:
         return _invoke(rref.local_value(), method, args)
-    except Exception as error:  # comes back as a value
+    except Exception as error:  # returned as a value
         return failure_of(error)
 
 
 def invoke_barrier(number: int, method: str, args: tuple[Any, ...]) -> Any:
-    """What a public method of the update barrier of what is hosted here returns."""
+    """Call a public method of the update barrier of a module that lives here."""
     try:
-        return _invoke(_created[number].barrier, method, args)
-    except Exception as error:  # comes back as a value
+        return _invoke(_modules[number].barrier, method, args)
+    except Exception as error:  # returned as a value
         return failure_of(error)
 
 

@@ -1,12 +1,14 @@
-"""Calls under way."""
+"""Calls in progress."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.topology import Role
 from hybrid.transport.rpc.call_failure import Failure, RemoteError, raise_unanswered
 
@@ -17,74 +19,74 @@ _POLL_SECONDS = 0.02
 
 
 class PendingTensors(Generic[Result]):
-    """Tensors that a role is to answer with. There are several of these in a step, so it does little."""
+    """Tensors that a role will respond with. A step has several of these, so it does little."""
 
     __slots__ = ("_future", "role")
 
-    def __init__(self, role: Role, future: Watched[Any]) -> None:
+    def __init__(self, role: Role, future: ObservableResult[Any]) -> None:
         self.role = role
         self._future = future
 
     def done(self) -> bool:
-        """Whether the answer has come."""
+        """Whether the response is there."""
         return self._future.done()
 
     def wait(self) -> Result:
-        """The answer; for what it raises, see :func:`raise_unanswered`."""
+        """Return the response; errors as of :func:`raise_unanswered`."""
         try:
-            answer: Result = self._future.wait()
+            response: Result = self._future.wait()
         except RuntimeError as error:
             raise_unanswered(self.role, error)
-        return answer
+        return response
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Have ``callback`` called with the future once the answer is there."""
+        """Call ``callback`` with the future once the response is there."""
         self._future.add_done_callback(callback)
 
 
 class Pending(PendingTensors[Result]):
-    """A call that may take long: signals come through while it is waited for."""
+    """A call that may take long: signals are handled while a thread waits for it."""
 
     def __init__(
         self,
         role: Role,
         future: torch.futures.Future[Any],
-        convert: Callable[[Any], Result] = lambda answer: answer,
+        convert: Callable[[Any], Result] = lambda response: response,
     ) -> None:
         super().__init__(role, future)
         self._convert = convert
         self._done = done = threading.Event()
-        # The callback must not hold self: through the C++ future that is a cycle no collector sees.
+        # The callback must not hold self: through the C++ future that is a cycle that no collector sees.
         future.add_done_callback(lambda _: done.set())
 
     def done(self, wait_seconds: float = 0.0) -> bool:
-        """Whether the answer has come; waits up to ``wait_seconds`` for it, open to signals."""
-        # Where memory has run out, the callback may have failed.
+        """Whether the response is there; waits up to ``wait_seconds``, during which signals are handled."""
+        # If memory has run out, the callback may have failed.
         return self._done.wait(wait_seconds) or super().done()
 
     def wait(self) -> Result:
-        """The answer.
+        """Return the response.
 
         Raises:
             RemoteError: the call raised an exception.
-            RuntimeError, RefusedError, LostError: see :func:`raise_unanswered`.
+            RuntimeError, RejectedCallError, LostError: see :func:`raise_unanswered`.
         """
         while not self.done(_DONE_SECONDS):  # every call has a timeout
             pass
-        answer = super().wait()
-        if isinstance(answer, Failure):
-            raise RemoteError(self.role, answer)
-        return self._convert(answer)
+        response = super().wait()
+        if isinstance(response, Failure):
+            raise RemoteError(self.role, response)
+        return self._convert(response)
 
 
 def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = lambda: None) -> list[Result]:
-    """The answers of calls under way, in their order; the first failure, whichever call has it.
+    """Return the responses of calls, in their order, or raise the first failure.
 
     Args:
-        meanwhile: called every now and then.
+        meanwhile: called repeatedly while the calls are in progress.
 
     Raises:
-        RemoteError, RuntimeError, RefusedError, LostError: as :meth:`Pending.wait`.
+        RemoteError, RuntimeError, RejectedCallError, LostError: as :meth:`Pending.wait`.
     """
     waiting = list(calls)
     while waiting:
@@ -94,3 +96,54 @@ def gather(calls: Sequence[Pending[Result]], meanwhile: Callable[[], object] = l
             call.wait()
             waiting.remove(call)
     return [call.wait() for call in calls]
+
+
+class Reply(ABC):
+    """The response to a call that is not sent by RPC; read when a thread waits for it.
+
+    Attributes:
+        is_done: whether it is complete.
+    """
+
+    __slots__ = ("_callbacks", "_error", "_tensors", "is_done")
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._tensors: Sequence[Tensor] = ()
+        self._error: str | None = None
+        self.is_done = False
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Return once it is complete."""
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self) -> Sequence[Tensor]:
+        """Return the tensors.
+
+        Raises:
+            RuntimeError: the call has failed; :func:`raise_unanswered` interprets the text.
+        """
+        if not self.is_done:
+            self._receive()
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        return self._tensors
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback`` with this object once it is complete."""
+        if self.is_done:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def complete(self, tensors: Sequence[Tensor], error: str | None = None) -> None:
+        """Set the tensors or an error; the first call counts."""
+        if self.is_done:
+            return
+        self._tensors, self._error, self.is_done = tensors, error, True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)

@@ -1,4 +1,4 @@
-"""Joining the RPC group of a cluster, and leaving it."""
+"""Join the RPC group of a cluster, and leave it."""
 
 import itertools
 import os
@@ -19,17 +19,16 @@ from hybrid.security.signed_pickler import SignedPickler, install, plain_collect
 from hybrid.topology import Role, RoleKind, Topology, polls_shared_memory
 from hybrid.transport.rpc.endpoints import CALLS, SOCKET_CALLS, local_constructors
 from hybrid.transport.rpc.stubs import greet
-from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
-from hybrid.transport.socket.handshake import Place
-from hybrid.transport.socket.socket_client import LINKS, Link
-from hybrid.transport.socket.socket_server import Server
+from hybrid.transport.socket.handshake import Identity, accept_trainers, connect_to_workers
+from hybrid.transport.socket.socket_client import CLIENTS, SocketClient
+from hybrid.transport.socket.socket_server import SocketServer
 from hybrid.user_code.function_names import qualified_name
 
 _scheme_numbers = itertools.count()
-# They run calls and take answers in. Few calls wait in one: a trainer's for its steps, a worker's for updates
-# before a checkpoint. All else computes, which cores bound; 41 roles start and stop with one thread each.
+# They execute calls and receive responses. Few calls wait in one: a trainer's steps, and a worker's wait for
+# updates before a checkpoint. The rest is computation, which the cores limit.
 _RPC_THREADS = 8
-_servers: list[Server] = []  # where this process is a worker
+_servers: list[SocketServer] = []  # on a worker
 
 
 def start(
@@ -43,13 +42,12 @@ def start(
     timeout_seconds: float,
     constructors: Iterable[partial[Any]] = (),
 ) -> None:
-    """Join the RPC group of a cluster; returns when every role has joined.
+    """Join the RPC group of a cluster, and connect sockets; return when every role has.
 
     Args:
-        store: the cluster's key-value store, connected.
-        secret: the cluster's; who does not have it can call nothing.
-        run_id: the same for all roles, and drawn anew at each start of the cluster.
-        interface: network interface that this process listens on.
+        store: the cluster's key-value store.
+        run_id: random, the same for all roles, and new at each start of the cluster.
+        interface: network interface on which this process listens.
         timeout_seconds: of every call, unless it names its own.
         constructors: of classes whose objects get further arguments on this process.
     """
@@ -63,36 +61,35 @@ def start(
         rpc_timeout=timeout_seconds,
         init_method=f"{scheme}://",
         _transports=["shm", "uv"] if polls_shared_memory(world_size) else ["uv"],
-        _channels=["basic"],  # tensors by one connection; others open 16 for each, and are no faster
+        _channels=["basic"],  # one connection; other channels open 16, and are no faster
     )
     name = role.rpc_name
     install(SignedPickler(Signatures(secret, run_id, name), CALLS, RejectionLog()))
     local_constructors.update({qualified_name(each.func): each for each in constructors})
     with warnings.catch_warnings(), plain_collectives(), close_listeners_after(names, rank, world_size):
-        # torch warns of a use of its own within init_rpc.
+        # Torch warns of its own code within init_rpc.
         warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)
         rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
         _connect(topology.partners(role), timeout_seconds)
-    place = Place(role, topology, secret, run_id, timeout_seconds)
-    _connect_sockets(place, dist.PrefixStore("sockets", store), interface)
+    identity, sockets = (
+        Identity(role, topology, secret, run_id, timeout_seconds),
+        dist.PrefixStore("sockets", store),
+    )
+    if role.kind is RoleKind.TRAINER:
+        for worker, connection in connect_to_workers(identity, sockets).items():
+            CLIENTS[worker] = SocketClient(connection, timeout_seconds)
+    elif role.kind is RoleKind.WORKER:
+        _servers.append(SocketServer(accept_trainers(identity, sockets, interface), SOCKET_CALLS))
 
 
 def _connect(partners: Iterable[Role], timeout_seconds: float) -> None:
-    """Return when every role is connected to its partners: nobody needs to be let in later.
+    """Return when every role is connected to its partners, so that nobody has to connect later.
 
-    Torch's own calls stay within these: its barriers go through the name that sorts first, the master's.
+    Torch's own calls use these connections: its barriers go through the first name, the master's.
     """
     for greeting in [greet(role) for role in partners]:
         greeting.wait()
     rpc.api._all_gather(None, timeout=timeout_seconds)
-
-
-def _connect_sockets(place: Place, store: dist.Store, interface: str) -> None:
-    if place.role.kind is RoleKind.TRAINER:
-        for worker, connection in meet_workers(place, store).items():
-            LINKS[worker] = Link(connection, place.timeout_seconds)
-    elif place.role.kind is RoleKind.WORKER:
-        _servers.append(Server(meet_trainers(place, store, interface), SOCKET_CALLS))
 
 
 def stop(timeout_seconds: float, graceful: bool = True) -> None:
@@ -100,14 +97,14 @@ def stop(timeout_seconds: float, graceful: bool = True) -> None:
 
     Args:
         timeout_seconds: how long to wait for the other roles.
-        graceful: wait until every role leaves; False where one may be gone.
+        graceful: whether to wait until every role leaves; False if one may be gone.
     """
     try:
         rpc.shutdown(graceful=graceful, timeout=timeout_seconds)
     finally:
         install(None)
         local_constructors.clear()
-        while LINKS:
-            LINKS.popitem()[1].close()
+        while CLIENTS:
+            CLIENTS.popitem()[1].close()
         while _servers:
             _servers.pop().close(timeout_seconds)

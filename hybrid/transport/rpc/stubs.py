@@ -1,4 +1,4 @@
-"""What callers hold of objects that live on other processes."""
+"""Stubs of objects that live on other processes."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ from torch.futures import Future
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.embedding.bags import Item, taken_apart
 from hybrid.embedding.worker.table_shards import TableShards
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.security.signed_pickler import addressed_to
 from hybrid.server.barrier import UpdateBarrier
@@ -21,8 +21,7 @@ from hybrid.server.hosted_module import Hosted
 from hybrid.topology import Role
 from hybrid.transport.rpc import endpoints
 from hybrid.transport.rpc.pending_calls import Pending, PendingTensors
-from hybrid.transport.socket.socket_client import LINKS
-from hybrid.transport.socket.socket_server import Carried
+from hybrid.transport.socket.socket_client import CLIENTS
 from hybrid.user_code.function_names import qualified_name, to_reference
 
 Owned = TypeVar("Owned", covariant=True)
@@ -44,14 +43,6 @@ def _send(
     return future
 
 
-def _carry(role: Role, function: Carried, plain: Any, tensors: Sequence[Tensor]) -> Watched[Any]:
-    """Call one of :data:`endpoints.SOCKET_CALLS`.
-
-    The memory of ``tensors`` may be written again once this returns.
-    """
-    return LINKS[role].call(function, plain, tensors)
-
-
 class Remote(Generic[Owned]):
     """A stub of an object that lives on another process."""
 
@@ -65,12 +56,12 @@ class Remote(Generic[Owned]):
         *args: *Arguments,
         timeout_seconds: float = rpc.constants.UNSET_RPC_TIMEOUT,
     ) -> Pending[Result]:
-        """Start a method of the object, where it lives.
+        """Start a method of the object.
 
-        Functions among the arguments travel by name, as :func:`described` says.
+        Functions among the arguments are sent by name, as :func:`described` says.
 
         Args:
-            method: of the object's class, which names it.
+            method: of the object's class.
         """
         sent = (self._rref, method.__name__, tuple(map(to_reference, args)))
         return Pending(self.role, _send(self.role, endpoints.invoke, *sent, timeout_seconds=timeout_seconds))
@@ -81,10 +72,9 @@ class Remote(Generic[Owned]):
 
 
 class ModuleRef(NamedTuple):
-    """A module on another process: the reference that keeps it, and its number there.
+    """A module on another process: the reference that keeps it alive, and its number there.
 
-    Calls that come every step name it by number: a reference in a message takes half as much processor time
-    as everything else about a small one.
+    The calls of a step name it by number: a reference in a small message would cost half as much as the rest.
     """
 
     rref: rpc.RRef[Any]
@@ -92,7 +82,7 @@ class ModuleRef(NamedTuple):
 
 
 class RemoteHosted(Remote[Kind]):
-    """A stub of what a worker hosts and updates once a step."""
+    """A stub of a module that a worker hosts and updates once a step."""
 
     def __init__(self, role: Role, module: ModuleRef) -> None:
         super().__init__(role, module.rref)
@@ -100,13 +90,13 @@ class RemoteHosted(Remote[Kind]):
 
     @property
     def module(self) -> ModuleRef:
-        """Where it is."""
+        """The module."""
         return ModuleRef(self._rref, self._number)
 
     def call_barrier(
         self, method: Callable[[UpdateBarrier[Any], *Arguments], Result], *args: *Arguments
     ) -> Pending[Result]:
-        """Start a method of the object's update barrier; see :meth:`call`."""
+        """Start a method of the module's update barrier; see :meth:`call`."""
         return Pending(
             self.role, _send(self.role, endpoints.invoke_barrier, self._number, method.__name__, args)
         )
@@ -120,16 +110,17 @@ class RemoteTables(RemoteHosted[TableShards]):
     """A stub of a worker's tables."""
 
     def lookup(self, ticket: Ticket, items: Sequence[Item]) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableShards.lookup`; within a context, part of its graph."""
+        """See :meth:`TableShards.lookup`; part of the graph of distributed autograd in its contexts."""
         if ticket.purpose is Purpose.PREFETCH:
             return self._exchange(next_ticket=ticket, items=items)
         plain, tensors = taken_apart(items)
-        send = _send if ticket.purpose is Purpose.TRAIN else _carry
-        asked = self._number, ticket.plain, plain
-        return PendingTensors(self.role, send(self.role, endpoints.lookup, asked, tensors))
+        request = self._number, ticket.plain, plain
+        if ticket.purpose is Purpose.TRAIN:
+            return PendingTensors(self.role, _send(self.role, endpoints.lookup, request, tensors))
+        return PendingTensors(self.role, CLIENTS[self.role].call(endpoints.lookup, request, tensors))
 
     def send_gradients(self, ticket: Ticket, grads: Sequence[Tensor]) -> PendingTensors[list[Tensor]]:
-        """See :meth:`TableShards.receive`; the answer is empty."""
+        """See :meth:`TableShards.receive`; the response is empty."""
         return self._exchange(ticket, grads)
 
     def exchange(
@@ -138,7 +129,7 @@ class RemoteTables(RemoteHosted[TableShards]):
         """Send gradients and look up, in one message."""
         return self._exchange(ticket, grads, next_ticket, items)
 
-    def skip(self) -> Watched[list[Tensor]]:
+    def skip(self) -> ObservableResult[list[Tensor]]:
         """See :meth:`TableSource.skip`."""
         nothing: Future[list[Tensor]] = Future()
         nothing.set_result([])
@@ -152,22 +143,29 @@ class RemoteTables(RemoteHosted[TableShards]):
         items: Sequence[Item] = (),
     ) -> PendingTensors[list[Tensor]]:
         plain, tensors = taken_apart(items)
-        part = ticket and ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
-        return PendingTensors(self.role, self._carry_part(part, [*grads, *tensors]))
+        segment = ticket and ticket.plain, len(grads), next_ticket and next_ticket.plain, plain
+        return PendingTensors(self.role, self._send_segment(segment, [*grads, *tensors]))
 
-    def carry_parts(self, parts: Sequence[endpoints.PlainPart], tensors: Sequence[Tensor]) -> Watched[Any]:
-        """Send :func:`calls.exchange`; what it comes to is for :func:`raise_unanswered`."""
-        return _carry(self.role, endpoints.exchange, (self._number, parts), tensors)
+    def send_segments(
+        self, segments: Sequence[endpoints.PlainSegment], tensors: Sequence[Tensor]
+    ) -> ObservableResult[Any]:
+        """Call :func:`endpoints.exchange`; :func:`raise_unanswered` interprets its errors.
 
-    def _carry_part(self, part: endpoints.PlainPart, tensors: Sequence[Tensor]) -> Watched[Any]:
-        return self.carry_parts([part], tensors)
+        The memory of ``tensors`` may be written again once this returns.
+        """
+        return CLIENTS[self.role].call(endpoints.exchange, (self._number, segments), tensors)
+
+    def _send_segment(
+        self, segment: endpoints.PlainSegment, tensors: Sequence[Tensor]
+    ) -> ObservableResult[Any]:
+        return self.send_segments([segment], tensors)
 
 
 class RemoteNet(RemoteHosted[HostedNet]):
-    """A stub of a dense net that lives on a worker; calling it is part of the distributed autograd graph."""
+    """A stub of a dense net on a worker; a call is part of the graph of distributed autograd."""
 
     def __call__(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """The remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
+        """Return the remote net's output for ``hidden_BH``; see :meth:`HostedNet.call`."""
         sent = (self._number, ticket.plain, hidden_BH)
         output: PendingTensors[Tensor] = PendingTensors(
             self.role, _send(self.role, endpoints.call_net, *sent)
@@ -178,10 +176,10 @@ class RemoteNet(RemoteHosted[HostedNet]):
 def create(
     role: Role, cls: Callable[[*Arguments], Owned], *args: *Arguments, timeout_seconds: float
 ) -> Pending[Remote[Owned]]:
-    """Start constructing ``cls(*args)`` on ``role``; the answer is a stub of it.
+    """Start constructing ``cls(*args)`` on ``role``; the response is a stub of it.
 
     Args:
-        cls: one that ``role`` may be asked for (see :func:`start`), or of the user's own.
+        cls: a class of this project, or of the user's modules.
     """
     sent = (qualified_name(cls), tuple(map(to_reference, args)))
     return Pending(
@@ -190,7 +188,7 @@ def create(
 
 
 def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Arguments) -> ModuleRef:
-    """Construct a module on ``role`` as a ``RemoteModule``; returns once it is there.
+    """Construct a module on ``role`` as a ``RemoteModule``; return once it is constructed.
 
     Args:
         cls: as for :func:`create`.
@@ -199,7 +197,7 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
         RemoteError: its constructor raised an exception.
         LostError: the role did not answer.
     """
-    # It calls what it is given, and returns at once: what is raised there would show at the first use.
+    # RemoteModule returns at once, and would report an exception of the constructor at the first use.
     sent = (qualified_name(cls), tuple(map(to_reference, args)))
     with addressed_to(role.rpc_name):
         remote = RemoteModule(f"{role.rpc_name}/cpu", endpoints.create_module, sent)  # type: ignore[arg-type]
@@ -209,10 +207,10 @@ def create_module(role: Role, cls: Callable[[*Arguments], nn.Module], *args: *Ar
 
 
 def greet(role: Role) -> Pending[Tensor]:
-    """Have this process and ``role`` connect to each other."""
+    """Connect this process and ``role``."""
     return Pending(role, _send(role, endpoints.greet, torch.zeros(1)))
 
 
 def ping(role: Role, timeout_seconds: float) -> Pending[endpoints.Vitals]:
-    """Ask ``role`` for a sign of life; the answer is what it says of itself."""
+    """Request the state of ``role``."""
     return Pending(role, _send(role, endpoints.vitals, timeout_seconds=timeout_seconds))

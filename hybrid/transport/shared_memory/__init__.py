@@ -1,4 +1,1 @@
-"""Shared memory between the processes of one host, and what is aggregated through it.
-
-Begin with ``shared_block``.
-"""
+"""Memory that roles of one host share; start with ``shared_block`` and ``lent_blocks``."""

@@ -1,57 +1,128 @@
-"""The trainers of one host ask each worker together, through one of them.
+"""Aggregate per host: the trainers of one host send each worker one request.
 
 ::
 
-    trainer 0 ──────────────────────────────┬── one message for all of them ──► worker 0
-    trainer 1 ── in memory of the host ──►──┤
-    trainer 2 ── in memory of the host ──►──┴── one message for all of them ──► worker 1
+    trainer 0 ──────────────────────────┬── one message for all of them ──► worker 0
+    trainer 1 ── shared memory ──►──────┤
+    trainer 2 ── shared memory ──►──────┴── one message for all of them ──► worker 1
 
-Answers come back by the same way. Of T trainers on H hosts and W workers, a step sends H * W messages, not
-T * W. A worker computes with the same parts, trainer by trainer, and so the same bits. All trainers of a host
-take the same rounds: in each, every one has something for every worker, or says that it has nothing.
+The responses come back the same way. With T trainers on H hosts and W workers, a step sends H * W messages
+instead of T * W. A worker gets the same segments, in the order of trainers, and computes the same bits. All
+trainers of a host take the same rounds: in each, every one has a segment for every worker, or nothing.
+
+What trainers exchange is one packet for each rank. A slot of shared memory holds::
+
+    start of the packet for each rank   8 bytes each, 0 for none
+    packet: length of its head          8 bytes
+            head                        a pickle of numbers, text, and lists of such: it names no class
+            tensors                     the bytes of each
 """
 
 from __future__ import annotations
 
+import io
+import pickle
+import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from hybrid.config import RunConfig
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
+from hybrid.security.rejected_messages import PlainUnpickler
 from hybrid.transport.rpc import endpoints
-from hybrid.transport.rpc.pending_calls import PendingTensors
-from hybrid.transport.rpc.reply import Reply
+from hybrid.transport.rpc.pending_calls import PendingTensors, Reply
 from hybrid.transport.rpc.stubs import RemoteTables
-from hybrid.transport.shared_memory.all_to_all import Packet, all_to_all
 from hybrid.transport.shared_memory.shared_block import SharedMemory
+from hybrid.transport.shared_memory.tensor_layout import (
+    align,
+    layout_of,
+    num_bytes,
+    read_tensors,
+    write_tensors,
+)
 
-# To hand parts over, and to be handed the answers, costs about what two messages cost (docs/performance.md).
-_HANDING = 2
-_LEAST_SPARED = 4
-_ASKER = 0  # the place of the one that asks
+# Exchanging segments and responses costs about as much as two messages (docs/performance.md).
+_EXCHANGE_COST = 2
+_LEAST_SAVING = 4
+_SENDER = 0  # rank of the trainer that sends the requests
+_NUMBER = struct.Struct("<Q")
 
 
-def may_combine(config: RunConfig) -> bool:
-    """Whether the trainers of a run take the same rounds, and may ask together."""
+def can_aggregate(config: RunConfig) -> bool:
+    """Whether the trainers of a run take the same rounds."""
     return config.train.update != "sync" and config.dense.ddp != "none"
 
 
-def pays(num_trainers: int, num_workers: int) -> bool:
-    """Whether so many trainers of a host ask so many workers with less work together than each for itself."""
-    return (num_trainers - 1) * (num_workers - _HANDING) >= _LEAST_SPARED
+def saves_work(num_trainers: int, num_workers: int) -> bool:
+    """Whether aggregation saves work with so many trainers of a host and so many workers."""
+    return (num_trainers - 1) * (num_workers - _EXCHANGE_COST) >= _LEAST_SAVING
 
 
-class Combining:
-    """One trainer's place among those that ask together; for one thread at a time.
+class Packet(NamedTuple):
+    """What one trainer passes to another.
+
+    Attributes:
+        values: numbers, text, and tuples and lists of such.
+    """
+
+    values: list[Any]
+    tensors: list[Tensor]
+
+
+def all_to_all(memory: SharedMemory, outgoing: Mapping[int, Packet]) -> dict[int, Packet]:
+    """Exchange packets by rank; all members call this at once.
+
+    Received tensors lie in the memory of their sender, and are valid until the next turn of ``memory``.
+
+    Raises:
+        ClusterError: another trainer is gone, or late.
+    """
+    packets = []
+    starts = [0] * len(memory.members)
+    end = table = _NUMBER.size * len(starts)
+    for rank, (values, tensors) in outgoing.items():
+        if rank != memory.rank:
+            layout = layout_of(tensors)
+            head = pickle.dumps((values, layout), pickle.HIGHEST_PROTOCOL)
+            start = starts[rank] = align(end)
+            tensors_start = align(start + _NUMBER.size + len(head))
+            packets.append((start, head, tensors_start, tensors))
+            end = tensors_start + num_bytes(layout)
+    slot = memory.slot(end)
+    slot[:table] = struct.pack(f"<{len(starts)}Q", *starts)
+    for start, head, tensors_start, tensors in packets:
+        _NUMBER.pack_into(slot, start, len(head))
+        slot[start + _NUMBER.size : start + _NUMBER.size + len(head)] = head
+        write_tensors(tensors, slot, tensors_start)
+    incoming = {}
+    for rank, slot in enumerate(memory.publish()):
+        packet = outgoing.get(rank) if rank == memory.rank else _read_packet(slot, memory.rank)
+        if packet is not None:
+            incoming[rank] = packet
+    return incoming
+
+
+def _read_packet(slot: memoryview, rank: int) -> Packet | None:
+    (start,) = _NUMBER.unpack_from(slot, _NUMBER.size * rank)
+    if not start:
+        return None
+    (length,) = _NUMBER.unpack_from(slot, start)
+    end = start + _NUMBER.size + length
+    values, layout = PlainUnpickler(io.BytesIO(slot[start + _NUMBER.size : end])).load()
+    return Packet(values, read_tensors(slot, align(end), layout))
+
+
+class HostAggregation:
+    """One trainer's part in the aggregation; for one thread at a time.
 
     Args:
-        memory: that they share.
-        tables: of all workers that each of them asks; the same on each, in the same order.
+        memory: that the trainers share.
+        tables: of all workers, the same on each trainer, in the same order.
     """
 
     def __init__(self, memory: SharedMemory, tables: Sequence[RemoteTables]) -> None:
@@ -60,105 +131,109 @@ class Combining:
         self._round = _Round()
         self._sent: deque[_Round] = deque()
 
-    def sources(self) -> dict[int, CombinedTables]:
-        """For every worker, whoever answers for it."""
-        return {index: CombinedTables(tables, self) for index, tables in self._workers.items()}
+    def sources(self) -> dict[int, AggregatedTables]:
+        """Return a stub for every worker's tables, by index."""
+        return {index: AggregatedTables(tables, self) for index, tables in self._workers.items()}
 
-    def call(self, worker: int, part: endpoints.PlainPart | None, tensors: Sequence[Tensor]) -> CombinedReply:
-        """Send a part of :func:`calls.exchange`, or nothing, once there is one for each worker."""
-        if part is not None:
-            self._round.parts.values.append((worker, part, len(tensors)))
-            self._round.parts.tensors.extend(tensors)
-        self._round.replies[worker] = reply = CombinedReply(self)
+    def call(
+        self, worker: int, segment: endpoints.PlainSegment | None, tensors: Sequence[Tensor]
+    ) -> AggregatedReply:
+        """Add a segment of :func:`endpoints.exchange`, or nothing; the last one of a round sends it."""
+        if segment is not None:
+            self._round.segments.values.append((worker, segment, len(tensors)))
+            self._round.segments.tensors.extend(tensors)
+        self._round.replies[worker] = reply = AggregatedReply(self)
         if len(self._round.replies) == len(self._workers):
-            self._ask(self._round)
+            self._send(self._round)
             self._sent.append(self._round)
             self._round = _Round()
         return reply
 
-    def _ask(self, of: _Round) -> None:
-        """Hand the parts to the one that asks, and ask where this trainer is that one."""
-        parts: dict[int, list[endpoints.PlainPart]] = {}
+    def _send(self, current: _Round) -> None:
+        """Pass the segments to the sender; on the sender, send the requests."""
+        segments: dict[int, list[endpoints.PlainSegment]] = {}
         tensors: dict[int, list[Tensor]] = {}
-        for place, packet in all_to_all(self._memory, {_ASKER: of.parts}).items():
+        for rank, packet in all_to_all(self._memory, {_SENDER: current.segments}).items():
             rest = iter(packet.tensors)
-            for worker, part, num_tensors in packet.values:
-                parts.setdefault(worker, []).append(part)
+            for worker, segment, num_tensors in packet.values:
+                segments.setdefault(worker, []).append(segment)
                 tensors.setdefault(worker, []).extend(islice(rest, num_tensors))
-                of.takers.setdefault(worker, []).append((place, len(part[3])))
-        of.parts = Packet([], [])  # would be held until the answers come
-        for worker, of_worker in parts.items():
-            of.answers[worker] = self._workers[worker].carry_parts(of_worker, tensors[worker])
+                current.receivers.setdefault(worker, []).append((rank, len(segment[3])))
+        current.segments = Packet([], [])  # or they would be kept until the responses come
+        for worker, of_worker in segments.items():
+            current.responses[worker] = self._workers[worker].send_segments(of_worker, tensors[worker])
 
-    def collect(self, reply: CombinedReply) -> None:
-        """Take in the answers to one round after the other, until this one is there."""
+    def receive(self, reply: AggregatedReply) -> None:
+        """Receive the responses of one round after the other, until ``reply`` is complete."""
         while not reply.is_done:
-            self._hand_out(self._sent.popleft())
+            self._distribute(self._sent.popleft())
 
-    def _hand_out(self, of: _Round) -> None:
-        """Take in the answers to a round, from the workers or from the one that has asked them."""
+    def _distribute(self, current: _Round) -> None:
+        """Complete the replies of a round with the workers' responses, which the sender passes on."""
         outgoing: dict[int, Packet] = {}
-        for worker, answer in of.answers.items():
+        for worker, response in current.responses.items():
             error, tensors = None, []
             try:
-                tensors = answer.wait()
-            except RuntimeError as raised:  # each taker's to know
+                tensors = response.wait()
+            except RuntimeError as raised:  # reported to each receiver
                 error = str(raised)
             rest = iter(tensors)
-            for place, num_tensors in of.takers[worker]:
-                packet = outgoing.setdefault(place, Packet([], []))
+            for rank, num_tensors in current.receivers[worker]:
+                packet = outgoing.setdefault(rank, Packet([], []))
                 own = list(islice(rest, num_tensors))
                 packet.values.append((worker, error, len(own)))
                 packet.tensors.extend(own)
-        for place, packet in all_to_all(self._memory, outgoing).items():
-            is_own = place == self._memory.place
+        for rank, packet in all_to_all(self._memory, outgoing).items():
+            is_own = rank == self._memory.rank
             rest = iter(packet.tensors if is_own else [each.clone() for each in packet.tensors])
             for worker, error, num_tensors in packet.values:
-                of.replies[worker].complete(list(islice(rest, num_tensors)), error)
-        for reply in of.replies.values():
-            reply.complete([])  # to those that were nothing
+                current.replies[worker].complete(list(islice(rest, num_tensors)), error)
+        for reply in current.replies.values():
+            reply.complete([])  # those without a segment
 
 
 @dataclass
 class _Round:
-    """What the trainers send to each worker once.
+    """One request of every trainer to each worker.
 
     Attributes:
-        parts: what this trainer sends.
-        replies: to it, by worker.
-        answers: of the workers, where this trainer asks them.
-        takers: whom these are for: place, and number of tensors.
+        segments: of this trainer.
+        replies: to them, by worker.
+        responses: of the workers, on the sender.
+        receivers: of each response: rank, and number of tensors.
     """
 
-    parts: Packet = field(default_factory=lambda: Packet([], []))
-    replies: dict[int, CombinedReply] = field(default_factory=dict)
-    answers: dict[int, Watched[list[Tensor]]] = field(default_factory=dict)
-    takers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    segments: Packet = field(default_factory=lambda: Packet([], []))
+    replies: dict[int, AggregatedReply] = field(default_factory=dict)
+    responses: dict[int, ObservableResult[list[Tensor]]] = field(default_factory=dict)
+    receivers: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
-class CombinedReply(Reply):
-    """The answer to one part."""
+class AggregatedReply(Reply):
+    """The response to one segment."""
 
-    __slots__ = ("_combining",)
+    __slots__ = ("_aggregation",)
 
-    def __init__(self, combining: Combining) -> None:
+    def __init__(self, aggregation: HostAggregation) -> None:
         super().__init__()
-        self._combining = combining
+        self._aggregation = aggregation
 
-    def _take(self) -> None:
-        self._combining.collect(self)
+    def _receive(self) -> None:
+        self._aggregation.receive(self)
 
 
-class CombinedTables(RemoteTables):
-    """A stub of a worker's tables to which lookups ahead, and gradients, go with those of other trainers."""
+class AggregatedTables(RemoteTables):
+    """A stub of a worker's tables whose requests are sent with those of the other trainers of the host."""
 
-    def __init__(self, tables: RemoteTables, combining: Combining) -> None:
+    def __init__(self, tables: RemoteTables, aggregation: HostAggregation) -> None:
         super().__init__(tables.role, tables.module)
-        self._combining = combining
+        self._aggregation = aggregation
 
-    def skip(self) -> Watched[list[Tensor]]:
+    def skip(self) -> ObservableResult[list[Tensor]]:
         """See :meth:`TableSource.skip`."""
-        return PendingTensors(self.role, self._combining.call(self.role.index, None, ()))
+        return PendingTensors(self.role, self._aggregation.call(self.role.index, None, ()))
 
-    def _carry_part(self, part: endpoints.PlainPart, tensors: Sequence[Tensor]) -> Watched[Any]:
-        return self._combining.call(self.role.index, part, tensors)
+    def _send_segment(
+        self, segment: endpoints.PlainSegment, tensors: Sequence[Tensor]
+    ) -> ObservableResult[Any]:
+        return self._aggregation.call(self.role.index, segment, tensors)

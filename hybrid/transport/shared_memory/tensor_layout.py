@@ -1,4 +1,4 @@
-"""Tensors one after the other in memory, as types and shapes say it to whoever else has that memory."""
+"""Anonymous memory that processes share, and the layout of tensors in it."""
 
 import fcntl
 import math
@@ -16,13 +16,13 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
     *(torch.int32, torch.int64, torch.uint8, torch.bool),
 )
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _ALIGNMENT = 64
+_MANY_BYTES = 1 << 20  # copied by torch, which lets other threads run meanwhile
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_MANY_BYTES = 1 << 20  # to copy them takes longer than threads should wait for each other
 
-# Of each tensor, the number of its type in ``DTYPES``, and its shape.
-Described: TypeAlias = Sequence[tuple[int, Sequence[int]]]
+# Of each tensor, the number of its dtype in ``DTYPES``, and its shape.
+Layout: TypeAlias = Sequence[tuple[int, Sequence[int]]]
 
 
 def create_memory(num_bytes: int) -> int:
@@ -33,59 +33,59 @@ def create_memory(num_bytes: int) -> int:
     return descriptor
 
 
-def map_memory(descriptor: int) -> mmap.mmap:
-    """Map memory of another process, which :func:`create_memory` has created there.
+def map_memory(descriptor: int, num_bytes: int = 0) -> mmap.mmap:
+    """Map memory that another process created by :func:`create_memory`; all of it by default.
 
     Raises:
-        ValueError: the other process could truncate it, and a later access here would end in SIGBUS.
+        ValueError: the memory is smaller, or its owner could truncate it: an access would end in SIGBUS.
         OSError: the descriptor is not one of memory.
     """
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("its size is not sealed")
-    return mmap.mmap(descriptor, 0)
+    return mmap.mmap(descriptor, num_bytes)
 
 
-def described(tensors: Iterable[Tensor]) -> Described:
-    """What is to be said of tensors, in plain values."""
-    return [(_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
+def layout_of(tensors: Iterable[Tensor]) -> Layout:
+    """Return dtypes and shapes, in plain values."""
+    return [(_DTYPE_NUMBERS[each.dtype], tuple(each.shape)) for each in tensors]
 
 
-def num_bytes(shapes: Described) -> int:
-    """How much room :func:`tensors_in` takes, from a place that is a multiple of 64 bytes."""
-    return sum(aligned(math.prod(shape) * DTYPES[number].itemsize) for number, shape in shapes)
+def num_bytes(layout: Layout) -> int:
+    """Return the size of tensors in memory, from a position that is a multiple of 64 bytes."""
+    return sum(align(math.prod(shape) * DTYPES[number].itemsize) for number, shape in layout)
 
 
-def write(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
-    """Copy tensors into ``memory``, to where :func:`tensors_in` finds them."""
+def write_tensors(tensors: Sequence[Tensor], memory: memoryview, start: int) -> None:
+    """Copy tensors into ``memory``, from byte ``start`` on."""
     for tensor in tensors:
-        if tensor.nbytes >= _MANY_BYTES:  # torch lets other threads go on meanwhile
-            there = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
-            there.view(tensor.shape).copy_(tensor.detach())
+        if tensor.nbytes >= _MANY_BYTES:
+            copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+            copy.view(tensor.shape).copy_(tensor.detach())
         else:
-            whole = tensor if is_contiguous(tensor) else tensor.contiguous()
-            for part in memory_of(whole):
-                memory[start : start + len(part)] = part
-        start += aligned(tensor.nbytes)
+            contiguous = tensor if is_contiguous(tensor) else tensor.contiguous()
+            for segment in memory_of(contiguous):
+                memory[start : start + len(segment)] = segment
+        start += align(tensor.nbytes)
 
 
-def tensors_in(memory: memoryview, start: int, shapes: Described) -> list[Tensor]:
-    """Tensors that lie in ``memory`` from the byte ``start`` on, and keep it.
+def read_tensors(memory: memoryview, start: int, layout: Layout) -> list[Tensor]:
+    """Return tensors that lie in ``memory`` from byte ``start`` on, and keep it.
 
     Raises:
-        ValueError: one begins or ends beyond it.
+        ValueError: one is not within the memory.
     """
     tensors = []
-    for number, shape in shapes:
+    for number, shape in layout:
         dtype, count = DTYPES[number], math.prod(shape)
         if count:
             flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=start)
-        else:  # torch makes none of memory
+        else:  # frombuffer rejects an empty tensor
             flat = torch.empty(0, dtype=dtype)
         tensors.append(flat.view(tuple(shape)))
-        start += aligned(count * dtype.itemsize)
+        start += align(count * dtype.itemsize)
     return tensors
 
 
-def aligned(at: int) -> int:
-    """The next place at which a tensor may begin."""
-    return -(-at // _ALIGNMENT) * _ALIGNMENT
+def align(position: int) -> int:
+    """Return the next position at which a tensor may start."""
+    return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -1,14 +1,14 @@
-"""Messages as bytes on one connection: plain values and tensors, sealed.
+"""Messages of plain values and tensors as encrypted frames.
 
 ::
 
     length of the sealed head (4 bytes), of all that follows (8)
-    sealed head        a pickle of numbers, text, and lists of such: nothing that has a name can be in it
-    sealed tensors     the bytes of each, in parts where it is huge; nothing where they lie in memory that
-                       both ends have (host_memory.py)
+    sealed head        a pickle of numbers, text, and lists of such: it names no class
+    sealed tensors     the bytes of each, in segments if it is huge; none if they lie in a block of memory
+                       that both ends have (lent_blocks.py)
 
-Tensors are sealed from where they lie, and opened into the memory in which they stay. The lengths are not
-sealed; where they are wrong, what follows cannot be opened.
+Tensors are sealed in place, and opened into their final memory. The lengths are not sealed: if one is wrong,
+the rest cannot be opened.
 """
 
 import io
@@ -27,30 +27,30 @@ from hybrid.errors import ClusterError
 from hybrid.security.message_signature import is_contiguous, memory_of
 from hybrid.security.rejected_messages import PlainUnpickler, RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
-from hybrid.transport.shared_memory.tensor_layout import DTYPES, Described, described
-from hybrid.transport.socket.lent_blocks import Block, HostMemory
+from hybrid.transport.shared_memory.lent_blocks import Block, MemoryPair
+from hybrid.transport.shared_memory.tensor_layout import DTYPES, Layout, layout_of
 
 _LENGTHS = struct.Struct("<IQ")
 _FIRST_BYTES = 1 << 16  # of a buffer, which grows
 
 
-class Kind(IntEnum):
-    """What a message is."""
+class FrameKind(IntEnum):
+    """The kinds of messages."""
 
-    CALL = 0  # its value: the name of a function, and what it is called with besides tensors
-    ANSWER = 1
-    FAILED = 2  # its value: the words of hybrid/security/failure_text.py
+    CALL = 0  # its value: the name of a function, and its arguments besides tensors
+    RESPONSE = 1
+    FAILURE = 2  # its value: a text of hybrid/security/rejected_messages.py
 
 
 class Message(NamedTuple):
-    """A call, or what comes back.
+    """A call, or the response to it.
 
     Attributes:
         number: of the call, on its connection.
         value: numbers, text, and tuples and lists of such.
     """
 
-    kind: Kind
+    kind: FrameKind
     number: int
     value: Any
     tensors: Sequence[Tensor] = ()
@@ -61,68 +61,71 @@ class Frames:
 
     Args:
         sending, receiving: seal and open.
-        expected: kinds of message that may come.
-        memory: that both ends have, where they are on one host.
+        expected: kinds of messages that may come.
+        memory: of both ends, if they are on one host.
     """
 
     def __init__(
-        self, sending: Direction, receiving: Direction, *expected: Kind, memory: HostMemory | None = None
+        self, sending: Direction, receiving: Direction, *expected: FrameKind, memory: MemoryPair | None = None
     ) -> None:
         self._sending = sending
         self._receiving = receiving
         self._expected = expected
         self._memory = memory
         self._sealed = bytearray(_FIRST_BYTES)
-        self._came = bytearray(_FIRST_BYTES)
-        self._start = self._end = 0  # of what has come and is not opened
+        self._received = bytearray(_FIRST_BYTES)
+        self._start = self._end = 0  # of the received bytes that are not opened yet
 
     def close(self) -> None:
-        """Let go of the memory of both ends, but for what others here have borrowed of it."""
+        """Release the memory of both ends, except for borrowed tensors in use."""
         self._memory = None
 
     def seal(self, message: Message) -> memoryview:
-        """The frame of a message, good until the next.
+        """Return the frame of a message, valid until the next call.
 
         Raises:
             ClusterError: a tensor is not on the CPU.
         """
         tensors, memory = message.tensors, self._memory
         if not all(each.is_cpu for each in tensors):
-            raise ClusterError("what is on a GPU does not travel between trainers and workers")
-        shapes = described(tensors)
-        block = None if memory is None else memory.lent.lend(tensors, shapes)
+            raise ClusterError("tensors on a GPU cannot be sent between trainers and workers")
+        layout = layout_of(tensors)
+        block = None if memory is None else memory.lent.lend(tensors, layout)
         returned = [] if memory is None else memory.borrowed.returned()
-        said = (message.kind.value, *message[1:3], shapes, block and tuple(block), returned)
-        head = pickle.dumps(said, pickle.HIGHEST_PROTOCOL)
-        parts: list[bytes | memoryview] = [head]
+        content = (message.kind.value, *message[1:3], layout, block and tuple(block), returned)
+        head = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        segments: list[bytes | memoryview] = [head]
         if block is None:
             tensors = [each if is_contiguous(each) else each.contiguous() for each in tensors]
-            parts += [part for each in tensors for part in memory_of(each)]
-        length = _LENGTHS.size + sum(map(len, parts)) + TAG_BYTES * len(parts)
+            segments += [segment for each in tensors for segment in memory_of(each)]
+        length = _LENGTHS.size + sum(map(len, segments)) + TAG_BYTES * len(segments)
         if length > len(self._sealed):
             self._sealed = bytearray(length)
         frame = memoryview(self._sealed)[:length]
         at = _LENGTHS.size
         _LENGTHS.pack_into(frame, 0, len(head) + TAG_BYTES, length - at)
-        for part in parts:
-            end = at + len(part) + TAG_BYTES
-            self._sending.seal_into(part, frame[at:end])
+        for segment in segments:
+            end = at + len(segment) + TAG_BYTES
+            self._sending.seal_into(segment, frame[at:end])
             at = end
         return frame
 
     def receive(self, connection: socket.socket) -> bool:
-        """Take what has come; whether anything has.
+        """Receive available bytes; whether there were any.
 
         Args:
-            connection: which does not block.
+            connection: in non-blocking mode.
 
         Raises:
-            OSError: it is broken, or closed.
+            OSError: the connection is broken or closed.
         """
-        if self._end == len(self._came):
-            self._make_room()
+        if self._end == len(self._received):  # grow by what a peer has sent, not by what it announces
+            rest = memoryview(self._received)[self._start : self._end]
+            buffer = bytearray(len(self._received) * (1 if self._start else 2))
+            buffer[: len(rest)] = rest
+            self._received, self._start, self._end = buffer, 0, len(rest)
         try:
-            count = connection.recv_into(memoryview(self._came)[self._end :])
+            count = connection.recv_into(memoryview(self._received)[self._end :])
         except BlockingIOError:
             return False
         if not count:
@@ -130,31 +133,24 @@ class Frames:
         self._end += count
         return True
 
-    def _make_room(self) -> None:
-        """Twice the room where one frame fills it: as much as somebody has sent, not as much as he claims."""
-        rest = memoryview(self._came)[self._start : self._end]
-        room = bytearray(len(self._came) * (1 if self._start else 2))
-        room[: len(rest)] = rest
-        self._came, self._start, self._end = room, 0, len(rest)
-
     def next(self) -> Message | None:
-        """The next message that has come whole; None where none has.
+        """Return the next message; None if it is not complete.
 
         Raises:
-            RejectedMessage: it is not what the other end has sent next, or holds what may not travel.
+            RejectedMessage: the other end has not sent it, or it holds something unexpected.
         """
         if self._end - self._start < _LENGTHS.size:
             return None
-        head, length = _LENGTHS.unpack_from(self._came, self._start)
+        head, length = _LENGTHS.unpack_from(self._received, self._start)
         start = self._start + _LENGTHS.size
         if self._end - start < length:
             return None
         self._start = start + length
         try:
-            message = self._open(memoryview(self._came)[start : self._start], head)
+            message = self._open(memoryview(self._received)[start : self._start], head)
         except RejectedMessage:
             raise
-        except Exception as error:  # a pickle may have anything raised, for want of memory too
+        except Exception as error:  # unpickling can raise anything, out of memory included
             raise RejectedMessage(f"it holds no message ({type(error).__name__})") from error
         if self._start == self._end:
             self._start = self._end = 0
@@ -163,30 +159,30 @@ class Frames:
     def _open(self, sealed: memoryview, head: int) -> Message:
         at = min(head, len(sealed))
         opened = io.BytesIO(self._receiving.open(sealed[:at]))
-        kind, number, value, shapes, block, returned = PlainUnpickler(opened).load()
-        memory = self._memory  # which another thread may close meanwhile
+        kind, number, value, layout, block, returned = PlainUnpickler(opened).load()
+        memory = self._memory  # another thread may close it meanwhile
         if memory is not None:
-            memory.lent.take_back(returned)
+            memory.lent.free(returned)
         if block is None:
-            tensors, at = self._open_tensors(shapes, sealed, at)
+            tensors, at = self._open_tensors(layout, sealed, at)
         elif memory is None:
-            raise RejectedMessage("it tells of memory that is not there")
+            raise RejectedMessage("it names memory that does not exist")
         else:
-            tensors = memory.borrowed.tensors(Block(*block), shapes)
+            tensors = memory.borrowed.tensors(Block(*block), layout)
         if at != len(sealed) or kind not in self._expected:
-            raise RejectedMessage("it is not what may come here")
-        return Message(Kind(kind), number, value, tensors)
+            raise RejectedMessage("its kind or its length is unexpected")
+        return Message(FrameKind(kind), number, value, tensors)
 
-    def _open_tensors(self, shapes: Described, sealed: memoryview, at: int) -> tuple[list[Tensor], int]:
-        """The tensors that begin at a place of the frame, and where they end."""
+    def _open_tensors(self, layout: Layout, sealed: memoryview, at: int) -> tuple[list[Tensor], int]:
+        """Return the tensors that start at a position of the frame, and their end."""
         tensors = []
-        for dtype_number, shape in shapes:
+        for dtype_number, shape in layout:
             dtype = DTYPES[dtype_number]
             if math.prod(shape) * dtype.itemsize > len(sealed) - at:
-                raise RejectedMessage("a tensor is larger than what has come")
+                raise RejectedMessage("a tensor is larger than the message")
             tensors.append(torch.empty(shape, dtype=dtype))
-            for part in memory_of(tensors[-1], to_write=True):
-                end = at + len(part) + TAG_BYTES
-                self._receiving.open_into(sealed[at:end], part)
+            for segment in memory_of(tensors[-1], to_write=True):
+                end = at + len(segment) + TAG_BYTES
+                self._receiving.open_into(sealed[at:end], segment)
                 at = end
         return tensors, at

@@ -1,62 +1,75 @@
-"""What a trainer and a worker say to each other until each knows who the other is.
+"""Connect each trainer to each worker, and authenticate both.
 
 ::
 
     trainer                                        worker
     ───────                                        ──────
-    connects                           ◄────────   random bytes
-    index, random bytes, proof         ────────►   closes where the proof is wrong
+                                       ◄────────   address, random bytes (in the rendezvous store)
+    connects: index, random bytes, proof  ─────►   closes if the proof is wrong
                                        ◄────────   proof
 
-A proof is an empty message that is sealed with the first nonce of its direction. The key of each direction
-comes of the secret, of the run, which the rendezvous has told its roles, of both names, and of the random
-bytes of both; so nothing of one connection is good on another.
+A proof is an empty message, sealed as the first one of its direction. The key of a direction is derived from
+the secret, the run, both names and the random bytes of both. So a recorded message is valid on no other
+connection.
 
-Within a host they connect by a socket of the system's own, and each sends with its proof the descriptor of
-the memory that it lends the other (host_memory.py).
+Within a host, they connect by a Unix socket, and each sends with its proof a descriptor of the memory that it
+lends to the other (``lent_blocks``). A worker stops listening once all trainers are connected.
 """
 
+import json
 import os
 import secrets
+import selectors
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, TypeVar
 
-from hybrid.errors import ClusterError
+import psutil
+import torch.distributed as dist
+
+from hybrid.errors import ClusterError, first_line
+from hybrid.security.closed_listeners import is_same_user
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import TAG_BYTES, Direction
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, Topology
-from hybrid.transport.socket.frames import Frames, Kind
-from hybrid.transport.socket.lent_blocks import BorrowedMemory, HostMemory, LentMemory, own_host
+from hybrid.transport.shared_memory.lent_blocks import BorrowedMemory, LentMemory, MemoryPair, own_host
+from hybrid.transport.socket.frames import FrameKind, Frames
 
 _RANDOM_BYTES = 16
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{TAG_BYTES}s")  # index, random bytes, proof
 _ATTEMPT_SECONDS = 5.0
+_SECONDS_BETWEEN_ATTEMPTS = 0.05
+# As many as connect within a tenth of a second at most: a trainer needs no more time for its proof.
+_MOST_UNAUTHENTICATED = 512
+
+Accepted = TypeVar("Accepted")
 
 
-class Address(NamedTuple):
+class WorkerAddress(NamedTuple):
     """Where a worker listens.
 
     Attributes:
         host: see :func:`own_host`.
-        name: of the socket for those of its host, in hexadecimal digits.
-        interface, port: for all others.
+        name: of its Unix socket, in hexadecimal digits.
+        interface, port: for other hosts.
+        random: of this worker, in hexadecimal digits.
     """
 
     host: str
     name: str
     interface: str
     port: int
+    random: str
 
     def __str__(self) -> str:
         return f"{self.interface}:{self.port}"
 
     def connect(self) -> socket.socket:
-        """A connection to it."""
         if self.host != own_host():
             connection = socket.create_connection((self.interface, self.port), _ATTEMPT_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -72,18 +85,18 @@ class Address(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """One whose two ends know each other; it does not block."""
+    """An authenticated connection, in non-blocking mode."""
 
     socket: socket.socket
     frames: Frames
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This process's, among the roles of a run.
+class Identity:
+    """What a role proves to the others.
 
     Attributes:
-        run_id: drawn anew at each start of the cluster, and told by the rendezvous.
+        run_id: random, new at each start of the cluster, and sent by the rendezvous.
         timeout_seconds: how long to wait for the others.
     """
 
@@ -94,42 +107,243 @@ class Place:
     timeout_seconds: float
 
     def directions(self, other: Role, random: bytes) -> tuple[Direction, Direction]:
-        """To another role, and from it, on the connection of these random bytes."""
+        """Return the directions to and from another role, on the connection with these random bytes."""
         to, back = (
-            self.secret.key(f"carrier from {a.rpc_name} to {b.rpc_name}", self.run_id + random)
+            self.secret.key(f"socket from {a.rpc_name} to {b.rpc_name}", self.run_id + random)
             for a, b in ((self.role, other), (other, self.role))
         )
         return Direction(to), Direction(back)
 
 
-def introduce(own: Place, worker: Role, address: Address) -> Connection:
-    """A trainer's connection to a worker.
+class Peer:
+    """A process that has connected, and is not authenticated yet."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.hello = b""
+        self.descriptors: list[int] = []
+
+    def receive(self, num_bytes: int) -> bool:
+        """Receive up to so many bytes in all; whether all are there. OSError if no more will come."""
+        missing = num_bytes - len(self.hello)
+        if self.socket.family == socket.AF_UNIX:
+            received, descriptors, _, _ = socket.recv_fds(self.socket, missing, 1)
+            self.descriptors += descriptors
+        else:
+            received = self.socket.recv(missing)
+        if not received:
+            raise ConnectionResetError("it has closed the connection")
+        self.hello += received
+        return len(self.hello) == num_bytes
+
+    def map_memory(self, lent: LentMemory | None) -> MemoryPair | None:
+        """Return the memory of both ends, if both are on one host.
+
+        Raises:
+            RejectedMessage: the peer has sent none, or none of the right size.
+        """
+        if lent is None:
+            return None
+        if not self.descriptors:
+            raise RejectedMessage("it lends no memory")
+        try:
+            return MemoryPair(lent, BorrowedMemory(self.descriptors[0]))
+        except (OSError, ValueError) as error:
+            raise RejectedMessage("it lends no memory of the right size") from error
+
+    def close_descriptors(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+    def close(self) -> None:
+        self.close_descriptors()
+        self.socket.close()
+
+
+def accept_peers(
+    listeners: Sequence[socket.socket],
+    hello_bytes: int,
+    accept: Callable[[Peer], tuple[int, Accepted]],
+    expected: set[int],
+    deadline: float,
+) -> dict[int, Accepted]:
+    """Accept each expected peer once, until ``deadline`` at most.
+
+    Unauthenticated peers are limited in number: a new one displaces the oldest. Each has sent ``hello_bytes``
+    at most.
+
+    Args:
+        accept: called with a peer that has sent its hello; returns its index and a result, or raises
+            RejectedMessage or OSError.
+
+    Returns:
+        The results by index.
+    """
+    accepted: dict[int, Accepted] = {}
+    waiting: dict[object, Peer] = {}  # in the order of arrival
+    with selectors.DefaultSelector() as selector:
+
+        def forget(peer: Peer) -> None:
+            selector.unregister(peer.socket)
+            del waiting[peer.socket]
+
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ, listener)
+        try:
+            while accepted.keys() != expected and (seconds := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(seconds):
+                    if key.data is not None:
+                        if (peer := _accept_connection(key.data)) is not None:
+                            waiting[peer.socket] = peer
+                            selector.register(peer.socket, selectors.EVENT_READ)
+                        if len(waiting) > _MOST_UNAUTHENTICATED:
+                            oldest = next(iter(waiting.values()))
+                            forget(oldest)
+                            oldest.close()
+                    elif key.fileobj in waiting:  # else it was displaced
+                        peer = waiting[key.fileobj]
+                        try:
+                            if not peer.receive(hello_bytes):
+                                continue
+                            index, result = accept(peer)
+                        except (RejectedMessage, OSError):
+                            forget(peer)
+                            peer.close()
+                        else:
+                            forget(peer)
+                            peer.close_descriptors()
+                            accepted[index] = result
+        finally:
+            for peer in waiting.values():
+                peer.close()
+    return accepted
+
+
+def _accept_connection(listener: socket.socket) -> Peer | None:
+    try:
+        connection, _ = listener.accept()
+    except (ConnectionAbortedError, BlockingIOError):
+        return None
+    connection.setblocking(False)
+    if connection.family == socket.AF_UNIX and not is_same_user(connection):
+        connection.close()
+        return None
+    return Peer(connection)
+
+
+def connect_to_workers(own: Identity, store: dist.Store) -> dict[Role, Connection]:
+    """Return a trainer's connections to all workers.
+
+    Args:
+        store: in which the workers publish their addresses.
+
+    Raises:
+        ClusterError: a worker cannot be reached in time.
+    """
+    deadline = time.monotonic() + own.timeout_seconds
+    connections: dict[Role, Connection] = {}
+    for worker in own.topology.workers:
+        address = WorkerAddress(*json.loads(store.get(worker.rpc_name)))
+        while worker not in connections:
+            try:
+                connections[worker] = connect_to_worker(own, worker, address)
+            except OSError as error:  # other peers may have displaced this one
+                if time.monotonic() > deadline:
+                    raise ClusterError(
+                        f"{own.role} cannot reach {worker} at {address}: {first_line(error)}"
+                    ) from error
+                time.sleep(_SECONDS_BETWEEN_ATTEMPTS)
+    return connections
+
+
+def connect_to_worker(own: Identity, worker: Role, address: WorkerAddress) -> Connection:
+    """Return a trainer's connection to a worker.
 
     Raises:
         OSError: nobody answers there.
-        ClusterError: whoever does is not that worker.
+        ClusterError: something else answers.
     """
-    connection = address.connect()
+    peer = Peer(address.connect())
     try:
-        with _Heard(connection) as heard, _lending(connection) as lent:
+        with _lend_memory(peer.socket) as lent:
             random = secrets.token_bytes(_RANDOM_BYTES)
-            to, back = own.directions(worker, heard.next(_RANDOM_BYTES) + random)
-            _say(connection, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
-            back.open(heard.next(TAG_BYTES))
-            memory = heard.memory(lent)
+            to, back = own.directions(worker, bytes.fromhex(address.random) + random)
+            _send(peer.socket, _HELLO.pack(own.role.index, random, to.seal(b"")), lent)
+            while not peer.receive(TAG_BYTES):
+                pass
+            back.open(peer.hello)
+            memory = peer.map_memory(lent)
     except RejectedMessage as error:
-        connection.close()
+        peer.close()
         raise ClusterError(f"what listens at {address} is not {worker} of this run") from error
     except BaseException:
-        connection.close()
+        peer.close()
         raise
-    connection.setblocking(False)
-    return Connection(connection, Frames(to, back, Kind.ANSWER, Kind.FAILED, memory=memory))
+    peer.close_descriptors()
+    peer.socket.setblocking(False)
+    return Connection(peer.socket, Frames(to, back, FrameKind.RESPONSE, FrameKind.FAILURE, memory=memory))
+
+
+def accept_trainers(own: Identity, store: dist.Store, interface: str) -> list[Connection]:
+    """Return a worker's connections to all trainers.
+
+    Args:
+        store: in which the worker publishes its address.
+        interface: on which it listens for other hosts.
+
+    Raises:
+        ClusterError: a trainer does not connect in time.
+    """
+    trainers, random = own.topology.trainers, secrets.token_bytes(_RANDOM_BYTES)
+    connections: dict[int, Connection] = {}
+
+    def accept(peer: Peer) -> tuple[int, Connection]:
+        index, trainers_random, proof = _HELLO.unpack(peer.hello)
+        if index >= len(trainers) or index in connections:
+            raise RejectedMessage("this trainer is not expected")
+        to, back = own.directions(trainers[index], random + trainers_random)
+        back.open(proof)
+        with _lend_memory(peer.socket) as lent:
+            if lent is None:
+                peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            memory = peer.map_memory(lent)
+            _send(peer.socket, to.seal(b""), lent)
+        connections[index] = Connection(peer.socket, Frames(to, back, FrameKind.CALL, memory=memory))
+        return index, connections[index]
+
+    family, address = address_of(interface)
+    with (
+        socket.create_server((address, 0), family=family, backlog=_MOST_UNAUTHENTICATED) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix_listener,
+    ):
+        unix_listener.bind("")  # Linux chooses a name
+        unix_listener.listen(_MOST_UNAUTHENTICATED)
+        name = unix_listener.getsockname().hex()
+        host, port = listener.getsockname()[:2]
+        published = WorkerAddress(own_host(), name, host, port, random.hex())
+        store.set(own.role.rpc_name, json.dumps(published))
+        deadline = time.monotonic() + own.timeout_seconds
+        accept_peers((listener, unix_listener), _HELLO.size, accept, {*range(len(trainers))}, deadline)
+    if missing := [str(each) for each in trainers if each.index not in connections]:
+        for connection in connections.values():
+            connection.socket.close()
+        raise ClusterError(f"not connected to {own.role} in time: {', '.join(missing)}")
+    return [connections[each.index] for each in trainers]
+
+
+def address_of(interface: str) -> tuple[socket.AddressFamily, str]:
+    """Return family and IP address of an interface of this host; ClusterError if it has none."""
+    found = {each.family: each.address for each in reversed(psutil.net_if_addrs()[interface])}
+    for family in (socket.AF_INET, socket.AF_INET6):
+        if family in found:
+            return family, found[family]
+    raise ClusterError(f"the interface {interface} has no address (cluster.interface)")
 
 
 @contextmanager
-def _lending(connection: socket.socket) -> Iterator[LentMemory | None]:
-    """Memory for the other end, where that is of the same host; its descriptor goes while this lasts."""
+def _lend_memory(connection: socket.socket) -> Iterator[LentMemory | None]:
+    """Create memory for a peer on this host; its descriptor is closed at the end of the block."""
     if connection.family != socket.AF_UNIX:
         yield None
         return
@@ -140,126 +354,8 @@ def _lending(connection: socket.socket) -> Iterator[LentMemory | None]:
         lent.close()
 
 
-def _say(connection: socket.socket, said: bytes, lent: LentMemory | None) -> None:
+def _send(connection: socket.socket, message: bytes, lent: LentMemory | None) -> None:
     if lent is None:
-        connection.sendall(said)
+        connection.sendall(message)
     else:
-        socket.send_fds(connection, [said], [lent.descriptor])
-
-
-class Visitor:
-    """Whoever has connected to a worker, and has to prove that it is a trainer of the run.
-
-    Args:
-        connection: belongs to this now, until :meth:`let_in`.
-    """
-
-    def __init__(self, own: Place, connection: socket.socket) -> None:
-        self._own = own
-        self._connection = connection
-        self._told = secrets.token_bytes(_RANDOM_BYTES)
-        self._heard = _Heard(connection)
-        self._directions: tuple[Direction, Direction]
-        connection.setblocking(False)
-        with suppress(OSError):  # gone, as shows when it is heard
-            connection.send(self._told)
-
-    def hear(self) -> int | None:
-        """Take what has come; the trainer's index, once it has proved it.
-
-        Raises:
-            OSError: it is gone.
-            RejectedMessage: it is no trainer of this run.
-        """
-        if not self._heard.more(_HELLO.size):
-            return None
-        index, random, proof = _HELLO.unpack(self._heard.said)
-        if index >= self._own.topology.num_trainers:
-            raise RejectedMessage("there is no such trainer")
-        trainer = self._own.topology.trainers[index]
-        self._directions = self._own.directions(trainer, self._told + random)
-        self._directions[1].open(proof)
-        return int(index)
-
-    def let_in(self) -> Connection:
-        """The connection, once it is known; this is not to be closed any more.
-
-        Raises:
-            OSError: it is gone.
-            RejectedMessage: it lends no memory.
-        """
-        to, back = self._directions
-        with self._heard, _lending(self._connection) as lent:
-            if lent is None:
-                self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            memory = self._heard.memory(lent)
-            _say(self._connection, to.seal(b""), lent)
-        return Connection(self._connection, Frames(to, back, Kind.CALL, memory=memory))
-
-    def close(self) -> None:
-        """Send it away."""
-        self._heard.close()
-        self._connection.close()
-
-
-class _Heard:
-    """What another process says until it is known; after a ``with``, no descriptor of its is left."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.said = b""
-        self._connection = connection
-        self._descriptors: list[int] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
-
-    def next(self, size: int) -> bytes:
-        """The next ``size`` bytes, on a connection that blocks.
-
-        Raises:
-            OSError: they do not come.
-        """
-        self.said = b""
-        while not self.more(size):
-            pass
-        return self.said
-
-    def more(self, size: int) -> bool:
-        """Take what has come, up to ``size`` bytes in all; whether these are there.
-
-        Raises:
-            OSError: nothing more will come.
-        """
-        missing = size - len(self.said)
-        if self._connection.family == socket.AF_UNIX:
-            came, descriptors, _, _ = socket.recv_fds(self._connection, missing, 1)
-            self._descriptors += descriptors
-        else:
-            came = self._connection.recv(missing)
-        if not came:
-            raise ConnectionResetError("it has closed the connection")
-        self.said += came
-        return len(self.said) == size
-
-    def memory(self, lent: LentMemory | None) -> HostMemory | None:
-        """What both ends have now, where they are on one host.
-
-        Raises:
-            RejectedMessage: the other has sent none, or too little.
-        """
-        if lent is None:
-            return None
-        if not self._descriptors:
-            raise RejectedMessage("it lends no memory")
-        try:
-            return HostMemory(lent, BorrowedMemory(self._descriptors[0]))
-        except (OSError, ValueError) as error:
-            raise RejectedMessage("what it lends is no memory of that size") from error
+        socket.send_fds(connection, [message], [lent.descriptor])

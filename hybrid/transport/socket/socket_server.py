@@ -1,8 +1,8 @@
-"""A worker's end of its connections to trainers: their calls, and the answers to them.
+"""A worker's end of its connections to trainers: it serves their calls.
 
-A few threads read, each for some of the trainers. What a call needs is done where it was read; what must wait
-is a future, and is answered by whoever completes it. No thread ever waits for a trainer that does not read:
-what the system does not take at once is kept, and sent on when it does.
+A few threads read, each for some of the trainers. The thread that reads a call executes it. A result that has
+to wait is a future; whoever completes it sends the response. No thread waits for a trainer that does not
+read: what the kernel does not accept at once is kept, and sent later.
 """
 
 import logging
@@ -19,32 +19,32 @@ from torch import Tensor
 from torch.futures import Future
 
 from hybrid.security.rejected_messages import RejectedMessage, describe_exception
-from hybrid.transport.socket.frames import Kind, Message
+from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
 from hybrid.user_code.function_names import qualified_name
 
-Carried: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
+ServedFunction: TypeAlias = Callable[[Any, Sequence[Tensor]], Future[Any]]
 
 _LOG = logging.getLogger(__name__)
 _MOST_THREADS = 4
 _WAIT_SECONDS = 60.0
 
 
-class Server:
-    """Answers calls until it is closed.
+class SocketServer:
+    """Serves calls until it is closed.
 
     Args:
-        trainers: their connections, which now belong to this.
+        trainers: their connections, owned by this object.
         functions: that may be called, with plain values and tensors.
     """
 
-    def __init__(self, trainers: Sequence[Connection], functions: Sequence[Carried]) -> None:
+    def __init__(self, trainers: Sequence[Connection], functions: Sequence[ServedFunction]) -> None:
         named = {qualified_name(each): each for each in functions}
         number = min(len(trainers), _MOST_THREADS)
         self._readers = [_Reader(trainers[each::number], named) for each in range(number)]
 
     def close(self, timeout_seconds: float) -> None:
-        """End the threads and the connections; raises what has ended one before its time."""
+        """End the threads and close the connections; raises the error that ended a thread early."""
         for reader in self._readers:
             reader.close(timeout_seconds)
 
@@ -52,11 +52,7 @@ class Server:
 class _Reader:
     """One thread, and the connections that it reads."""
 
-    def __init__(
-        self,
-        trainers: Sequence[Connection],
-        functions: Mapping[str, Carried],
-    ) -> None:
+    def __init__(self, trainers: Sequence[Connection], functions: Mapping[str, ServedFunction]) -> None:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ)
@@ -67,11 +63,11 @@ class _Reader:
             self._callers.append(caller)
         self._is_closing = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="carrier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="socket server", daemon=True)
         self._thread.start()
 
     def close(self, timeout_seconds: float) -> None:
-        """See :meth:`Server.close`."""
+        """See :meth:`SocketServer.close`."""
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(timeout_seconds)
@@ -85,8 +81,8 @@ class _Reader:
         try:
             while not self._is_closing:
                 self._turn()
-        except Exception as error:  # trainers find their connections closed; close() tells
-            _LOG.exception("answering lookups has failed")
+        except Exception as error:  # trainers find their connections closed; close() raises it
+            _LOG.exception("serving calls has failed")
             self._error = error
         finally:
             for caller in self._callers:
@@ -100,33 +96,28 @@ class _Reader:
                 ready = [(each, 0) for each in self._selector.get_map().values()]
             else:
                 if events & selectors.EVENT_WRITE:
-                    key.data.send_on()
+                    key.data.send_unsent()
                 if events & selectors.EVENT_READ:
                     key.data.read()
         for key, _ in ready:
-            if key.data is not None and (wanted := key.data.wanted) != key.events:
-                self._want(key, wanted)
-
-    def _want(self, key: selectors.SelectorKey, events: int) -> None:
-        if events:
-            self._selector.modify(key.fileobj, events, key.data)
-        else:
-            self._selector.unregister(key.fileobj)
-            key.data.close()
+            if key.data is None or (events := key.data.events) == key.events:
+                continue
+            if events:
+                self._selector.modify(key.fileobj, events, key.data)
+            else:
+                self._selector.unregister(key.fileobj)
+                key.data.close()
 
 
 class _Caller:
-    """A trainer, as this worker hears and answers it.
+    """A trainer's connection.
 
     Args:
-        wake: has the reader look at ``wanted`` again.
+        wake: makes the reader look at ``events`` again.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        functions: Mapping[str, Carried],
-        wake: Callable[[], None],
+        self, connection: Connection, functions: Mapping[str, ServedFunction], wake: Callable[[], None]
     ) -> None:
         self._connection, self._frames = connection
         self._functions = functions
@@ -136,57 +127,58 @@ class _Caller:
         self._sending = threading.Lock()
 
     @property
-    def wanted(self) -> int:
-        """What its reader is to wait for; nothing once it has ended."""
+    def events(self) -> int:
+        """The events that the reader waits for; none after the end of the connection."""
         if self._has_ended:
             return 0
         return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
 
     def read(self) -> None:
-        """Take what has come, and do what it asks for."""
+        """Read what has arrived, and execute its calls."""
         try:
             self._frames.receive(self._connection)
             while (message := self._frames.next()) is not None:
                 self._serve(message)
-        except OSError:  # it is gone; the master sees to that
+        except OSError:  # the trainer is gone, which the master notices
             self._has_ended = True
         except RejectedMessage as error:
-            _LOG.warning("refused a message, and closed the connection: %s", error)
+            _LOG.warning("rejected a message, and closed the connection: %s", error)
             self._has_ended = True
 
     def _serve(self, call: Message) -> None:
         try:
             function, plain = call.value
-            answer = self._functions[function](plain, call.tensors)
-        except Exception as error:  # comes back as words
-            self._answer(Message(Kind.FAILED, call.number, describe_exception(error)))
+            future = self._functions[function](plain, call.tensors)
+        except Exception as error:  # reported to the caller
+            self._send_message(Message(FrameKind.FAILURE, call.number, describe_exception(error)))
         else:
-            answer.add_done_callback(partial(self._completed, call.number))
+            future.add_done_callback(partial(self._respond, call.number))
 
-    def _completed(self, number: int, future: Future[Sequence[Tensor]]) -> None:
+    def _respond(self, number: int, future: Future[Sequence[Tensor]]) -> None:
         try:
             tensors = future.value()
-        except Exception as error:  # comes back as words
-            self._answer(Message(Kind.FAILED, number, describe_exception(error)))
+        except Exception as error:  # reported to the caller
+            self._send_message(Message(FrameKind.FAILURE, number, describe_exception(error)))
         else:
-            self._answer(Message(Kind.ANSWER, number, None, tensors))
+            self._send_message(Message(FrameKind.RESPONSE, number, None, tensors))
 
-    def _answer(self, message: Message) -> None:
+    def _send_message(self, message: Message) -> None:
         with self._sending:
             if self._has_ended:
                 return
             try:
                 frame = self._frames.seal(message)
-            except Exception as error:  # what was returned cannot travel: the caller's to know
-                frame = self._frames.seal(Message(Kind.FAILED, message.number, describe_exception(error)))
+            except Exception as error:  # the result cannot be sent: reported to the caller
+                failure = Message(FrameKind.FAILURE, message.number, describe_exception(error))
+                frame = self._frames.seal(failure)
             if not self._unsent:
                 frame = frame[self._send(frame) :]
             if frame:
                 self._unsent += frame
                 self._wake()
 
-    def send_on(self) -> None:
-        """Send what was kept, as far as the system takes it."""
+    def send_unsent(self) -> None:
+        """Send kept bytes, as many as the kernel accepts."""
         with self._sending:
             with memoryview(self._unsent) as unsent:
                 sent = self._send(unsent)
@@ -197,15 +189,15 @@ class _Caller:
             return self._connection.send(data)
         except BlockingIOError:
             return 0
-        except OSError:  # as in read, which its reader comes to next
+        except OSError:  # as in read(), which the reader calls next
             self._has_ended = True
             return len(data)
 
     def close(self) -> None:
-        """End the connection; answers that are still to come go nowhere."""
+        """Close the connection; later responses are dropped."""
         with self._sending:
             self._has_ended = True
-            with suppress(OSError):  # it has gone by itself
+            with suppress(OSError):  # it is closed already
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection.close()
             self._frames.close()

@@ -15,7 +15,7 @@ from hybrid.config import RunConfig
 from hybrid.config.loading import to_toml
 from hybrid.errors import HybridError
 from hybrid.security.secret import Secret
-from hybrid.transport.socket.lent_blocks import own_network
+from hybrid.transport.shared_memory.lent_blocks import own_network
 from workers.rendezvous.bootstrap import join
 from workers.rendezvous.interrupt import end_now
 from workers.rendezvous.master_address import MasterAddress

@@ -14,14 +14,21 @@ from torch.futures import Future
 from hybrid.config import RunConfig
 from hybrid.embedding.bags import Bags, Item
 from hybrid.errors import ClusterError
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.protocol.ticket import Purpose, Ticket
-from hybrid.security.rejected_messages import describe_exception
+from hybrid.security.rejected_messages import RejectedMessage, describe_exception
 from hybrid.topology import Role, RoleKind
 from hybrid.transport import LostError, ModuleRef, RemoteTables
-from hybrid.transport.rpc.endpoints import PlainPart
-from hybrid.transport.shared_memory.host_aggregation import Combining, may_combine, pays
+from hybrid.transport.rpc.endpoints import PlainSegment
+from hybrid.transport.shared_memory.host_aggregation import (
+    HostAggregation,
+    Packet,
+    all_to_all,
+    can_aggregate,
+    saves_work,
+)
 from hybrid.transport.shared_memory.shared_block import SharedMemory
+from hybrid.transport.shared_memory.tensor_layout import DTYPES
 
 TRAINERS, WORKERS = 3, 4
 
@@ -31,17 +38,19 @@ class Worker(RemoteTables):
 
     def __init__(self, index: int, failure: str | None = None) -> None:
         super().__init__(Role(RoleKind.WORKER, index), ModuleRef(None, 5))  # type: ignore[arg-type]
-        self.came: list[tuple[list[PlainPart], list[Tensor]]] = []
+        self.came: list[tuple[list[PlainSegment], list[Tensor]]] = []
         self._failure = failure
 
-    def carry_parts(self, parts: Sequence[PlainPart], tensors: Sequence[Tensor]) -> Watched[Any]:
-        self.came.append((list(parts), [each.clone() for each in tensors]))
+    def send_segments(
+        self, segments: Sequence[PlainSegment], tensors: Sequence[Tensor]
+    ) -> ObservableResult[Any]:
+        self.came.append((list(segments), [each.clone() for each in tensors]))
         answer: Future[list[Tensor]] = Future()
         if self._failure is not None:
             answer.set_exception(RuntimeError(self._failure))  # type: ignore[arg-type]
             return answer
         rest, found = iter(tensors), []
-        for _, num_grads, _, items in parts:
+        for _, num_grads, _, items in segments:
             list(islice(rest, num_grads))
             found += [next(rest) + 100.0 * self.role.index for _ in items]
         answer.set_result(found)
@@ -52,14 +61,14 @@ class Trainer:
     """One of those that ask together, with stubs of its own of the workers."""
 
     def __init__(self, memory: SharedMemory, failure: str | None = None) -> None:
-        self.index = memory.place
+        self.index = memory.rank
         self.workers = [Worker(index, failure) for index in range(WORKERS)]
-        self.sources = Combining(memory, self.workers).sources()
+        self.sources = HostAggregation(memory, self.workers).sources()
 
     def ticket(self, step: int) -> Ticket:
         return Ticket(self.index, step, step, purpose=Purpose.PREFETCH)
 
-    def look_up(self, step: int) -> list[Watched[list[Tensor]]]:
+    def look_up(self, step: int) -> list[ObservableResult[list[Tensor]]]:
         """A lookup of each worker: its own items, as many as its number."""
         return [s.lookup(self.ticket(step), self.items(step, w)) for w, s in self.sources.items()]
 
@@ -69,7 +78,7 @@ class Trainer:
     def ids(self, step: int, worker: int, group: int) -> Tensor:
         return torch.tensor([self.index, step, worker, group] * (1 + group), dtype=torch.int32)
 
-    def check(self, step: int, answers: list[Watched[list[Tensor]]]) -> None:
+    def check(self, step: int, answers: list[ObservableResult[list[Tensor]]]) -> None:
         for worker, answer in enumerate(answers):
             found = answer.wait()
             assert len(found) == worker
@@ -81,7 +90,7 @@ def trainers(failure: str | None = None) -> list[Trainer]:
     return [Trainer(memory, failure) for memory in joined(TRAINERS)]
 
 
-Message: TypeAlias = tuple[list[PlainPart], list[Tensor]]
+Message: TypeAlias = tuple[list[PlainSegment], list[Tensor]]
 
 
 def messages(members: list[Trainer], worker: int) -> list[Message]:
@@ -197,7 +206,7 @@ def test_who_waits_for_one_that_is_gone_learns_it() -> None:
     first, *others = joined(TRAINERS)
     for peer in (peer for other in others for peer in other._peers.values()):
         peer.close()
-    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone while a step is taken"):
+    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone during a step"):
         Trainer(first).look_up(0)
 
 
@@ -206,7 +215,7 @@ def test_who_waits_for_one_that_is_gone_learns_it() -> None:
     [(8, 8, True), (4, 4, True), (2, 2, False), (8, 2, False), (1, 9, False)],
 )
 def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expected: bool) -> None:
-    assert pays(trainers, workers) is expected
+    assert saves_work(trainers, workers) is expected
 
 
 @pytest.mark.parametrize(
@@ -219,4 +228,52 @@ def test_it_pays_where_each_would_send_many(trainers: int, workers: int, expecte
     ],
 )
 def test_trainers_that_are_in_step_may(config: RunConfig, expected: bool) -> None:
-    assert may_combine(config) is expected
+    assert can_aggregate(config) is expected
+
+
+def tensors(*pair: int) -> list[Tensor]:
+    """Of every type, of shapes that depend on who has them for whom; some are empty."""
+    first, second = pair
+    generator = torch.Generator().manual_seed(10 * first + second)
+    shapes = [(first, second), (3, 1, 2 + second), (), (7 * first,)] * 2
+    return [
+        (100 * torch.rand(shape, generator=generator)).to(dtype)
+        for shape, dtype in zip(shapes, DTYPES, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_each_has_what_the_others_had_for_it(size: int) -> None:
+    def exchange(memory: SharedMemory) -> None:
+        rank = memory.rank
+        outgoing = {to: Packet([rank, to, ("for", to)], tensors(rank, to)) for to in range(size)}
+        for _ in range(3):
+            incoming = all_to_all(memory, outgoing)
+            assert list(incoming) == list(range(size))
+            for other, (values, received) in incoming.items():
+                assert values == [other, rank, ("for", rank)]
+                for expected, tensor in zip(tensors(other, rank), received, strict=True):
+                    assert tensor.dtype == expected.dtype
+                    assert torch.equal(tensor, expected)
+
+    at_once(exchange, joined(size))
+
+
+def test_what_is_not_in_one_piece_arrives_so() -> None:
+    columns = torch.arange(12.0).view(3, 4)[:, 1:3]
+    packet = Packet([], [columns])
+
+    def exchange(memory: SharedMemory) -> Tensor:
+        (_, (received,)) = all_to_all(memory, dict.fromkeys((0, 1), packet))[1 - memory.rank]
+        return received.clone()
+
+    for received in at_once(exchange, joined(2)):
+        assert torch.equal(received, columns)
+
+
+def test_a_value_that_has_a_name_is_refused() -> None:
+    def exchange(memory: SharedMemory) -> None:
+        with pytest.raises(RejectedMessage):
+            all_to_all(memory, {1 - memory.rank: Packet([print], [])})
+
+    at_once(exchange, joined(2))

@@ -6,15 +6,15 @@ import socket
 
 import pytest
 import torch
-from support.carrier import frames, shared
+from support.socket_ends import frames, shared
 from torch import Tensor
 
 from hybrid.security.rejected_messages import RejectedMessage
 from hybrid.security.sealed_stream import Direction
-from hybrid.transport.shared_memory.tensor_layout import described
-from hybrid.transport.socket import lent_blocks
-from hybrid.transport.socket.frames import Frames, Kind, Message
-from hybrid.transport.socket.lent_blocks import Block, BorrowedMemory, HostMemory, LentMemory
+from hybrid.transport.shared_memory import lent_blocks
+from hybrid.transport.shared_memory.lent_blocks import Block, BorrowedMemory, LentMemory, MemoryPair
+from hybrid.transport.shared_memory.tensor_layout import layout_of
+from hybrid.transport.socket.frames import FrameKind, Frames, Message
 
 MANY = lent_blocks.LEAST_BYTES
 
@@ -27,7 +27,7 @@ def ends() -> tuple[LentMemory, BorrowedMemory]:
 
 
 def lent(lender: LentMemory, *tensors: Tensor) -> Block:
-    block = lender.lend(tensors, described(tensors))
+    block = lender.lend(tensors, layout_of(tensors))
     assert block is not None
     return block
 
@@ -44,7 +44,7 @@ def test_tensors_come_bit_for_bit(ends: tuple[LentMemory, BorrowedMemory]) -> No
         torch.rand(33, requires_grad=True),
     ]
     block = lent(lender, *sent)
-    came = borrower.tensors(block, described(sent))
+    came = borrower.tensors(block, layout_of(sent))
     for expected, tensor in zip(sent, came, strict=True):
         assert (tensor.dtype, tensor.shape, tensor.requires_grad) == (expected.dtype, expected.shape, False)
         assert torch.equal(tensor.nan_to_num(9), expected.nan_to_num(9))
@@ -57,7 +57,7 @@ def test_what_is_borrowed_is_not_taken_again_while_somebody_has_it(
     lender, borrower = ends
     sent = [torch.zeros(MANY), torch.zeros(3)]
     blocks = [lent(lender, *sent) for _ in range(3)]
-    came = [borrower.tensors(block, described(sent)) for block in blocks]
+    came = [borrower.tensors(block, layout_of(sent)) for block in blocks]
     starts = [block.start for block in blocks]
     assert starts == sorted(set(starts))
     assert borrower.returned() == []
@@ -66,7 +66,7 @@ def test_what_is_borrowed_is_not_taken_again_while_somebody_has_it(
     gc.collect()
     assert sorted(borrower.returned()) == [blocks[0].number, blocks[2].number]
     assert borrower.returned() == [], "each once"
-    lender.take_back([blocks[0].number, blocks[2].number])
+    lender.free([blocks[0].number, blocks[2].number])
     assert lent(lender, torch.ones(MANY)).start == starts[0]
     assert lent(lender, torch.ones(MANY)).start > starts[1]
     assert kept.tolist() == [0, 0]
@@ -75,7 +75,7 @@ def test_what_is_borrowed_is_not_taken_again_while_somebody_has_it(
 def test_a_gap_is_taken_that_is_large_enough(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     lender, _ = ends
     blocks = [lent(lender, torch.zeros(size)) for size in (MANY, MANY, 5 * MANY, MANY)]
-    lender.take_back([blocks[0].number, blocks[2].number])
+    lender.free([blocks[0].number, blocks[2].number])
     assert lent(lender, torch.zeros(3 * MANY)).start == blocks[2].start
     assert lent(lender, torch.zeros(MANY)).start == 0
     assert lent(lender, torch.zeros(MANY)).start == blocks[2].start + 12 * MANY
@@ -88,18 +88,18 @@ def test_what_does_not_fit_is_not_lent(
     monkeypatch.setattr(lent_blocks, "NUM_BYTES", 8 * MANY)
     first = lent(lender, torch.zeros(MANY))
     large = torch.zeros(MANY + 64)
-    assert lender.lend([large], described([large])) is None
-    lender.take_back([first.number])
+    assert lender.lend([large], layout_of([large])) is None
+    lender.free([first.number])
     assert lent(lender, large).start == 0
 
 
 def test_few_bytes_are_not_lent(ends: tuple[LentMemory, BorrowedMemory]) -> None:
     few = torch.zeros(MANY // 4 - 16)
-    assert ends[0].lend([few], described([few])) is None
+    assert ends[0].lend([few], layout_of([few])) is None
 
 
 def test_a_block_beyond_the_memory_is_refused(ends: tuple[LentMemory, BorrowedMemory]) -> None:
-    shapes = described([torch.zeros(MANY)])
+    shapes = layout_of([torch.zeros(MANY)])
     for start in (-64, lent_blocks.NUM_BYTES - MANY):
         with pytest.raises(ValueError, match="buffer length"):
             ends[1].tensors(Block(1, start), shapes)
@@ -135,10 +135,10 @@ def passed(sender: Frames, receiver: Frames, message: Message) -> Message:
 def test_frames_of_one_host_carry_no_large_tensors() -> None:
     trainer, worker = frames(is_one_host=True)
     sent = torch.rand(50, MANY)
-    frame = trainer.seal(Message(Kind.CALL, 1, "f", [sent]))
+    frame = trainer.seal(Message(FrameKind.CALL, 1, "f", [sent]))
     assert len(frame) < 300
     trainer, worker = frames(is_one_host=True)
-    came = passed(trainer, worker, Message(Kind.CALL, 1, "f", [sent, torch.ones(2)]))
+    came = passed(trainer, worker, Message(FrameKind.CALL, 1, "f", [sent, torch.ones(2)]))
     assert torch.equal(came.tensors[0], sent)
     assert came.tensors[1].tolist() == [1, 1]
 
@@ -148,8 +148,8 @@ def test_frames_tell_each_other_what_is_free_again() -> None:
     trainer, worker = frames(is_one_host=True)
     places = set()
     for number in range(20):
-        call = passed(trainer, worker, Message(Kind.CALL, number, "f", [torch.full((MANY,), number)]))
-        answer = passed(worker, trainer, Message(Kind.ANSWER, number, None, [call.tensors[0] + 1]))
+        call = passed(trainer, worker, Message(FrameKind.CALL, number, "f", [torch.full((MANY,), number)]))
+        answer = passed(worker, trainer, Message(FrameKind.RESPONSE, number, None, [call.tensors[0] + 1]))
         assert answer.tensors[0].eq(number + 1).all()
         places |= {call.tensors[0].data_ptr(), answer.tensors[0].data_ptr()}
         del call, answer
@@ -158,10 +158,10 @@ def test_frames_tell_each_other_what_is_free_again() -> None:
 
 def test_memory_that_is_not_there_is_refused() -> None:
     own, _ = shared()
-    with_memory = Frames(*_directions(), Kind.CALL, memory=HostMemory(own.lent, own.borrowed))
+    with_memory = Frames(*_directions(), FrameKind.CALL, memory=MemoryPair(own.lent, own.borrowed))
     _, worker = frames()
-    with pytest.raises(RejectedMessage, match="memory that is not there"):
-        passed(with_memory, worker, Message(Kind.CALL, 1, "f", [torch.zeros(MANY)]))
+    with pytest.raises(RejectedMessage, match="memory that does not exist"):
+        passed(with_memory, worker, Message(FrameKind.CALL, 1, "f", [torch.zeros(MANY)]))
 
 
 def _directions() -> tuple[Direction, Direction]:

@@ -15,28 +15,33 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from support.carrier import place
+from support.socket_ends import identity
 
 from hybrid.errors import ClusterError
 from hybrid.security.secret import Secret
 from hybrid.topology import Role, RoleKind, Topology
-from hybrid.transport.socket import connection_setup, handshake
-from hybrid.transport.socket.connection_setup import meet_trainers, meet_workers
-from hybrid.transport.socket.frames import Kind, Message
-from hybrid.transport.socket.handshake import Address, Connection, Place
+from hybrid.transport.socket import handshake
+from hybrid.transport.socket.frames import FrameKind, Message
+from hybrid.transport.socket.handshake import (
+    Connection,
+    Identity,
+    WorkerAddress,
+    accept_trainers,
+    connect_to_workers,
+)
 
 TOPOLOGY = Topology(2, 2)
 SECONDS = 10.0
 HELLO_BYTES = 36
 
 
-def trainer(index: int, secret: Secret | None = None, run_id: bytes = b"run") -> Place:
-    own = place(Role(RoleKind.TRAINER, index), TOPOLOGY, run_id=run_id)
+def trainer(index: int, secret: Secret | None = None, run_id: bytes = b"run") -> Identity:
+    own = identity(Role(RoleKind.TRAINER, index), TOPOLOGY, run_id=run_id)
     return dataclasses.replace(own, secret=secret) if secret else own
 
 
-def worker(index: int) -> Place:
-    return place(Role(RoleKind.WORKER, index), TOPOLOGY)
+def worker(index: int) -> Identity:
+    return identity(Role(RoleKind.WORKER, index), TOPOLOGY)
 
 
 @pytest.fixture(params=["one host", "two hosts"], autouse=True)
@@ -44,17 +49,17 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """How trainers of this process reach workers of it."""
     if request.param == "one host":
         return socket.AF_UNIX
-    monkeypatch.setattr(handshake, "own_host", lambda: "another")
+    monkeypatch.setattr(handshake, "own_host", lambda: os.urandom(8).hex())  # each on one of its own
     return socket.AF_INET
 
 
 @contextmanager
 def listening(
-    store: dist.Store, pool: ThreadPoolExecutor, own: Place
-) -> Iterator[tuple[Address, Future[list[Connection]]]]:
+    store: dist.Store, pool: ThreadPoolExecutor, own: Identity
+) -> Iterator[tuple[WorkerAddress, Future[list[Connection]]]]:
     """A worker that waits for its trainers: where, and whom it will have met."""
-    met = pool.submit(meet_trainers, own, store, "lo")
-    yield Address(*json.loads(store.get(own.role.rpc_name))), met
+    met = pool.submit(accept_trainers, own, store, "lo")
+    yield WorkerAddress(*json.loads(store.get(own.role.rpc_name))), met
     for each in met.result(SECONDS):
         each.socket.close()
 
@@ -73,16 +78,16 @@ def close(*met: dict[Role, Connection]) -> None:
 
 def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: socket.AddressFamily) -> None:
     store = dist.HashStore()
-    at_workers = [pool.submit(meet_trainers, worker(i), store, "lo") for i in range(2)]
-    at_trainers = [pool.submit(meet_workers, trainer(i), store).result(SECONDS) for i in (1, 0)]
+    at_workers = [pool.submit(accept_trainers, worker(i), store, "lo") for i in range(2)]
+    at_trainers = [pool.submit(connect_to_workers, trainer(i), store).result(SECONDS) for i in (1, 0)]
     for index, of_trainer in zip((1, 0), at_trainers, strict=True):
         assert list(of_trainer) == list(TOPOLOGY.workers)
         for each, mine in of_trainer.items():
             theirs = at_workers[each.index].result(SECONDS)[index]
-            mine.socket.send(mine.frames.seal(Message(Kind.CALL, 1, f"from {index}")))
+            mine.socket.send(mine.frames.seal(Message(FrameKind.CALL, 1, f"from {index}")))
             theirs.socket.setblocking(True)
             assert theirs.frames.receive(theirs.socket)
-            assert theirs.frames.next() == (Kind.CALL, 1, f"from {index}", [])
+            assert theirs.frames.next() == (FrameKind.CALL, 1, f"from {index}", [])
             assert mine.socket.family == theirs.socket.family == family
     listeners = [c for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     for future in at_workers:
@@ -94,30 +99,32 @@ def test_every_trainer_meets_every_worker(pool: ThreadPoolExecutor, family: sock
 def test_strangers_are_not_let_in_and_do_no_harm(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_setup, "_MOST_STRANGERS", 20)
+    monkeypatch.setattr(handshake, "_MOST_UNAUTHENTICATED", 20)
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(address)) for _ in range(50)]
         silent[0].settimeout(SECONDS)
-        assert silent[0].recv(100)[16:] == silent[0].recv(100) == b"", "the first gives way to those after it"
+        assert silent[0].recv(100) == b"", "the first gives way to those after it"
         for said in (os.urandom(HELLO_BYTES), bytes(HELLO_BYTES), b"GET / HTTP/1.0\r\n\r\n" * 3):
             assert answer_to(address, said) == b""
         for wrong in (trainer(0, Secret.fresh()), trainer(0, run_id=b"another")):
             with pytest.raises(
                 ClusterError, match=r"cannot reach worker 0 at .*: it has closed the connection"
             ):
-                meet_workers(dataclasses.replace(wrong, topology=Topology(2, 1), timeout_seconds=0.2), store)
+                connect_to_workers(
+                    dataclasses.replace(wrong, topology=Topology(2, 1), timeout_seconds=0.2), store
+                )
         assert not met.done()
         for index in (0, 1):
-            stack.callback(close, meet_workers(only_worker_0(trainer(index)), store))
+            stack.callback(close, connect_to_workers(only_worker_0(trainer(index)), store))
         assert len(met.result(SECONDS)) == 2
 
 
-def only_worker_0(own: Place) -> Place:
+def only_worker_0(own: Identity) -> Identity:
     return dataclasses.replace(own, topology=Topology(own.topology.num_trainers, 1))
 
 
-def connected(address: Address) -> socket.socket:
+def connected(address: WorkerAddress) -> socket.socket:
     """A connection, once the worker has a place for one more."""
     deadline = time.monotonic() + SECONDS
     while True:
@@ -128,19 +135,19 @@ def connected(address: Address) -> socket.socket:
             time.sleep(0.001)
 
 
-def answer_to(address: Address, said: bytes) -> bytes:
-    """What a worker answers to this, beyond its random bytes."""
+def answer_to(address: WorkerAddress, said: bytes) -> bytes:
+    """What a worker answers to this."""
     with connected(address) as connection:
         connection.sendall(said)
         answer = b""
         with contextlib.suppress(ConnectionResetError):
             while more := connection.recv(100):
                 answer += more
-    return answer[16:]
+    return answer
 
 
 def test_a_hello_that_was_heard_is_good_for_nothing_else(pool: ThreadPoolExecutor) -> None:
-    """Neither again, nor by another trainer: the worker's random bytes are part of it."""
+    """Neither again, nor by another trainer."""
     store = dist.HashStore()
     heard: list[bytes] = []
 
@@ -156,31 +163,31 @@ def test_a_hello_that_was_heard_is_good_for_nothing_else(pool: ThreadPoolExecuto
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(socket, "socket", Heard)
-            stack.callback(close, meet_workers(only_worker_0(trainer(0)), store))
+            stack.callback(close, connect_to_workers(only_worker_0(trainer(0)), store))
         (hello,) = [said for said in heard if len(said) == HELLO_BYTES]  # the worker's words are heard too
         assert answer_to(address, hello) == b""
         assert answer_to(address, b"\1" + hello[1:]) == b""
         assert not met.done()
-        stack.callback(close, meet_workers(only_worker_0(trainer(1)), store))
+        stack.callback(close, connect_to_workers(only_worker_0(trainer(1)), store))
 
 
 def test_a_trainer_comes_once(pool: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
     with listening(store, pool, worker(0)) as (_, met), contextlib.ExitStack() as stack:
-        stack.callback(close, meet_workers(only_worker_0(trainer(0)), store))
+        stack.callback(close, connect_to_workers(only_worker_0(trainer(0)), store))
         with pytest.raises(ClusterError, match=r"it has closed the connection"):
-            meet_workers(dataclasses.replace(only_worker_0(trainer(0)), timeout_seconds=0.2), store)
+            connect_to_workers(dataclasses.replace(only_worker_0(trainer(0)), timeout_seconds=0.2), store)
         assert not met.done()
-        stack.callback(close, meet_workers(only_worker_0(trainer(1)), store))
+        stack.callback(close, connect_to_workers(only_worker_0(trainer(1)), store))
 
 
 def test_a_crowd_does_not_keep_trainers_out(
     pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection_setup, "_MOST_STRANGERS", 20)
+    monkeypatch.setattr(handshake, "_MOST_UNAUTHENTICATED", 20)
     store, is_over = dist.HashStore(), threading.Event()
 
-    def crowd(address: Address) -> None:
+    def crowd(address: WorkerAddress) -> None:
         while not is_over.is_set():
             with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
                 for _ in range(40):
@@ -189,7 +196,7 @@ def test_a_crowd_does_not_keep_trainers_out(
     with listening(store, pool, worker(0)) as (address, met), contextlib.ExitStack() as stack:
         crowds = [pool.submit(crowd, address) for _ in range(2)]
         for index in (0, 1):
-            stack.callback(close, meet_workers(only_worker_0(trainer(index)), store))
+            stack.callback(close, connect_to_workers(only_worker_0(trainer(index)), store))
         is_over.set()
         assert len(met.result(SECONDS)) == 2
         for each in crowds:
@@ -200,26 +207,25 @@ def test_a_worker_of_another_run_is_noticed(pool: ThreadPoolExecutor) -> None:
     """What listens could be anything: the trainer asks for a proof, too."""
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as impostor:
-        store.set("worker0", json.dumps(["elsewhere", "", *impostor.getsockname()]))
+        store.set("worker0", json.dumps(["another host", "", *impostor.getsockname(), "00"]))
 
         def answer() -> None:
             connection, _ = impostor.accept()
             with connection:
-                connection.sendall(os.urandom(16))
                 connection.recv(HELLO_BYTES, socket.MSG_WAITALL)
                 connection.sendall(os.urandom(16))
 
         answering = pool.submit(answer)
         with pytest.raises(ClusterError, match=r"what listens at 127.0.0.1:\d+ is not worker 0 of this run"):
-            meet_workers(only_worker_0(trainer(0)), store)
+            connect_to_workers(only_worker_0(trainer(0)), store)
         answering.result(SECONDS)
 
 
 def test_who_does_not_come_is_named(pool: ThreadPoolExecutor) -> None:
     store = dist.HashStore()
     late = dataclasses.replace(worker(0), timeout_seconds=0.5)
-    waiting = pool.submit(meet_trainers, late, store, "lo")
-    met = meet_workers(only_worker_0(trainer(1)), store)
+    waiting = pool.submit(accept_trainers, late, store, "lo")
+    met = connect_to_workers(only_worker_0(trainer(1)), store)
     with pytest.raises(ClusterError, match=r"^not connected to worker 0 in time: trainer 0$"):
         waiting.result(SECONDS)
     close(met)
@@ -229,14 +235,14 @@ def test_a_worker_that_cannot_be_reached_is_named() -> None:
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    store.set("worker0", json.dumps(["elsewhere", "", "127.0.0.1", port]))
+    store.set("worker0", json.dumps(["another host", "", "127.0.0.1", port, "00"]))
     own = dataclasses.replace(only_worker_0(trainer(1)), timeout_seconds=0.2)
     said = rf"^trainer 1 cannot reach worker 0 at 127.0.0.1:{port}: .*refused"
     with pytest.raises(ClusterError, match=said):
-        meet_workers(own, store)
+        connect_to_workers(own, store)
 
 
 def test_an_interface_without_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth9": []})
     with pytest.raises(ClusterError, match="eth9 has no address"):
-        meet_trainers(worker(0), dist.HashStore(), "eth9")
+        accept_trainers(worker(0), dist.HashStore(), "eth9")

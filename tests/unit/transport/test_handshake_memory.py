@@ -1,4 +1,4 @@
-"""What a worker asks of those who connect within its host: a proof, and memory with it."""
+"""What a worker requires of a trainer on its host: a proof, and memory with it."""
 
 import json
 import os
@@ -10,38 +10,38 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from support.carrier import TRAINER, WORKER, place
+from support.socket_ends import TRAINER, WORKER, identity
 
 from hybrid.errors import ClusterError
-from hybrid.transport.socket import connection_setup, handshake, lent_blocks
-from hybrid.transport.socket.connection_setup import meet_trainers
-from hybrid.transport.socket.frames import Kind, Message
-from hybrid.transport.socket.handshake import Address, Connection, introduce
+from hybrid.transport.shared_memory import lent_blocks
+from hybrid.transport.socket import handshake
+from hybrid.transport.socket.frames import FrameKind, Message
+from hybrid.transport.socket.handshake import Connection, WorkerAddress, accept_trainers, connect_to_worker
 
 SECONDS = 10.0
 HELLO_BYTES = 36
 
 
-class Worker:
+class LocalWorker:
     """One that waits for its trainer."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         store = dist.HashStore()
-        self.met: Future[list[Connection]] = pool.submit(meet_trainers, place(WORKER), store, "lo")
-        self.address = Address(*json.loads(store.get(WORKER.rpc_name)))
+        self.met: Future[list[Connection]] = pool.submit(accept_trainers, identity(WORKER), store, "lo")
+        self.address = WorkerAddress(*json.loads(store.get(WORKER.rpc_name)))
 
     def let_in(self) -> tuple[Connection, Connection]:
         """The trainer, at last: its end, and the worker's."""
-        return introduce(place(TRAINER), WORKER, self.address), self.met.result(SECONDS)[0]
+        return connect_to_worker(identity(TRAINER), WORKER, self.address), self.met.result(SECONDS)[0]
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
+def local_worker() -> Iterator[LocalWorker]:
     with ThreadPoolExecutor() as pool:
-        yield Worker(pool)
+        yield LocalWorker(pool)
 
 
-def close(*connections: Connection) -> None:
+def close_all(*connections: Connection) -> None:
     for each in connections:
         each.frames.close()
         each.socket.close()
@@ -50,10 +50,10 @@ def close(*connections: Connection) -> None:
 def test_both_ends_have_memory_and_no_descriptor_is_left() -> None:
     before = psutil.Process().num_fds()
     with ThreadPoolExecutor() as pool:
-        ends = Worker(pool).let_in()
+        ends = LocalWorker(pool).let_in()
     tensor = torch.rand(lent_blocks.LEAST_BYTES)
     for sender, receiver in (ends, ends[::-1]):
-        kind = Kind.CALL if sender is ends[0] else Kind.ANSWER
+        kind = FrameKind.CALL if sender is ends[0] else FrameKind.RESPONSE
         frame = sender.frames.seal(Message(kind, 1, None, [tensor]))
         assert len(frame) < tensor.nbytes
         sender.socket.send(frame)
@@ -62,31 +62,31 @@ def test_both_ends_have_memory_and_no_descriptor_is_left() -> None:
         assert message is not None
         assert torch.equal(message.tensors[0], tensor)
     del message
-    close(*ends)
+    close_all(*ends)
     assert psutil.Process().num_fds() == before
 
 
 @pytest.mark.parametrize("lent", ["nothing", "too little"])
 def test_who_lends_no_memory_is_not_let_in(
-    worker: Worker, lent: str, monkeypatch: pytest.MonkeyPatch
+    local_worker: LocalWorker, lent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         if lent == "nothing":
-            patched.setattr(handshake, "_say", _say_alone)
+            patched.setattr(handshake, "_send", _send_alone)
         else:
             patched.setattr(lent_blocks.LentMemory, "__init__", _lend_little)
         with pytest.raises((OSError, ClusterError)):
-            introduce(place(TRAINER), WORKER, worker.address)
-        assert not worker.met.done()
-    close(*worker.let_in())
+            connect_to_worker(identity(TRAINER), WORKER, local_worker.address)
+        assert not local_worker.met.done()
+    close_all(*local_worker.let_in())
 
 
-_say = handshake._say
+_send = handshake._send
 
 
-def _say_alone(connection: socket.socket, said: bytes, lent: lent_blocks.LentMemory | None) -> None:
+def _send_alone(connection: socket.socket, said: bytes, lent: lent_blocks.LentMemory | None) -> None:
     """What a trainer says, whose words are longer; the worker is of this process, too."""
-    _say(connection, said, lent if len(said) < HELLO_BYTES else None)
+    _send(connection, said, lent if len(said) < HELLO_BYTES else None)
 
 
 def _lend_little(memory: lent_blocks.LentMemory) -> None:
@@ -94,25 +94,25 @@ def _lend_little(memory: lent_blocks.LentMemory) -> None:
     os.ftruncate(memory.descriptor, 4096)
 
 
-def test_what_a_stranger_has_sent_is_closed(worker: Worker) -> None:
+def test_what_a_stranger_has_sent_is_closed(local_worker: LocalWorker) -> None:
     opened = set()
     for _ in range(5):
-        with worker.address.connect() as connection, open(os.devnull) as file:
+        with local_worker.address.connect() as connection, open(os.devnull) as file:
             socket.send_fds(connection, [os.urandom(HELLO_BYTES)], [file.fileno()])
             while connection.recv(100):
                 pass
         opened.add(psutil.Process().num_fds())
     assert len(opened) == 1
-    assert not worker.met.done()
-    close(*worker.let_in())
+    assert not local_worker.met.done()
+    close_all(*local_worker.let_in())
 
 
-def test_another_user_is_not_let_in(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_let_in(local_worker: LocalWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(connection_setup, "is_same_user", lambda _: False)
-        with pytest.raises(OSError, match="closed"):
-            introduce(place(TRAINER), WORKER, worker.address)
-    close(*worker.let_in())
+        patched.setattr(handshake, "is_same_user", lambda _: False)
+        with pytest.raises(ConnectionError):
+            connect_to_worker(identity(TRAINER), WORKER, local_worker.address)
+    close_all(*local_worker.let_in())
 
 
 def test_hosts_are_told_apart_by_user_too(monkeypatch: pytest.MonkeyPatch) -> None:

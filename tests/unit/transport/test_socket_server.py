@@ -1,4 +1,4 @@
-"""Calls by the carrier, from a trainer's link to a worker's server and back."""
+"""Calls by sockets, from a trainer's client to a worker's server and back."""
 
 import logging
 import socket
@@ -14,20 +14,20 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.carrier import WORKER, connection
+from support.socket_ends import WORKER, connection
 from torch import Tensor
 from torch.futures import Future
 
 from hybrid.errors import ConfigError
-from hybrid.primitives.deferred_response import Watched
+from hybrid.primitives.deferred_response import ObservableResult
 from hybrid.security.rejected_messages import parse_exception
-from hybrid.transport.rpc.call_failure import LostError, RefusedError
+from hybrid.transport.rpc.call_failure import LostError, RejectedCallError
 from hybrid.transport.rpc.pending_calls import PendingTensors
 from hybrid.transport.socket import socket_server as server_module
-from hybrid.transport.socket.frames import Kind, Message
+from hybrid.transport.socket.frames import FrameKind, Message
 from hybrid.transport.socket.handshake import Connection
-from hybrid.transport.socket.socket_client import Link
-from hybrid.transport.socket.socket_server import Server
+from hybrid.transport.socket.socket_client import SocketClient
+from hybrid.transport.socket.socket_server import SocketServer
 
 SECONDS = 10.0
 LARGE = 4 << 20  # values: more bytes than a connection holds
@@ -72,11 +72,11 @@ def is_one_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @contextmanager
-def serving(trainers: int = 1, timeout_seconds: float = SECONDS) -> Iterator[list[Link]]:
+def connected_clients(trainers: int = 1, timeout_seconds: float = SECONDS) -> Iterator[list[SocketClient]]:
     """Links of so many trainers to one server."""
     ends = [connection() for _ in range(trainers)]
-    links = [Link(ours, timeout_seconds) for ours, _ in ends]
-    server = Server([theirs for _, theirs in ends], FUNCTIONS)
+    links = [SocketClient(ours, timeout_seconds) for ours, _ in ends]
+    server = SocketServer([theirs for _, theirs in ends], FUNCTIONS)
     try:
         yield links
     finally:
@@ -86,18 +86,18 @@ def serving(trainers: int = 1, timeout_seconds: float = SECONDS) -> Iterator[lis
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Connection]]:
+def ends() -> Iterator[tuple[SocketClient, Connection]]:
     """A link, and what it is connected to."""
     ours, theirs = connection()
-    link = Link(ours, SECONDS)
+    link = SocketClient(ours, SECONDS)
     yield link, theirs
     link.close()
     theirs.socket.close()
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    with serving() as (link,):
+def link() -> Iterator[SocketClient]:
+    with connected_clients() as (link,):
         yield link
 
 
@@ -109,22 +109,22 @@ def until(is_so: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def answer_to(watched: Watched[Any]) -> Any:
+def answer_to(watched: ObservableResult[Any]) -> Any:
     """What a stub makes of an answer."""
     return PendingTensors[Any](WORKER, watched).wait()
 
 
-def doubled(link: Link, number: int) -> int:
+def doubled(link: SocketClient, number: int) -> int:
     """What comes of a call that is answered at once."""
     return int(link.call(double, number).wait()[0])
 
 
-def test_a_call_is_answered(link: Link) -> None:
+def test_a_call_is_answered(link: SocketClient) -> None:
     assert [doubled(link, each) for each in range(3)] == [0, 2, 4]
     assert [each.tolist() for each in link.call(double, 3, [torch.ones(2)]).wait()] == [6, [1, 1]]
 
 
-def test_answers_come_when_they_are_there(link: Link) -> None:
+def test_answers_come_when_they_are_there(link: SocketClient) -> None:
     first, second = link.call(promise, 1), link.call(promise, 2)
     called: list[Any] = []
     first.add_done_callback(called.append)
@@ -142,7 +142,7 @@ def test_answers_come_when_they_are_there(link: Link) -> None:
 
 
 @pytest.mark.parametrize("when", ["at once", "later"])
-def test_an_exception_comes_with_its_words(when: str, link: Link) -> None:
+def test_an_exception_comes_with_its_words(when: str, link: SocketClient) -> None:
     if when == "at once":
         reply = link.call(refuse, ())
     else:
@@ -155,10 +155,10 @@ def test_an_exception_comes_with_its_words(when: str, link: Link) -> None:
     assert parse_exception(str(caught.value)) == ("ConfigError", "dense.net = 'mlp': is not to my taste")
 
 
-def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: Link) -> None:
+def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: SocketClient) -> None:
     with pytest.raises(RuntimeError, match=r"KeyError: .*:known"):
         answer_to(link.call(known, ()))
-    with pytest.raises(RuntimeError, match=r"ClusterError: what is on a GPU does not travel"):
+    with pytest.raises(RuntimeError, match=r"ClusterError: tensors on a GPU cannot be sent"):
         answer_to(link.call(cannot_travel, ()))
     assert doubled(link, 4) == 8
 
@@ -166,24 +166,24 @@ def test_an_unknown_function_and_a_value_that_cannot_travel_are_errors(link: Lin
 @pytest.mark.parametrize("value", [7, None, ("f",), ([], 1)], ids=str)
 def test_a_call_that_is_malformed_is_rejected_and_the_next_is_served(value: object) -> None:
     ours, theirs = connection()
-    server = Server([theirs], FUNCTIONS)
-    ours.socket.send(ours.frames.seal(Message(Kind.CALL, 1, value)))
+    server = SocketServer([theirs], FUNCTIONS)
+    ours.socket.send(ours.frames.seal(Message(FrameKind.CALL, 1, value)))
     until(lambda: ours.frames.receive(ours.socket))
     message = ours.frames.next()
     assert message is not None
-    assert (message.kind, message.number) == (Kind.FAILED, 1)
-    link = Link(ours, SECONDS)
+    assert (message.kind, message.number) == (FrameKind.FAILURE, 1)
+    link = SocketClient(ours, SECONDS)
     assert doubled(link, 4) == 8
     link.close()
     server.close(SECONDS)
 
 
-def test_any_threads_may_call(link: Link) -> None:
+def test_any_threads_may_call(link: SocketClient) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda n: doubled(link, n), range(400))) == list(range(0, 800, 2))
 
 
-def test_any_threads_may_answer(link: Link) -> None:
+def test_any_threads_may_answer(link: SocketClient) -> None:
     replies = [link.call(promise, number) for number in range(400)]
     until(lambda: len(promises) == len(replies))
     with ThreadPoolExecutor(8) as pool:
@@ -194,7 +194,7 @@ def test_any_threads_may_answer(link: Link) -> None:
 
 def test_a_trainer_that_does_not_read_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_MOST_THREADS", 1)
-    with serving(trainers=2) as (slow, quick):
+    with connected_clients(trainers=2) as (slow, quick):
         answers = [slow.call(large, ()) for _ in range(3)]
         assert [doubled(quick, each) for each in range(100)] == [2 * each for each in range(100)]
         assert all(torch.equal(answer.wait()[0], torch.arange(LARGE)) for answer in answers)
@@ -204,13 +204,13 @@ def test_a_trainer_that_does_not_read_keeps_nobody_waiting(monkeypatch: pytest.M
         assert later.wait()[0].shape == (LARGE,)
 
 
-def test_large_messages_go_both_ways_at_once(link: Link) -> None:
+def test_large_messages_go_both_ways_at_once(link: SocketClient) -> None:
     ahead = [link.call(large, ()) for _ in range(2)]
     assert link.call(double, 1, [torch.arange(LARGE)]).wait()[1].shape == (LARGE,)
     assert all(answer.wait()[0].shape == (LARGE,) for answer in ahead)
 
 
-def test_a_worker_that_is_gone_is_lost(ends: tuple[Link, Connection]) -> None:
+def test_a_worker_that_is_gone_is_lost(ends: tuple[SocketClient, Connection]) -> None:
     link, theirs = ends
     waiting = link.call(double, 1)
     theirs.socket.close()
@@ -219,7 +219,7 @@ def test_a_worker_that_is_gone_is_lost(ends: tuple[Link, Connection]) -> None:
             answer_to(reply)
 
 
-def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[Link, Connection]) -> None:
+def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[SocketClient, Connection]) -> None:
     link, theirs = ends
     link._timeout_seconds = 0.05
     late = link.call(double, 1)
@@ -227,29 +227,29 @@ def test_a_worker_that_says_nothing_is_lost_in_time(ends: tuple[Link, Connection
         with pytest.raises(LostError, match=r"^worker 0 does not answer \(nothing came for 0.05 s\)$"):
             answer_to(late)
         if not is_there:
-            theirs.socket.send(theirs.frames.seal(Message(Kind.ANSWER, 1, None)))
-            link.look()
+            theirs.socket.send(theirs.frames.seal(Message(FrameKind.RESPONSE, 1, None)))
+            link.poll()
     with pytest.raises(LostError, match="nothing came for"):  # it does not even read
         answer_to(link.call(double, 1, [torch.zeros(LARGE)]))
 
 
-def test_what_is_altered_on_the_way_to_a_trainer_is_refused(ends: tuple[Link, Connection]) -> None:
+def test_what_is_altered_on_the_way_to_a_trainer_is_refused(ends: tuple[SocketClient, Connection]) -> None:
     link, theirs = ends
     reply = link.call(double, 1)
-    frame = bytearray(theirs.frames.seal(Message(Kind.FAILED, 1, "no")))
+    frame = bytearray(theirs.frames.seal(Message(FrameKind.FAILURE, 1, "no")))
     frame[-1] ^= 1
     theirs.socket.send(frame)
     for each in (reply, link.call(double, 2)):
-        with pytest.raises(RefusedError, match="altered, repeated or left out"):
+        with pytest.raises(RejectedCallError, match="altered, repeated or left out"):
             answer_to(each)
     until(lambda: _is_closed(theirs.socket))
 
 
-def test_an_answer_to_nothing_is_refused(ends: tuple[Link, Connection]) -> None:
+def test_an_answer_to_nothing_is_refused(ends: tuple[SocketClient, Connection]) -> None:
     link, theirs = ends
     reply = link.call(double, 1)
-    theirs.socket.send(theirs.frames.seal(Message(Kind.FAILED, 7, "no")))
-    with pytest.raises(RefusedError, match="it answers no call"):
+    theirs.socket.send(theirs.frames.seal(Message(FrameKind.FAILURE, 7, "no")))
+    with pytest.raises(RejectedCallError, match="it responds to no call"):
         answer_to(reply)
 
 
@@ -257,14 +257,14 @@ def test_what_is_altered_on_the_way_to_a_worker_ends_that_connection_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     (bad, behind), (good, beside) = connection(), connection()
-    server = Server([behind, beside], FUNCTIONS)
-    link = Link(good, SECONDS)
-    frame = bytearray(bad.frames.seal(Message(Kind.CALL, 1, ("double", 1))))
+    server = SocketServer([behind, beside], FUNCTIONS)
+    link = SocketClient(good, SECONDS)
+    frame = bytearray(bad.frames.seal(Message(FrameKind.CALL, 1, ("double", 1))))
     frame[-1] ^= 1
     with caplog.at_level(logging.WARNING):
         bad.socket.send(frame)
         until(lambda: _is_closed(bad.socket))
-    assert "refused a message, and closed the connection: it was altered" in caplog.text
+    assert "rejected a message, and closed the connection: it was altered" in caplog.text
     assert doubled(link, 4) == 8
     link.close()
     bad.socket.close()
@@ -280,7 +280,7 @@ def _is_closed(connection: socket.socket) -> bool:
         return True
 
 
-def test_who_waits_when_its_process_leaves_is_told(link: Link) -> None:
+def test_who_waits_when_its_process_leaves_is_told(link: SocketClient) -> None:
     reply = link.call(promise, 1)
     link.close()
     with pytest.raises(LostError, match="this process is leaving"):
@@ -291,9 +291,9 @@ def test_who_waits_when_its_process_leaves_is_told(link: Link) -> None:
 
 def test_nothing_is_left_behind() -> None:
     threads, files = set(threading.enumerate()), psutil.Process().num_fds()
-    with serving(trainers=6) as links:
+    with connected_clients(trainers=6) as links:
         assert [doubled(link, 1) for link in links] == [2] * 6
-        assert 0 < len([t for t in threading.enumerate() if t.name == "carrier"]) <= 4
+        assert 0 < len([t for t in threading.enumerate() if t.name == "socket server"]) <= 4
     assert set(threading.enumerate()) == threads
     assert psutil.Process().num_fds() == files
 
@@ -305,8 +305,8 @@ def test_an_error_of_a_reading_thread_is_told_at_the_end(monkeypatch: pytest.Mon
         raise MemoryError("no more")
 
     monkeypatch.setattr(server_module._Caller, "read", fail)
-    server = Server([theirs], FUNCTIONS)
-    link = Link(ours, SECONDS)
+    server = SocketServer([theirs], FUNCTIONS)
+    link = SocketClient(ours, SECONDS)
     with pytest.raises(LostError):
         answer_to(link.call(double, 1))
     with pytest.raises(MemoryError, match="no more"):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hybrid.primitives.deferred_response import Answer, serving
+from hybrid.primitives.deferred_response import DeferredResponse, serve_caller
 
 
 class Named:
@@ -14,18 +14,18 @@ class Named:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def answered(self, value: Any) -> str:
+    def wrap_result(self, value: Any) -> str:
         return f"{self._name}: {value}"
 
-    def failed(self, error: Exception) -> str:
+    def wrap_exception(self, error: Exception) -> str:
         return f"{self._name}: raised {error}"
 
 
 def test_it_is_for_the_caller_that_was_served_when_it_was_made() -> None:
-    with serving(Named("first")):
-        first: Answer[Any] = Answer()
-    with serving(Named("second")):
-        second: Answer[Any] = Answer()
+    with serve_caller(Named("first")):
+        first: DeferredResponse[Any] = DeferredResponse()
+    with serve_caller(Named("second")):
+        second: DeferredResponse[Any] = DeferredResponse()
         first.set_result(1)
         second.set_exception(ValueError("two"))
     assert first.done()
@@ -34,8 +34,8 @@ def test_it_is_for_the_caller_that_was_served_when_it_was_made() -> None:
 
 
 def test_another_thread_may_complete_it() -> None:
-    with serving(Named("caller")):
-        answer: Answer[Any] = Answer()
+    with serve_caller(Named("caller")):
+        answer: DeferredResponse[Any] = DeferredResponse()
         thread = threading.Thread(target=lambda: answer.set_result(3))
         thread.start()
         thread.join(5.0)
@@ -44,11 +44,11 @@ def test_another_thread_may_complete_it() -> None:
 
 
 def test_where_nobody_is_served_it_is_a_future() -> None:
-    with pytest.raises(KeyError), serving(Named("before")):
+    with pytest.raises(KeyError), serve_caller(Named("before")):
         raise KeyError
-    answer: Answer[int] = Answer()
+    answer: DeferredResponse[int] = DeferredResponse()
     answer.set_result(4)
-    failed: Answer[int] = Answer()
+    failed: DeferredResponse[int] = DeferredResponse()
     failed.set_exception(ValueError("plain"))
     assert answer.wait() == 4
     with pytest.raises(ValueError, match="plain"):

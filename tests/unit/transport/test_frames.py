@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.carrier import frames
+from support.socket_ends import frames
 from torch import Tensor
 
 from hybrid.errors import ClusterError
 from hybrid.security import message_signature
 from hybrid.security.rejected_messages import RejectedMessage
-from hybrid.transport.socket.frames import Frames, Kind, Message
+from hybrid.transport.socket.frames import FrameKind, Frames, Message
 
 WHOLE = 1 << 20
 
@@ -43,17 +43,17 @@ def received(receiver: Frames, data: bytes, piece: int = WHOLE) -> Iterator[Mess
 
 
 def answer(number: int, *tensors: Tensor) -> Message:
-    return Message(Kind.ANSWER, number, None, tensors)
+    return Message(FrameKind.RESPONSE, number, None, tensors)
 
 
 def call(value: Any, *tensors: Tensor) -> Message:
-    return Message(Kind.CALL, 1, value, tensors)
+    return Message(FrameKind.CALL, 1, value, tensors)
 
 
 def travelled(*tensors: Tensor) -> Sequence[Tensor]:
     trainer, worker = frames()
     (came,) = received(trainer, bytes(worker.seal(answer(3, *tensors))))
-    assert came[:3] == (Kind.ANSWER, 3, None)
+    assert came[:3] == (FrameKind.RESPONSE, 3, None)
     return came.tensors
 
 
@@ -84,7 +84,7 @@ def test_a_call_comes_with_all_it_holds() -> None:
     value = ("a function", (7, (0, 1.5, True, None), [("text", -1)], {"key": 2}))
     trainer, worker = frames()
     (came,) = received(worker, bytes(trainer.seal(call(value, torch.ones(2), torch.zeros(3)))))
-    assert came[:3] == (Kind.CALL, 1, value)
+    assert came[:3] == (FrameKind.CALL, 1, value)
     assert [each.tolist() for each in came.tensors] == [[1, 1], [0, 0, 0]]
 
 
@@ -131,7 +131,7 @@ def test_a_claimed_length_takes_no_memory() -> None:
     _, worker = frames()
     claimed = b"\xff" * 4 + (1 << 60).to_bytes(8, "little")
     assert list(received(worker, claimed + os.urandom(200_000))) == []
-    assert len(worker._came) < 1 << 20
+    assert len(worker._received) < 1 << 20
 
 
 def test_what_is_not_plain_data_is_refused() -> None:
@@ -142,10 +142,10 @@ def test_what_is_not_plain_data_is_refused() -> None:
 
 def test_what_may_not_come_this_way_is_refused() -> None:
     trainer, worker = frames()
-    with pytest.raises(RejectedMessage, match="not what may come here"):
-        list(received(worker, bytes(trainer.seal(Message(Kind.FAILED, 1, "no")))))
+    with pytest.raises(RejectedMessage, match="unexpected"):
+        list(received(worker, bytes(trainer.seal(Message(FrameKind.FAILURE, 1, "no")))))
     trainer, worker = frames()
-    with pytest.raises(RejectedMessage, match="not what may come here"):
+    with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(trainer, bytes(worker.seal(call("f")))))
 
 
@@ -153,7 +153,7 @@ def test_what_comes_with_a_message_and_is_not_of_it_is_refused() -> None:
     trainer, worker = frames()
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     longer = sealed[:4] + (len(sealed) - 12 + 5).to_bytes(8, "little") + sealed[12:] + b"extra"
-    with pytest.raises(RejectedMessage, match="not what may come here"):
+    with pytest.raises(RejectedMessage, match="unexpected"):
         list(received(trainer, longer))
 
 
@@ -171,7 +171,7 @@ def test_a_tensor_larger_than_its_message_is_refused() -> None:
     sealed = bytes(worker.seal(answer(1, torch.ones(3))))
     head = int.from_bytes(sealed[:4], "little")
     cut = sealed[:4] + head.to_bytes(8, "little") + sealed[12 : 12 + head]
-    with pytest.raises(RejectedMessage, match="larger than what has come"):
+    with pytest.raises(RejectedMessage, match="larger than the message"):
         list(received(trainer, cut))
 
 

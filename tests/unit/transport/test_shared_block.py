@@ -47,7 +47,7 @@ def test_slots_that_grow_at_different_times_are_read_in_their_turns() -> None:
 
     def take_turns(part: SharedMemory) -> None:
         for turn in range(200):
-            length = 10_000 * (1 + turn // 40) if turn % 3 == part.place else 10
+            length = 10_000 * (1 + turn // 40) if turn % 3 == part.rank else 10
             words = bytes([turn]) * length
             part.slot(length)[:length] = words
             assert all(bytes(slot[:10]) == bytes([turn]) * 10 for slot in part.publish())
@@ -57,7 +57,7 @@ def test_slots_that_grow_at_different_times_are_read_in_their_turns() -> None:
 
 def test_members_are_the_trainers_in_the_order_of_their_ranks() -> None:
     for place, part in enumerate(joined(3)):
-        assert part.place == place
+        assert part.rank == place
         assert [str(each) for each in part.members] == ["trainer 0", "trainer 1", "trainer 2"]
 
 
@@ -65,7 +65,7 @@ def test_one_that_is_gone_is_named_at_once() -> None:
     first, second = joined(2)
     for peer in second._peers.values():
         peer.close()
-    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone while a step is taken"):
+    with pytest.raises(ClusterError, match="trainer 1, of this host, is gone during a step"):
         first.publish()
 
 
@@ -129,14 +129,14 @@ def test_two_containers_of_a_host_share_nothing(monkeypatch: pytest.MonkeyPatch)
 
 def before_the_exchange(monkeypatch: pytest.MonkeyPatch, come: Callable[[shared_block._Card], None]) -> None:
     """Have strangers come once there is somewhere to: they are told the card of the first member."""
-    exchange = shared_block._exchange
+    exchange = shared_block._exchange_cards
 
     def exchange_after_them(card: shared_block._Card, group: dist.ProcessGroup) -> list[shared_block._Card]:
         if group.rank() == 0:
             come(card)
         return exchange(card, group)
 
-    monkeypatch.setattr(shared_block, "_exchange", exchange_after_them)
+    monkeypatch.setattr(shared_block, "_exchange_cards", exchange_after_them)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,13 @@ def test_strangers_are_sent_away(
             strangers.append(stranger)
 
     before_the_exchange(monkeypatch, come)
-    monkeypatch.setattr(shared_block, "_HELLO_SECONDS", 0.1)
     assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
     for stranger in strangers:
         stranger.close()
 
 
 def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    connect = shared_block._call
+    connect = shared_block._connect
 
     def connect_slowly(card: shared_block._Card, place: int) -> socket.socket:
         peer = connect(card._replace(token=""), place)
@@ -180,7 +179,7 @@ def test_a_member_whose_greeting_comes_in_pieces_is_let_in(monkeypatch: pytest.M
             peer.send(bytes([byte]))
         return peer
 
-    monkeypatch.setattr(shared_block, "_call", connect_slowly)
+    monkeypatch.setattr(shared_block, "_connect", connect_slowly)
     assert at_once(shown, joined(2, timeout_seconds=2.0), [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 
@@ -203,7 +202,6 @@ def test_a_stranger_of_another_user_is_not_waited_for(monkeypatch: pytest.Monkey
             stack.enter_context(connected_as_another_user(bytes.fromhex(card.name)))
 
         before_the_exchange(monkeypatch, come)
-        monkeypatch.setattr(shared_block, "_HELLO_SECONDS", 1000.0)
         assert at_once(shown, joined(2), [b"a", b"b"]) == [[b"a", b"b"]] * 2
 
 

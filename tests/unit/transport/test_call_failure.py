@@ -23,8 +23,8 @@ PEER = "[10.77.0.2]:4711"
     ],
 )
 def test_a_peer_that_is_gone_leaves_no_stack(
-    text: str, is_logged: bool, capsys: pytest.CaptureFixture[str]
+    text: str, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     failure = failure_of(RuntimeError(text))
     assert (failure.message, failure.is_logged) == (f"RuntimeError: {text}", is_logged)
-    assert bool(capsys.readouterr().err) == is_logged
+    assert bool(caplog.records) == is_logged
