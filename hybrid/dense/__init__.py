@@ -1,8 +1,7 @@
-"""Dense nets, and what computes them: a net's own affairs, whoever trains it.
+"""Dense nets and their computation.
 
-Begin with ``configured``, which builds the net that is asked for: one of ``models``, or the user's own
-(``own_net``), of three stages; ``places`` knows where the vectors of each column lie. ``optimizer`` steps a
-net, ``matmul`` says whose products it takes, ``compiled`` gives it another form, ``device`` says where it
-computes, ``remote`` hosts one on a worker. ``replicas`` and ``tensor`` spread one over devices and over
-trainers. ``training`` puts these together.
+``net_builder`` builds the net of a configuration: one of ``hybrid.models``, or a custom net.
+``dense_optimizer`` updates nets, ``matmul`` multiplies matrices, ``compilation`` compiles stages, ``devices``
+selects devices, and ``hosted_net`` hosts a net on a worker. ``data_parallel`` and ``tensor_parallel``
+distribute a net over devices and over trainers. ``hybrid.engine`` combines these.
 """

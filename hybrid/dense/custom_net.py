@@ -1,4 +1,4 @@
-"""What is asked of a dense net of the user's own before anything is trained."""
+"""Checks of custom dense nets before training."""
 
 from collections.abc import Sequence
 
@@ -7,38 +7,38 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hybrid.config import RunConfig
-from hybrid.dense.compilation import undisturbed
-from hybrid.dense.layer_names import name_layer
+from hybrid.dense.compilation import restore_afterwards
+from hybrid.dense.step_diagnosis import name_layer
 from hybrid.errors import ConfigError
 from hybrid.models.dense_net import DenseNet
 from hybrid.user_code.tracebacks import describe_error
 
-# A trainer's share of the last batch may be empty.
+# The slice of a trainer may be empty.
 _NUMBERS_OF_SAMPLES = (2, 0)
 
 
-def check_own_net(
+def check_custom_net(
     net: DenseNet, name: str, widths: Sequence[int], dtype: torch.dtype, num_outputs: int = 1
 ) -> None:
-    """See that every parameter has values, that the stages fit together, and how many outputs a sample has.
+    """Check that parameters have values, that stages fit together, and the number of outputs.
 
     Args:
-        name: "module:function", which has built it.
-        widths: of what it is given: numeric columns, pooled embeddings, and what a remote net gives the
-            head where there is one.
-        dtype: of its inputs.
-        num_outputs: what there must be of a sample.
+        name: "module:function" that returned the net.
+        widths: widths of the inputs: dense features, pooled embeddings, and the output of the remote net if
+            there is one.
+        dtype: type of the inputs.
+        num_outputs: required outputs per sample.
 
     Raises:
-        ConfigError: one of these is not so.
+        ConfigError: a check fails.
     """
     for path, tensor in (*net.named_parameters(), *net.named_buffers()):
         if is_lazy(tensor):
-            reason = f"has {path} of no size yet; give its lazy layer all sizes, or run the net once"
+            reason = f"has {path} without a size; give its lazy layer all sizes, or run the net once"
             raise ConfigError("dense.net", reason, name)
         if tensor.is_meta:
             raise ConfigError("dense.net", f"has {path} on the device meta, without values", name)
-    with undisturbed(net, ()), torch.no_grad():
+    with restore_afterwards(net, ()), torch.no_grad():
         net.eval()
         for size in _NUMBERS_OF_SAMPLES:
             inputs = [torch.zeros(size, width, dtype=dtype) for width in widths]
@@ -54,8 +54,8 @@ def _check_passes(net: DenseNet, name: str, inputs: Sequence[Tensor], num_output
     size = len(dense_BF)
     shapes = [[size, num_outputs]] if num_outputs > 1 else [[size], [size, 1]]
     if list(outputs_BO.shape) not in shapes:
-        found = f"gives {list(outputs_BO.shape)} for {size} samples, not {' or '.join(map(str, shapes))}"
-        wanted = "one logit a sample" if num_outputs == 1 else f"{num_outputs} outputs a sample, by task"
+        found = f"returns {list(outputs_BO.shape)} for {size} samples, not {' or '.join(map(str, shapes))}"
+        wanted = "one logit per sample" if num_outputs == 1 else f"{num_outputs} outputs per sample, by task"
         raise ConfigError("dense.net", f"the head {found}: {wanted}", name)
 
 
@@ -64,12 +64,12 @@ def _output(net: DenseNet, stage: str, name: str, *inputs: Tensor) -> Tensor:
     module: nn.Module = getattr(net, stage)
     try:
         output: Tensor = module(*inputs)
-    except Exception as error:  # the user's own code, which may raise anything
+    except Exception as error:  # user code may raise anything
         name_layer(error, net)
-        reason = f"the {stage} fails where it is given {shapes}: {describe_error(error)}"
+        reason = f"the {stage} fails for inputs {shapes}: {describe_error(error)}"
         raise ConfigError("dense.net", " ".join(reason.split()), name) from error
     if not isinstance(output, Tensor):
-        raise ConfigError("dense.net", f"the {stage} gives a {type(output).__name__}, not a tensor", name)
+        raise ConfigError("dense.net", f"the {stage} returns a {type(output).__name__}, not a tensor", name)
     return output
 
 

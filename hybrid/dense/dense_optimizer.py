@@ -1,17 +1,18 @@
-"""Optimizers of the dense nets: any class of ``torch.optim``, handed its gradients."""
+"""Optimizers of dense nets: any class of ``torch.optim`` that takes dense gradients."""
 
 import difflib
 import inspect
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.parameter_groups import ParameterGroup
+from hybrid.config import DenseGroupSection
 from hybrid.errors import CheckpointError, ConfigError, first_line
 from hybrid.protocol.learning_rate_schedule import Schedule
 from hybrid.storage.remote_path import StoragePath
@@ -19,16 +20,68 @@ from hybrid.storage.remote_path import StoragePath
 _OptimizerClass: TypeAlias = Callable[..., torch.optim.Optimizer]
 
 _CANNOT_STEP = {
-    "SparseAdam": "takes sparse gradients only, and those of a dense net are dense; take Adam",
-    "LBFGS": "computes the loss several times within a step, which is not possible here; take another class",
+    "SparseAdam": "takes sparse gradients only; take Adam",
+    "LBFGS": "evaluates the loss several times in a step, which is not supported; take another class",
 }
 _REFUSED_OPTIONS = {
     "lr": "is dense.learning_rate",
     "maximize": "would raise the loss that the tables lower; leave it out",
-    "differentiable": "is for gradients of the step itself, which training does not take; leave it out",
-    "capturable": "is for steps inside CUDA graphs, and there are none here; leave it out",
+    "differentiable": "is for gradients through the step, which training does not compute; leave it out",
+    "capturable": "is for CUDA graphs, which are not used; leave it out",
 }
 _OPTIONS = "dense.optimizer_options"
+_REMOTE = "remote."  # prefix of the names of the remote net's parameters
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters of a net with their own learning rate or options.
+
+    Attributes:
+        learning_rate: None for the rate of the other parameters.
+        options: see :func:`make_optimizer`; they override the options of the other parameters.
+        key: the configuration key of the options.
+    """
+
+    parameters: list[nn.Parameter]
+    learning_rate: float | None
+    options: tuple[str, ...]
+    key: str
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], sections: Mapping[str, DenseGroupSection], *, is_remote: bool
+) -> list[ParameterGroup]:
+    """Return the groups of a net's parameters that sections [dense_groups.NAME] define.
+
+    Args:
+        named: the parameters of the net, with their names.
+        is_remote: whether it is the remote net.
+
+    Raises:
+        ConfigError: a section names no parameter, or two sections name one parameter.
+    """
+    members = {f"{_REMOTE if is_remote else ''}{name}": parameter for name, parameter in named}
+    owner: dict[str, str] = {}
+    for section, group in sections.items():
+        key = f"dense_groups.{section}.parameters"
+        for pattern in group.parameters:
+            found = [name for name in members if fnmatchcase(name, pattern)]
+            if not found and pattern.startswith(_REMOTE) == is_remote:
+                rule = f"names no parameter; there are {', '.join(members)}"
+                raise ConfigError(key, rule, pattern)
+            for name in found:
+                if owner.setdefault(name, section) != section:
+                    rule = f"must leave out {name}, which dense_groups.{owner[name]} names"
+                    raise ConfigError(key, rule, pattern)
+    return [
+        ParameterGroup(
+            [members[name] for name, of in owner.items() if of == section],
+            group.learning_rate,
+            group.optimizer_options,
+            f"dense_groups.{section}.optimizer_options",
+        )
+        for section, group in sections.items()
+    ]
 
 
 def make_optimizer(
@@ -38,11 +91,11 @@ def make_optimizer(
     options: Sequence[str] = (),
     groups: Sequence[ParameterGroup] = (),
 ) -> torch.optim.Optimizer:
-    """An optimizer by the name of its class in ``torch.optim``.
+    """Create an optimizer by the name of its class in ``torch.optim``.
 
     Args:
         options: its other arguments as TOML, such as ``momentum = 0.9``; a list becomes a tuple.
-        groups: those of the parameters that are trained otherwise.
+        groups: parameters with their own learning rate or options.
 
     Raises:
         ConfigError: there is no such class, it cannot train these parameters, or it refuses an option.
@@ -75,13 +128,13 @@ def _try(
     options: Sequence[str],
     key: str,
 ) -> None:
-    """ConfigError where ``cls`` refuses arguments, which several classes look at only when they step."""
+    """Raise ConfigError if ``cls`` refuses arguments; several classes check them only in a step."""
     if not arguments:
         return
-    tried = nn.Parameter(like.new_ones(2, 2))
-    tried.grad = torch.ones_like(tried)
+    probe = nn.Parameter(like.new_ones(2, 2))
+    probe.grad = torch.ones_like(probe)
     try:
-        cls([tried], **arguments).step()
+        cls([probe], **arguments).step()
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise ConfigError(
             key, f"torch.optim.{name} refuses this: {first_line(error)}", list(options)
@@ -91,7 +144,7 @@ def _try(
 def _runs(
     parameters: Sequence[nn.Parameter], groups: Sequence[ParameterGroup], settings: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Parameter groups of torch that leave the parameters in their order, by which state is stored."""
+    """Return torch's parameter groups in the order of the parameters, by which state is stored."""
     number_of = {id(each): number for number, group in enumerate(groups) for each in group.parameters}
     runs = groupby(parameters, key=lambda each: number_of.get(id(each)))
     return [{"params": list(run), **({} if number is None else settings[number])} for number, run in runs]
@@ -116,7 +169,7 @@ def _is_optimizer(cls: object) -> TypeGuard[_OptimizerClass]:
 
 
 def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str], option_key: str) -> dict[str, object]:
-    """The options as keyword arguments of ``cls``, each of the type that its default has."""
+    """Return the options as keyword arguments of ``cls``, with the types of its defaults."""
     defaults = {key: parameter.default for key, parameter in inspect.signature(cls).parameters.items()}
     valid = [key for key in defaults if key != "params" and key not in _REFUSED_OPTIONS]
     arguments: dict[str, object] = {}
@@ -137,7 +190,7 @@ def _arguments(cls: _OptimizerClass, name: str, options: Sequence[str], option_k
 
 
 def _parse(text: str, option_key: str) -> tuple[str, object]:
-    """Key and value of one option."""
+    """Return key and value of one option."""
     try:
         ((key, value),) = tomllib.loads(text).items()
     except ValueError as error:  # of TOML, or of other than one key
@@ -150,7 +203,7 @@ def _parse(text: str, option_key: str) -> tuple[str, object]:
 
 
 def _kind(value: object) -> str:
-    """What a value is, in words; empty where there is none to go by."""
+    """Return the kind of a default value for messages; empty if it implies none."""
     if isinstance(value, bool):
         return "true or false"
     if isinstance(value, int | float):
@@ -159,7 +212,7 @@ def _kind(value: object) -> str:
 
 
 class DenseOptimizer:
-    """A ``torch.optim`` optimizer that is handed its gradients and whose rates follow a schedule."""
+    """A ``torch.optim`` optimizer with explicit gradients and scheduled learning rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
         self.optimizer = optimizer
@@ -167,7 +220,7 @@ class DenseOptimizer:
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def step(self, step: int, gradients: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
-        """Take step number ``step`` with ``gradients`` times ``scale``; parameters without one stay."""
+        """Take step ``step`` with ``gradients`` times ``scale``; parameters without a gradient stay."""
         factor = self._schedule.factor(step)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
@@ -178,21 +231,21 @@ class DenseOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def load(self, state: dict[int, dict[str, Tensor]], folder: StoragePath) -> None:
-        """Take the state of every parameter from a checkpoint; settings stay those of now.
+        """Load the state of every parameter from a checkpoint; options stay as configured.
 
         Raises:
-            CheckpointError: it is of other parameters; names ``folder``.
+            CheckpointError: the state in ``folder`` is of other parameters.
         """
         parameters = [each for group in self.optimizer.param_groups for each in group["params"]]
-        for place, values in state.items():
-            if place >= len(parameters) or not all(_is_of(parameters[place], v) for v in values.values()):
-                raise CheckpointError(f"{folder}: is of another model: optimizer state {place} does not fit")
+        for index, values in state.items():
+            if index >= len(parameters) or not all(_fits(parameters[index], v) for v in values.values()):
+                raise CheckpointError(f"{folder}: is of another model: optimizer state {index} does not fit")
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _is_of(parameter: Tensor, state: Tensor) -> bool:
-    """Whether state may be of a parameter: of the whole, of its elements, or of its rows or columns."""
+def _fits(parameter: Tensor, state: Tensor) -> bool:
+    """Return whether state has a shape that optimizers keep: scalar, elements, rows or columns."""
     sizes = zip(state.shape, parameter.shape, strict=False)
     return state.dim() == 0 or (
         state.dim() == parameter.dim() and all(mine in (1, its) for mine, its in sizes)
@@ -200,12 +253,13 @@ def _is_of(parameter: Tensor, state: Tensor) -> bool:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> float:
-    """The square of the norm of all ``gradients`` together."""
+    """Return the squared norm of all ``gradients`` together."""
     detached = [gradient.detach() for gradient in gradients]
     if not detached:
         return 0.0
-    total = float(torch.stack(torch._foreach_norm(detached)).double().square().sum())
+    total = float(torch.stack([torch.linalg.vector_norm(each) for each in detached]).double().square().sum())
     if math.isfinite(total):
         return total
-    # Large values overflow in their own precision, and are finite yet.
-    return float(torch.stack(torch._foreach_norm(detached, dtype=torch.float64)).square().sum())
+    # Squares of large finite values overflow in lower precision.
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in detached]
+    return float(torch.stack(norms).square().sum())

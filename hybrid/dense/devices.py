@@ -1,4 +1,4 @@
-"""Which devices a trainer computes on, and how trainers reduce their gradients."""
+"""Devices of trainers, and the backend of their process group."""
 
 import os
 from collections.abc import Sequence
@@ -43,9 +43,9 @@ def _num_gpus() -> int:
 
 
 def choose_backend(devices: Sequence[str]) -> str:
-    """The process group backend for trainers on ``devices``, each "host/device".
+    """Return the process group backend for trainers on ``devices``, each "host/device".
 
-    NCCL needs a GPU of its own for every trainer; gloo serves everything else, shared GPUs too.
+    NCCL needs one GPU per trainer; gloo supports everything else, also shared GPUs.
     """
     own_gpus = len(set(devices)) == len(devices) and all("/cuda" in device for device in devices)
     return "nccl" if own_gpus else "gloo"

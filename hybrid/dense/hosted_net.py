@@ -1,4 +1,4 @@
-"""A dense net on a worker, shared by all trainers and updated once a step, as the tables are."""
+"""A dense net on a worker, shared by all trainers and updated once per step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from hybrid.storage.remote_path import StoragePath
 
 
 class HostedNet(Hosted):
-    """Holds a net for all trainers; their gradients meet in trainer order and make one optimizer step.
+    """A net for all trainers; their gradients are merged in trainer order into one optimizer step.
 
     Args:
-        net: what trainers call, eager or TorchScript. Calls run at the same time, unless there are
-            buffers: as the net runs these may change, as running statistics do, and one call changes
-            them after the other.
+        net: eager or TorchScript. Calls run concurrently, unless the net has buffers: calls may change these,
+            as running statistics do, so that they run one after another.
         optimizer: over the parameters of ``net``.
-        rules: how gradients become updates.
-        form: what runs in the place of ``net``: a compiled form over the same parameters and buffers.
+        rules: the update rules.
+        form: runs instead of ``net``: a compiled module over the same parameters and buffers.
     """
 
     def __init__(
@@ -53,17 +52,17 @@ class HostedNet(Hosted):
         self._rules = rules
         has_buffers = any(True for _ in net.buffers())
         self._running: AbstractContextManager[object] = threading.Lock() if has_buffers else nullcontext()
-        # Autograd records a use of the parameters only if an input of it requires a gradient.
+        # Autograd records a function only if one of its inputs requires a gradient.
         self._anchor = torch.zeros(0, requires_grad=True)
         self.barrier = UpdateBarrier[Sequence[Tensor]](rules, self._merge, self.clock)
 
     def call(self, ticket: Ticket, hidden_BH: Tensor) -> Future[Tensor]:
-        """The net's output for ``hidden_BH`` once it has seen as many updates as the ticket says."""
+        """Return the output for ``hidden_BH``, once the updates that the ticket requires are applied."""
         return self.barrier.when(ticket, lambda: self.forward(ticket, hidden_BH))
 
     def forward(self, ticket: Ticket, hidden_BH: Tensor) -> Tensor:
-        """As :meth:`call`, with the parameters as they are now."""
-        # Each call runs a net of its own, over the same buffers: those would change in several calls at once.
+        """Return the output for ``hidden_BH`` with the current parameters."""
+        # Each call runs a replica over the same buffers, which must not change in two calls at once.
         with self._running:
             if ticket.purpose is Purpose.PREDICT:
                 with torch.no_grad():
@@ -77,7 +76,7 @@ class HostedNet(Hosted):
             return output
 
     def _keep_buffers(self, net: nn.Module) -> None:
-        """Take over from a call's net what it has put in the place of buffers, instead of changing those."""
+        """Keep buffers that the forward pass of a replica replaced instead of changing them in place."""
         for path, owner in self.net.named_modules():
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 left = getattr(_submodule(net, path), name)
@@ -87,11 +86,11 @@ class HostedNet(Hosted):
 
     @property
     def is_stepped_meanwhile(self) -> bool:
-        """Whether another trainer's update may fall between a forward pass and its backward pass."""
+        """Whether an update may come between a forward pass and its backward pass."""
         return self._rules.mode is UpdateMode.ASYNC
 
     def load(self, folder: StoragePath, step: int) -> None:
-        """Take the net and its optimizer from a checkpoint, and go on as after ``step`` steps."""
+        """Load the net and its optimizer from a checkpoint, and continue after ``step`` steps."""
         net, state = unpack_dense(Checkpoint.open(folder).tensors(REMOTE_FILE))
         load_state(self.net, net, folder)
         self.optimizer.load(state, folder)
@@ -105,7 +104,8 @@ class HostedNet(Hosted):
     def _merge(self, step: int, contributions: list[Sequence[Tensor]]) -> NetUpdate:
         merged = [gradient.clone() for gradient in contributions[0]]
         for contribution in contributions[1:]:
-            torch._foreach_add_(merged, list(contribution))
+            for total, gradient in zip(merged, contribution, strict=True):
+                total.add_(gradient)
         if self._rules.check_finite:
             for name, gradient in zip(self._names, merged, strict=True):
                 if not gradient.isfinite().all():
@@ -121,7 +121,7 @@ def _submodule(module: nn.Module, path: str) -> Any:
 
 
 class NetUpdate:
-    """One step's merged gradients of a net."""
+    """The merged gradients of one step of a net."""
 
     def __init__(self, hosted: HostedNet, step: int, gradients: list[Tensor]) -> None:
         self._hosted = hosted
@@ -137,14 +137,14 @@ class NetUpdate:
 
 
 class _Parameters(torch.autograd.Function):
-    """The parameters, whose gradients go to the update barrier once all of them are there."""
+    """Returns the parameters; the backward pass sends all their gradients to the update barrier."""
 
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx, anchor: Tensor, hosted: HostedNet, ticket: Ticket
     ) -> tuple[Tensor, ...]:
         ctx.arguments = hosted, ticket, hosted.version  # type: ignore[attr-defined]
-        # Views would do in step with the others; a copy stays what it was until the backward pass.
+        # An update may overwrite the parameters before the backward pass of this call.
         if hosted.is_stepped_meanwhile:
             return tuple(parameter.detach().clone() for parameter in hosted.parameter_list)
         return tuple(parameter.detach() for parameter in hosted.parameter_list)

@@ -1,21 +1,18 @@
-"""Whose matrix products linear layers take: torch's own (MKL, on x86), or those of oneDNN in the same wheel.
+"""Matrix products of linear layers by oneDNN, where it is faster than torch's own (MKL).
 
-Torch sends float32 products on CPUs to MKL, which runs AVX2 kernels on AMD's processors; oneDNN takes what
-the processor has, and no setting of torch's leads there. So the products of a layer go through two operators
-of our own: with x of B samples, F inputs and H outputs
+MKL runs AVX2 kernels on AMD processors. oneDNN, in the same wheel, runs AVX-512, but torch has no setting for
+that. So two custom operators compute the products of a layer. With B samples, F inputs and H outputs:
 
     output              x_BF @ weight_HF.T + bias_H    hybrid::linear
     gradient of x       grad_BH @ weight_HF            hybrid::linear
     gradient of weight  grad_BH.T @ x_BF               hybrid::weight_gradient
 
-Since they are operators and no functions of Python's, they are part of TorchScript, and of what
-``torch.compile`` captures, too.
+TorchScript and ``torch.compile`` capture operators, but no Python functions.
 
-A ReLU after a layer stays a layer of its own: fused into oneDNN's product it makes 0 of NaN, and a loss that
-is not finite would go unnoticed.
+A ReLU is not fused into the product: oneDNN's would turn NaN into 0, and hide a non-finite loss.
 """
 
-# No postponed annotations here: TorchScript reads those of forward.
+# No postponed annotations here: TorchScript reads the annotations of forward.
 
 from collections.abc import Callable
 from functools import cache
@@ -26,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Multiplications of a product. With less, what oneDNN's calls and the operator take by themselves (0.2 ms for
-# a layer, forward and backward, beside torch's) is more than faster kernels save.
+# Multiplications of a product. Below, the overhead of the operator (0.2 ms per layer, forward and backward)
+# is more than faster kernels save.
 _FEWEST = 1 << 23
-# Samples whose gradient of a weight is one product. oneDNN copies its operands into an order of its own, and
-# those of longer batches leave the cache on the way.
+# Samples in one product of a weight gradient. oneDNN reorders its operands, which must fit the cache.
 _BLOCK = 512
 
 _library = torch.library.Library("hybrid", "DEF")
@@ -39,10 +35,10 @@ _library.define("weight_gradient(Tensor grad, Tensor input) -> Tensor")
 
 
 class Linear(nn.Linear):
-    """A linear layer whose products are oneDNN's where that pays: of float32, on a CPU, and large."""
+    """A linear layer that takes oneDNN's products if they are large, of float32, and on a CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``, for any number of dimensions before the last."""
+        """Compute what ``nn.Linear`` computes."""
         if input.device.type != "cpu" or input.dim() < 2:
             return F.linear(input, self.weight, self.bias)
         if input.dim() == 2:
@@ -86,16 +82,16 @@ def use_torch(net: nn.Module) -> None:
 
 
 def multiply_by_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # No part of torch's public interface: tests/unit/dense/test_matmul.py has all that is relied on.
+    # A private operator of torch; tests/unit/dense/test_matmul.py checks its behavior.
     product: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return product
 
 
-def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    """Whether a product is to be oneDNN's; the three of a layer, of as many multiplications each, agree."""
+def _takes_onednn(input: Tensor, weight: Tensor) -> bool:
+    """Return whether oneDNN computes a product; the answer is the same for the three products of a layer."""
     return (
         input.dtype == weight.dtype == torch.float32
-        and input.size(1) == weight.size(1)  # else torch says what does not fit
+        and input.size(1) == weight.size(1)  # otherwise torch raises an error
         and input.size(0) > 1
         and input.numel() * weight.size(0) >= _FEWEST
         and not torch.is_autocast_enabled("cpu")  # torch's bfloat16 products are oneDNN's
@@ -105,13 +101,13 @@ def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (
         multiply_by_onednn(input, weight, bias)
-        if _is_worth_it(input, weight)
+        if _takes_onednn(input, weight)
         else F.linear(input, weight, bias)
     )
 
 
 def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
-    if not _is_worth_it(grad_BH.t(), x_BF.t()):
+    if not _takes_onednn(grad_BH.t(), x_BF.t()):
         return grad_BH.t() @ x_BF
     first, *others = zip(grad_BH.split(_BLOCK), x_BF.split(_BLOCK), strict=True)
     total_HF = multiply_by_onednn(first[0].t(), first[1].t(), None)
@@ -121,20 +117,13 @@ def _weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
 
 
 def _recorded_linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The operator where autograd may be listening; what is small has torch's derivative."""
-    if not _is_worth_it(input, weight):
+    """The operator under autograd; small products have torch's derivative."""
+    if not _takes_onednn(input, weight):
         return F.linear(input, weight, bias)
     if not torch.is_grad_enabled():
         return _below_autograd(torch.ops.hybrid.linear, input, weight, bias)
     output_BH: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return output_BH
-
-
-def _recorded_weight_gradient(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
-    if not torch.is_grad_enabled():
-        return _below_autograd(torch.ops.hybrid.weight_gradient, grad_BH, x_BF)
-    grad_HF: Tensor = _WeightGradient.apply(grad_BH, x_BF)  # type: ignore[no-untyped-call]
-    return grad_HF
 
 
 def _below_autograd(operator: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
@@ -143,7 +132,7 @@ def _below_autograd(operator: Callable[..., Tensor], *operands: Tensor | None) -
 
 
 class _Linear(torch.autograd.Function):
-    """The derivative of an operator, which is made of the operators and has a derivative, too."""
+    """The operator with its derivative; a second derivative takes torch's own products."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -154,31 +143,14 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad_BH,) = grads
         x_BF, weight_HF = ctx.saved_tensors
-        of_input, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            torch.ops.hybrid.linear(grad_BH, weight_HF.t(), None) if of_input else None,
-            torch.ops.hybrid.weight_gradient(grad_BH, x_BF) if of_weight else None,
-            grad_BH.sum(0) if of_bias else None,
-        )
-
-
-class _WeightGradient(torch.autograd.Function):
-    """See :class:`_Linear`."""
-
-    @staticmethod
-    def forward(ctx: Any, grad_BH: Tensor, x_BF: Tensor) -> Tensor:
-        ctx.save_for_backward(grad_BH, x_BF)
-        return _below_autograd(torch.ops.hybrid.weight_gradient, grad_BH, x_BF)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (of_grad_HF,) = grads
-        grad_BH, x_BF = ctx.saved_tensors
-        of_grad, of_input = ctx.needs_input_grad
-        return (
-            torch.ops.hybrid.linear(x_BF, of_grad_HF, None) if of_grad else None,
-            torch.ops.hybrid.linear(grad_BH, of_grad_HF.t(), None) if of_input else None,
-        )
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        if torch.is_grad_enabled():
+            input_grad = grad_BH @ weight_HF if needs_input else None
+            weight_grad = grad_BH.t() @ x_BF if needs_weight else None
+        else:
+            input_grad = torch.ops.hybrid.linear(grad_BH, weight_HF.t(), None) if needs_input else None
+            weight_grad = torch.ops.hybrid.weight_gradient(grad_BH, x_BF) if needs_weight else None
+        return input_grad, weight_grad, grad_BH.sum(0) if needs_bias else None
 
 
 def _linear_without_values(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -192,6 +164,5 @@ def _weight_gradient_without_values(grad_BH: Tensor, x_BF: Tensor) -> Tensor:
 _library.impl("linear", _linear, "CPU")
 _library.impl("linear", _recorded_linear, "AutogradCPU")
 _library.impl("weight_gradient", _weight_gradient, "CPU")
-_library.impl("weight_gradient", _recorded_weight_gradient, "AutogradCPU")
 torch.library.register_fake("hybrid::linear", _linear_without_values, lib=_library)
 torch.library.register_fake("hybrid::weight_gradient", _weight_gradient_without_values, lib=_library)

@@ -1,4 +1,4 @@
-"""The dense nets that a configuration names: those that are built in, and the user's own."""
+"""Construction of built-in and custom dense nets from a configuration."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -9,9 +9,9 @@ from torch import nn
 
 from hybrid.config import RunConfig
 from hybrid.config.sections import NETS
-from hybrid.dense.custom_net import check_own_net
+from hybrid.dense.custom_net import check_custom_net
 from hybrid.dense.matmul import prefers_onednn, use_onednn
-from hybrid.dense.vector_layout import VectorPlaces
+from hybrid.dense.vector_columns import ColumnLayout
 from hybrid.errors import ConfigError
 from hybrid.input_spec import InputSpec
 from hybrid.models.dcn_v2 import DCNv2
@@ -26,36 +26,36 @@ from hybrid.user_code.function_names import load_function
 
 
 def extra_columns(net_name: str) -> int:
-    """Columns that a net needs in every table beyond the embedding: 1 for a first-order weight, else 0."""
+    """Return the columns of every table beyond the embedding: 1 for a first-order weight, else 0."""
     return int(net_name in ("deepfm", "wide_deep"))
 
 
 def build_dense_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    """The dense net of ``dense.net``; its weights depend on the arguments alone (``run.seed``).
+    """Build the dense net of ``dense.net``; its initial weights are a function of the arguments.
 
-    Where ``dense.remote_mlp`` is set, the head takes the remote net's output. A net of the user's own is what
-    ``function(config, input_spec, widths)`` of their module returns. Its matrix products are oneDNN's where
-    these are faster.
+    With ``dense.remote_mlp``, the head takes the output of the remote net. A custom net is the result of
+    ``function(config, input_spec, widths)`` in the user's module. Matrix products are oneDNN's where these
+    are faster.
 
     Args:
-        widths: of what there is of each sparse feature, extra columns included. Nets that are built in take
-            each vector of a sequence as that of a feature of its own.
+        widths: input width of each sparse feature, with extra columns. Built-in nets take each vector of a
+            sequence as a separate feature.
 
     Raises:
-        ConfigError: the tables' widths do not suit the net, or the user's own net cannot be had.
+        ConfigError: the widths do not fit the net, or the custom net fails.
     """
     with _seeded(config.run.seed, "dense net"):
         if config.dense.net_call.name in NETS:
             net = _built_in_net(config, input_spec, widths)
         else:
-            net = _own_net(config, input_spec, widths)
+            net = _custom_net(config, input_spec, widths)
     if _takes_onednn(config):
         use_onednn(net)
     return net
 
 
 def build_remote_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> nn.Sequential:
-    """The layers of ``dense.remote_mlp``, which take the interaction's output and feed the head."""
+    """Build the remote net of ``dense.remote_mlp``, between interaction and head."""
     net = build_dense_net(config, input_spec, widths)
     width = _hidden_width(net, input_spec, widths)
     with _seeded(config.run.seed, "remote dense net"):
@@ -73,14 +73,14 @@ def _takes_onednn(config: RunConfig) -> bool:
 
 
 def _built_in_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
-    places = VectorPlaces(config, input_spec, widths)
-    net = _model(config, len(input_spec.dense_features), places.widths)
-    net.interaction = places.of_vectors(net.interaction)
+    layout = ColumnLayout(config, input_spec, widths)
+    net = _model(config, len(input_spec.dense_features), layout.widths)
+    net.interaction = layout.without_lengths(net.interaction)
     return net
 
 
 def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet:
-    """One of ``hybrid.models``, over vectors of these widths."""
+    """Build one of ``hybrid.models`` over vectors of these widths."""
     dense, num_sparse = config.dense, len(widths)
     ends = {"num_outputs": config.num_outputs, "remote_width": sum(dense.remote_mlp[-1:])}
     call = dense.net_call
@@ -107,7 +107,7 @@ def _model(config: RunConfig, num_dense: int, widths: Sequence[int]) -> DenseNet
 
 
 def _hidden_width(net: DenseNet, input_spec: InputSpec, widths: Sequence[int]) -> int:
-    """H of the ``hidden_BH`` that its interaction gives."""
+    """Return the output width of the interaction."""
     parameters = (*net.bottom.parameters(), *net.interaction.parameters())
     dtype = next((parameter.dtype for parameter in parameters), torch.float32)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def _common_width(config: RunConfig, widths: Sequence[int]) -> int:
     return widths[0]
 
 
-def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
+def _custom_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> DenseNet:
     build = load_function("dense.net", config.dense.net, ("config", "input_spec", "widths"))
     net = build(config, input_spec, widths)
     if not isinstance(net, DenseNet):
@@ -131,13 +131,13 @@ def _own_net(config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) ->
         raise ConfigError("dense.net", reason, config.dense.net)
     dtype: torch.dtype = getattr(torch, config.train.dtype)
     given = [len(input_spec.dense_features), sum(widths), *config.dense.remote_mlp[-1:]]
-    check_own_net(net.to(dtype), config.dense.net, given, dtype, config.num_outputs)
+    check_custom_net(net.to(dtype), config.dense.net, given, dtype, config.num_outputs)
     return net
 
 
 @contextmanager
 def _seeded(seed: int, purpose: str) -> Iterator[None]:
-    """In here, torch's CPU generator is a function of ``seed`` and ``purpose``; outside it is untouched."""
+    """Seed torch's CPU generator by ``seed`` and ``purpose`` within the block, and restore it."""
     digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))

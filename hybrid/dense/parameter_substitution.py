@@ -1,4 +1,4 @@
-"""A module over tensors that are not its own parameters and buffers."""
+"""Replicas of modules over other tensors than their own parameters and buffers."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _compiled_calls = threading.RLock()
 
 
 def shadow(module: M, tensors: Mapping[Tensor, Tensor]) -> M:
-    """``module`` over other tensors: the same structure, code, settings and hooks.
+    """Return a replica of ``module`` over other tensors, with the same structure, code, settings and hooks.
 
-    What takes the place of a parameter may have been computed. An eager module has it as a plain attribute
-    and lists no parameter of that name. ``module`` is only read, so several threads may do this at once.
+    A substitute of a parameter may be the result of a computation. It is a plain attribute of an eager
+    replica, which lists no parameter of that name. Several threads may call this at once, since ``module`` is
+    only read.
 
     Args:
-        module: eager, TorchScript, or from ``torch.compile``; compiled code is compiled once for all
-            shadows, and those run it one at a time.
-        tensors: what to put in the place of which parameters and buffers, wherever the module has them;
-            all others are the module's own.
+        module: eager, TorchScript, or from ``torch.compile``. All replicas share compiled code and run it one
+            at a time.
+        tensors: substitutes of parameters and buffers; the replica shares all others with ``module``.
 
     Raises:
-        RuntimeError: the module has parameters without a shape yet, a TorchScript module with Python
-            modules in it, or a submodule compiled in place, whose code is bound to the original.
+        RuntimeError: a parameter has no shape yet, a TorchScript module contains Python modules, or a
+            submodule was compiled in place, which binds its code to the original.
     """
     replica: M = _shadow(module, tensors, {})
     return replica
@@ -50,7 +50,7 @@ def _shadow(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dict[nn.M
 
 
 def _is_compiled(module: nn.Module) -> TypeGuard[OptimizedModule]:
-    # Importing this takes a second; where nobody has, there is nothing compiled.
+    # The import takes a second. If the module is not imported yet, nothing is compiled.
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
@@ -62,7 +62,7 @@ def _shadow_plain(module: nn.Module, tensors: Mapping[Tensor, Tensor], done: dic
     is_script = isinstance(module, torch.jit.ScriptModule)
     replica: Any = module._replicate_for_data_parallel()
     if not is_script:
-        replica._parameters = {}  # modules of torch.fx keep theirs, against the method's promise
+        replica._parameters = {}  # which torch.fx modules would keep
     for name, child in module._modules.items():
         if child is None:
             continue
@@ -84,8 +84,8 @@ def _shadow_compiled(
     module: OptimizedModule, tensors: Mapping[Tensor, Tensor], done: dict[nn.Module, Any]
 ) -> Any:
     inside = _shadow(module._orig_mod, tensors, done)
-    # A compiled module hands assignments on to the one inside: _replicate_for_data_parallel would take the
-    # original's parameters away. This is what unpickling does.
+    # A compiled module forwards assignments to the inner module: _replicate_for_data_parallel would remove
+    # the parameters of the original. So this creates the replica as unpickling does.
     replica = type(module).__new__(type(module))
     replica.__setstate__(module.__getstate__() | {"_modules": {"_orig_mod": inside}})
     replica.forward = _one_at_a_time(replica.forward)

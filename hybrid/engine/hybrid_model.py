@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from hybrid.batch import Batch
-from hybrid.dense import step_replay
-from hybrid.dense.layer_names import name_layer
-from hybrid.dense.step_replay import NetInputs
+from hybrid.dense import step_diagnosis
+from hybrid.dense.step_diagnosis import NetInputs, name_layer
 from hybrid.models.dense_net import DenseNet
 from hybrid.primitives.deferred_response import PendingResult
 from hybrid.primitives.step_timings import StepClock
@@ -140,15 +139,15 @@ class HybridModel(LocalModel):
         return outputs_BO.to(self._dtype)
 
     def raise_of_backward(self) -> None:
-        """See :func:`hybrid.dense.step_replay.raise_of_backward`."""
+        """See :func:`hybrid.dense.step_diagnosis.raise_of_backward`."""
         if self._inputs is not None:
-            step_replay.raise_of_backward(self.net, self._inputs, self._precision(self.device))
+            step_diagnosis.raise_of_backward(self.net, self._inputs, self._precision(self.device))
 
     def first_not_finite(self, is_whole: bool) -> str:
-        """See :func:`hybrid.dense.step_replay.first_not_finite`."""
+        """See :func:`hybrid.dense.step_diagnosis.first_not_finite`."""
         if self._inputs is None:
             return ""
-        return step_replay.first_not_finite(
+        return step_diagnosis.first_not_finite(
             self.net, self._inputs, self._precision(self.device), is_whole=is_whole
         )
 

@@ -8,10 +8,9 @@ from torch import nn
 
 from hybrid.config import RunConfig
 from hybrid.dense.compilation import compiled
-from hybrid.dense.dense_optimizer import make_optimizer
+from hybrid.dense.dense_optimizer import make_optimizer, parameter_groups
 from hybrid.dense.hosted_net import HostedNet
 from hybrid.dense.net_builder import build_dense_net, build_remote_net
-from hybrid.dense.parameter_groups import parameter_groups
 from hybrid.embedding.table_spec import TableSpec, tables_of
 from hybrid.engine.hybrid_model import HybridModel, RemoteStage
 from hybrid.input_spec import InputSpec

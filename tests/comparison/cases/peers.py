@@ -112,7 +112,9 @@ def _compare_ddp_model(ddp_model: DdpModel, batch: Batch) -> Compared:
         distributed = {name: ddp_model.gradients[p].clone() for name, p in named}
     ddp_model.module.zero_grad()
     ddp_model.module(micro, StepClock()).norm().backward()
-    return distributed, _local_gradients(ddp_model.net)
+    net = ddp_model.net
+    ddp_model.collect({p: p.grad for p in net.parameters() if p.grad is not None}, is_last=True)
+    return distributed, {name: ddp_model.gradients[p].clone() for name, p in net.named_parameters()}
 
 
 def sparse_gradients(index: int) -> list[Compared]:

@@ -182,8 +182,8 @@ class TestTorchCompile:
             with pytest.raises(ConfigError) as caught:
                 compiled(nn.Tanh(), "inductor", [rows()])
         assert str(caught.value) == (
-            "dense.compile = 'inductor': inductor cannot compile Tanh: it needs a C++ compiler, and there is "
-            "none here; install g++, or take aot_eager"
+            "dense.compile = 'inductor': inductor cannot compile Tanh: it needs a C++ compiler, which is "
+            "missing; install g++, or take aot_eager"
         )
 
 

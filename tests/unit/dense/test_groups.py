@@ -4,8 +4,7 @@ import pytest
 from torch import nn
 
 from hybrid.config import DenseGroupSection
-from hybrid.dense.dense_optimizer import make_optimizer
-from hybrid.dense.parameter_groups import parameter_groups
+from hybrid.dense.dense_optimizer import make_optimizer, parameter_groups
 from hybrid.errors import ConfigError
 
 

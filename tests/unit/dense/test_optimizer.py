@@ -19,7 +19,7 @@ CLASSES = {
     for name, cls in vars(torch.optim).items()
     if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
 }
-REFUSED = {"SparseAdam": "takes sparse gradients only", "LBFGS": "computes the loss several times"}
+REFUSED = {"SparseAdam": "takes sparse gradients only", "LBFGS": "evaluates the loss several times"}
 TRAINING = sorted(CLASSES.keys() - REFUSED.keys())
 
 
@@ -114,8 +114,12 @@ NOT_A_VALUE = "must be true, false, a finite number, text, or a list"
         ),
         ("SGD", ["lr = 1"], "'lr = 1': lr is dense.learning_rate"),
         ("SGD", ["maximize = true"], "'maximize = true': maximize would raise the loss"),
-        ("SGD", ["differentiable = true"], "'differentiable = true': differentiable is for gradients of"),
-        ("Adam", ["capturable = true"], "'capturable = true': capturable is for steps inside CUDA graphs"),
+        (
+            "SGD",
+            ["differentiable = true"],
+            "'differentiable = true': differentiable is for gradients through",
+        ),
+        ("Adam", ["capturable = true"], "'capturable = true': capturable is for CUDA graphs"),
         ("SGD", ["capturable = true"], "'capturable = true': capturable is not an argument of"),
         ("SGD", ["params = 1"], "'params = 1': params is not an argument of"),
         ("SGD", ["momentum = 0.5", "momentum = 0.9"], "'momentum = 0.9': must give momentum once"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hybrid.config import DenseSection, RunConfig
-from hybrid.dense.custom_net import check_own_net
+from hybrid.dense.custom_net import check_custom_net
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
@@ -107,22 +107,22 @@ def test_a_net_of_the_users_own() -> None:
         ("own_nets_of_a_test:absent", "cannot be imported: AttributeError: module .* has no attribute"),
         ("broken_nets_of_a_test:broken", "cannot be imported: \\S*broken_nets_of_a_test.py:1: SyntaxError"),
         ("own_nets_of_a_test:wrong", "must return a hybrid.models.dense_net.DenseNet, not a Linear"),
-        ("own_nets_of_a_test:lazy", r"has head\.0\.weight of no size yet; give its lazy layer all sizes"),
-        ("own_nets_of_a_test:lazy_statistics", r"has head\.running_mean of no size yet"),
+        ("own_nets_of_a_test:lazy", r"has head\.0\.weight without a size; give its lazy layer all sizes"),
+        ("own_nets_of_a_test:lazy_statistics", r"has head\.running_mean without a size"),
         ("own_nets_of_a_test:elsewhere", r"has head\.weight on the device meta, without values"),
         (
             "own_nets_of_a_test:two_logits",
-            r"the head gives \[2, 2\] for 2 samples, not \[2\] or \[2, 1\]: one logit a sample",
+            r"the head returns \[2, 2\] for 2 samples, not \[2\] or \[2, 1\]: one logit per sample",
         ),
         (
             "own_nets_of_a_test:misfit",
-            r"the head fails where it is given \[2, 14\]: RuntimeError: .*mat1 and mat2 shapes cannot be "
+            r"the head fails for inputs \[2, 14\]: RuntimeError: .*mat1 and mat2 shapes cannot be "
             r"multiplied \(2x8 and 9x1\); in head.1 of the net, Linear\(in_features=9, out_features=1, ",
         ),
-        ("own_nets_of_a_test:pair", "the bottom gives a tuple, not a tensor"),
+        ("own_nets_of_a_test:pair", "the bottom returns a tuple, not a tensor"),
         (
             "own_nets_of_a_test:no_empty",
-            r"the interaction fails where it is given \[0, 2\] and \[0, 12\]: \S*own_nets_of_a_test.py:\d+, "
+            r"the interaction fails for inputs \[0, 2\] and \[0, 12\]: \S*own_nets_of_a_test.py:\d+, "
             r"in forward: RuntimeError: .*; in interaction of the net, NoEmpty",
         ),
         (
@@ -141,8 +141,8 @@ def test_a_net_of_the_users_own_that_cannot_be_had(name: str, reason: str) -> No
 
 def test_a_net_of_the_users_own_must_give_the_outputs_of_all_tasks() -> None:
     net = DenseNet(nn.Identity(), CrossInteraction(4, 1), nn.Linear(4, 1))
-    check_own_net(net, "m:net", [2, 2], torch.float32, num_outputs=1)
+    check_custom_net(net, "m:net", [2, 2], torch.float32, num_outputs=1)
     with pytest.raises(
-        ConfigError, match=r"the head gives \[2, 1\] for 2 samples, not \[2, 4\]: 4 outputs a"
+        ConfigError, match=r"the head returns \[2, 1\] for 2 samples, not \[2, 4\]: 4 outputs a"
     ):
-        check_own_net(net, "m:net", [2, 2], torch.float32, num_outputs=4)
+        check_custom_net(net, "m:net", [2, 2], torch.float32, num_outputs=4)

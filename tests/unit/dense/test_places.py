@@ -12,7 +12,7 @@ from hybrid.config import ColumnSection, DenseSection, RunConfig
 from hybrid.config.sections import NETS
 from hybrid.dense.compilation import compiled
 from hybrid.dense.net_builder import build_dense_net, build_remote_net, extra_columns
-from hybrid.dense.vector_layout import VectorPlaces
+from hybrid.dense.vector_columns import ColumnLayout
 from hybrid.errors import ConfigError
 from hybrid.input_spec import FeatureSpec, InputSpec
 
@@ -47,7 +47,7 @@ def side_by_side(user_BD: Tensor, seen_BND: Tensor, item_BD: Tensor) -> Tensor:
 def test_a_net_finds_each_column() -> None:
     user_BD, seen_BND, item_BD = samples(5)
     pooled_BE = side_by_side(user_BD, seen_BND, item_BD)
-    places = VectorPlaces(config(), SPEC, [5, MOST * 5 + 1, 5])
+    places = ColumnLayout(config(), SPEC, [5, MOST * 5 + 1, 5])
     assert places.widths == [5] * (2 + MOST)
     assert torch.equal(places.vector("user")(pooled_BE), user_BD)
     assert torch.equal(places.vector("item")(pooled_BE), item_BD)
@@ -72,7 +72,7 @@ def test_a_net_finds_each_column() -> None:
     ],
 )
 def test_a_column_that_is_not_what_the_net_takes(name: str, is_sequence: bool, message: str) -> None:
-    places = VectorPlaces(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
+    places = ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM])
     with pytest.raises(ConfigError) as caught:
         places.sequence(name) if is_sequence else places.vector(name)
     assert str(caught.value).startswith(message)
@@ -124,7 +124,7 @@ def test_their_compiled_forms_do_the_same(net_name: str, mode: str) -> None:
 class Mean(nn.Module):
     """The mean of what was seen, beside the item."""
 
-    def __init__(self, places: VectorPlaces) -> None:
+    def __init__(self, places: ColumnLayout) -> None:
         super().__init__()
         self.seen, self.item = places.sequence("seen"), places.vector("item")
 
@@ -136,7 +136,7 @@ class Mean(nn.Module):
 
 @pytest.mark.parametrize("mode", ["script", "trace"])
 def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
-    net = Mean(VectorPlaces(config(), SPEC, [DIM, MOST * DIM + 1, DIM]))
+    net = Mean(ColumnLayout(config(), SPEC, [DIM, MOST * DIM + 1, DIM]))
     pooled_BE = side_by_side(*samples()).requires_grad_()
     bottom_BH = random(len(LENGTHS), 2, dtype=torch.float64).requires_grad_()
     form = compiled(net, mode, [bottom_BH, pooled_BE])
@@ -148,4 +148,4 @@ def test_a_net_of_ones_own_may_be_compiled(mode: str) -> None:
 def test_a_sequence_of_unknown_length_is_refused() -> None:
     columns = {"seen": dataclasses.replace(COLUMNS["seen"], max_ids=0)}
     with pytest.raises(ConfigError, match=r"^columns\.seen\.max_ids = 0: must say how many vectors the net"):
-        VectorPlaces(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])
+        ColumnLayout(config().replace(columns=columns), SPEC, [DIM, DIM, DIM])

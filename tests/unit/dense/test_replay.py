@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hybrid.dense.step_replay import NetInputs, first_not_finite
+from hybrid.dense.step_diagnosis import NetInputs, first_not_finite
 from hybrid.models.dense_net import Concatenation, DenseNet
 
 

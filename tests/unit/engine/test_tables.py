@@ -152,7 +152,7 @@ def test_a_file_of_first_rows_has_those_of_the_table(tmp_path: Path) -> None:
         (TableSection(initial=str(file), features=("item", "user")), "must have 100 rows of 16, as the "),
         (
             TableSection(initial="a.parquet", features=("item", "user")),
-            "must not be Parquet, whose rows go by",
+            "must not be Parquet",
         ),
     ):
         with pytest.raises(ConfigError, match=rf"^tables\.item\.initial = '.*': {message}"):

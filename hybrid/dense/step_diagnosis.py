@@ -4,12 +4,13 @@ The local net repeats its passes from its inputs: batch, pooled embeddings and o
 tensors are kept until the next step. Nothing is sent.
 """
 
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.models.dense_net import DenseNet
 
@@ -94,3 +95,25 @@ def _outputs(net: DenseNet, inputs: NetInputs, look: Callable[[str, Tensor], Non
             look(_REMOTE_NET, hidden_BH)
     output: Tensor = net.head(hidden_BH)
     return output
+
+
+def name_layer(error: BaseException, *nets: nn.Module) -> None:
+    """Add a note to an exception that names the layer whose forward pass raised it, if there is one.
+
+    Args:
+        nets: the nets that name layers; the first name of a layer counts.
+    """
+    names = {module: name for net in reversed(nets) for name, module in net.named_modules() if name}
+    found: nn.Module | None = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            found = module
+    if found is not None:
+        error.add_note(f"in {names[found]} of the net, {_kind(found)}")
+
+
+def _kind(module: nn.Module) -> str:
+    """Return text such as ``Linear(48, 64)``, without inner layers."""
+    extra = module.extra_repr()
+    return f"{type(module).__name__}({extra})" if extra else type(module).__name__

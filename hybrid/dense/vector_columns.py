@@ -1,7 +1,7 @@
-"""Where the vectors of each column lie among all that a net gets of a sample.
+"""Layout of the columns' vectors in the sparse input of a net.
 
-Of most columns that is one vector. Of a sequence (``columns.NAME.pooling = "none"``) it is as many as it may
-have, zeros after its last one, and then how many it has::
+Most columns have one vector. A sequence (``columns.NAME.pooling = "none"``) has as many vectors as its
+largest length, zeros after its last id, and then its length::
 
     pooled_BE    [ user, 2 values | history, up to 3 of 2 values:  x x | x x | 0 0 | 2.0 | item, 2 values ]
 """
@@ -22,7 +22,7 @@ from hybrid.input_spec import InputSpec
 
 
 class ColumnVector(nn.Module):
-    """Takes the vector of one column out of those of all: ``vector_BD``."""
+    """Selects the vector of one column: ``vector_BD``."""
 
     def __init__(self, start: int, dim: int) -> None:
         super().__init__()
@@ -34,9 +34,9 @@ class ColumnVector(nn.Module):
 
 
 class ColumnSequence(nn.Module):
-    """Takes the vectors of a sequence of up to N ids out of those of all.
+    """Selects the vectors of a sequence of up to N ids.
 
-    It gives ``(vectors_BND, is_there_BN)``: zeros, and False, after the last of each sample.
+    It returns ``(vectors_BND, is_item_BN)``: zeros and False after the last id of a sample.
     """
 
     positions_N: Tensor
@@ -55,14 +55,14 @@ class ColumnSequence(nn.Module):
         return vectors_BND, self.positions_N < lengths_B1
 
 
-class VectorPlaces:
-    """The columns of ``data.sparse``, as a net gets them.
+class ColumnLayout:
+    """The layout of the columns of ``data.sparse``.
 
     Args:
-        config, input_spec, widths: by which the net is built.
+        config, input_spec, widths: arguments of the function that builds the net.
 
     Attributes:
-        widths: of each vector, those of a sequence one by one.
+        widths: the width of each vector, including each vector of a sequence.
     """
 
     def __init__(self, config: RunConfig, input_spec: InputSpec, widths: Sequence[int]) -> None:
@@ -77,12 +77,12 @@ class VectorPlaces:
         self.widths = [self._dims[name] for name in names for _ in range(self._lengths[name] or 1)]
 
     def vector(self, name: str) -> ColumnVector:
-        """What takes the vector of a column; ConfigError where there is none, or it is a sequence."""
+        """Return the selector of a column's vector; raise ConfigError for a missing column or a sequence."""
         self._check(name, is_sequence=False)
         return ColumnVector(self._starts[name], self._dims[name])
 
     def sequence(self, name: str) -> ColumnSequence:
-        """What takes the vectors of a sequence; ConfigError where there is none."""
+        """Return the selector of a sequence's vectors; raise ConfigError if there is no such sequence."""
         self._check(name, is_sequence=True)
         return ColumnSequence(self._starts[name], self._dims[name], self._lengths[name])
 
@@ -94,8 +94,8 @@ class VectorPlaces:
             what = "a sequence" if is_sequence else "one vector"
             raise ConfigError(f"columns.{name}.pooling", f"{rule}, since the net takes the column as {what}")
 
-    def of_vectors(self, interaction: nn.Module) -> nn.Module:
-        """An interaction that is given all vectors, and of a sequence not their number."""
+    def without_lengths(self, interaction: nn.Module) -> nn.Module:
+        """Return an interaction without the lengths of sequences in its input."""
         if not any(self._lengths.values()):
             return interaction
         kept = [
@@ -103,11 +103,11 @@ class VectorPlaces:
             for name, length in self._lengths.items()
             for value in range((length or 1) * self._dims[name])
         ]
-        return _OfVectors(interaction, kept)
+        return _WithoutLengths(interaction, kept)
 
 
-class _OfVectors(nn.Module):
-    """An interaction that is given some columns of ``pooled_BE``."""
+class _WithoutLengths(nn.Module):
+    """Passes selected columns of ``pooled_BE`` to an interaction."""
 
     kept_H: Tensor
 
