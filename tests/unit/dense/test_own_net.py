@@ -143,6 +143,6 @@ def test_a_net_of_the_users_own_must_give_the_outputs_of_all_tasks() -> None:
     net = DenseNet(nn.Identity(), CrossInteraction(4, 1), nn.Linear(4, 1))
     check_custom_net(net, "m:net", [2, 2], torch.float32, num_outputs=1)
     with pytest.raises(
-        ConfigError, match=r"the head returns \[2, 1\] for 2 samples, not \[2, 4\]: 4 outputs a"
+        ConfigError, match=r"the head returns \[2, 1\] for 2 samples, not \[2, 4\]: 4 outputs per"
     ):
         check_custom_net(net, "m:net", [2, 2], torch.float32, num_outputs=4)
