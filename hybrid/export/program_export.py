@@ -17,7 +17,7 @@ from torch.fx.experimental import _config
 
 from hybrid.checkpoint.tensor_file import write_tensors
 from hybrid.config.resolved_columns import columns_of
-from hybrid.data.prepare.new_rows import section_for
+from hybrid.data.parse.column_layout import section_for
 from hybrid.errors import HybridError
 from hybrid.inference.model_outputs import prediction_names
 from hybrid.inference.trained_module import SAMPLES, STARTS, TrainedModule

@@ -15,17 +15,15 @@ import torch
 from hybrid.batch import Batch
 from hybrid.data.batches.batch_loader import BatchLoader
 from hybrid.data.dataset import dataset_manifest
-from hybrid.data.dataset.batch_tensors import unlabelled_batch
 from hybrid.data.dataset.dataset_manifest import DataManifest, DatasetReport
-from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, unlabeled_batch
 from hybrid.data.encode.feature_encoder import EncodedBlock
 from hybrid.data.encode.unknown_values import UnknownCounter
-from hybrid.data.parse.column_layout import Layout
+from hybrid.data.parse.column_layout import Layout, section_for
 from hybrid.data.parse.delimited_text import TableBlock
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import Source, parse
 from hybrid.data.prepare.dataset_location import ensure_prepared, open_split
-from hybrid.data.prepare.new_rows import section_for
 from hybrid.data.prepare.preparation import cache_folder
 from hybrid.data.prepare.split_writer import LabelSums, label_reports
 from hybrid.data.values.column_values import decoded, is_list, without_maps
@@ -271,7 +269,7 @@ def _decoded_type(kind: Any) -> Any:
 
 
 def _batch(encoded: EncodedBlock, targets: Targets | None, spec: InputSpec) -> Batch:
-    batch = unlabelled_batch(encoded, spec)
+    batch = unlabeled_batch(encoded, spec)
     if targets is None:
         return batch
     labels_BT, weights_BT, groups_B = (None if each is None else torch.from_numpy(each) for each in targets)

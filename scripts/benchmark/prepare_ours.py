@@ -9,7 +9,6 @@ from pathlib import Path
 from hybrid.config.loading import load_config
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.data.prepare.stages import Reading
 from hybrid.primitives.progress import ignore_progress
 
 
@@ -19,8 +18,7 @@ def main(path: str, vocabulary: str, result: str) -> None:
     settings = ["data.format=criteo", scaling, f"data.vocabulary={vocabulary}"]
     config = load_config(None, [f"data.path={path}", *settings])
     folder = Path(result)
-    reading = Reading(config.data, dict(config.columns), dict(config.tasks))
-    preparation = FilesPreparation(config, reading, folder, folder / "parts", ignore_progress, lambda: None)
+    preparation = FilesPreparation(config, folder, folder / "parts", ignore_progress, lambda: None)
     encoder, reports = preparation.write([Path(path)], [])
     encoder.save(folder)
     DataManifest.write(folder, encoder.input_spec, reports)

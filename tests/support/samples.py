@@ -1,6 +1,6 @@
 """Input files as a run reads them and prepares them, a line each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -9,12 +9,23 @@ import numpy as np
 import pyarrow as pa
 
 from hybrid.batch import Batch
-from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, TableSection, TaskSection
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.encode.feature_encoder import FeatureEncoder
+from hybrid.data.encode.fitting import (
+    FittedStatistics,
+    ValueCounts,
+    bucketed_numbers,
+    holds_several,
+    rank,
+    vocabularies,
+)
+from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.input_files import list_files
 from hybrid.data.parse.sources import RawBlock, Source
 from hybrid.data.prepare.preparation import prepare
 from hybrid.data.values.invalid_rows import InvalidRowReport
+from hybrid.data.values.scaling import BlockMoments
 from hybrid.data.values.targets import Targets
 from hybrid.storage.remote_path import StoragePath
 
@@ -75,6 +86,27 @@ def read(
 def _joined(parts: Sequence[Targets]) -> Targets:
     columns = zip(*parts, strict=True)
     return Targets(*(None if column[0] is None else np.concatenate(column) for column in columns))  # type: ignore[arg-type]
+
+
+def fit(
+    blocks: Iterable[RawBlock],
+    data: DataSection,
+    columns: Mapping[str, ColumnSection] = MappingProxyType({}),
+    tables: Mapping[str, TableSection] = MappingProxyType({}),
+) -> FeatureEncoder:
+    """An encoder that is fitted on some blocks."""
+    layout = Layout.of(data, columns, with_labels=False)
+    statistics = FittedStatistics.of(layout)
+    counts: dict[str, list[ValueCounts]] = {}
+    for block in blocks:
+        statistics.moments.add(BlockMoments.of(block.dense_BF, layout.transforms))
+        for k, column in enumerate(block.sparse):
+            statistics.several_K[k] |= holds_several(column)
+            statistics.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
+        for name, group in vocabularies(layout.sparse, tables).items():
+            counts.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
+    ranked = {name: rank(each)[0] for name, each in counts.items()}
+    return FeatureEncoder.of_statistics(layout, tables, statistics, ranked)
 
 
 def located(report: InvalidRowReport, path: Path) -> list[str]:

@@ -48,7 +48,7 @@ def compare(options: argparse.Namespace, started_at: float) -> None:
         raise ConfigError("embedding.wire_dtype", rule, config.embedding.wire_dtype)
     with scratch_logs("hybrid-compare-") as folder, run_lock(folder) as lock:
         if options.script is None:
-            from hybrid.data.parse.column_check import check_columns
+            from hybrid.data.parse.sources import check_columns
 
             check_columns(config)
             launch(config, folder, CompareTask(options.steps), lock)

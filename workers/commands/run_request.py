@@ -74,7 +74,7 @@ def requested_run(options: argparse.Namespace) -> RunRequest:
     if options.resume:
         print_line(f"no run of {config.run.name} yet; starting {folder}")
     if getattr(options, "script", None) is None:
-        from hybrid.data.parse.column_check import check_columns
+        from hybrid.data.parse.sources import check_columns
 
         check_columns(config)
     return RunRequest(config, folder, False)

@@ -10,8 +10,7 @@ from typing import Self
 
 from hybrid.batch import Batch, slice_bounds
 from hybrid.data.dataset.group_order import GroupedOrder, check_group_sizes
-from hybrid.data.dataset.prefetch import Ahead, AtHand, StepRows
-from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, StepPlan, StepRows
 from hybrid.data.dataset.sample_order import FileOrder, LaneOrder, Order, ShuffledOrder
 from hybrid.errors import DataError
 from hybrid.primitives.grouping import whole_bounds
@@ -22,28 +21,28 @@ JOIN_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class BatchLoader:
-    """Cuts a data set into global batches and reads one trainer's share of each.
+    """Divides a data set into global batches and reads one trainer's slice of each.
 
     Step ``s`` of an epoch has the rows ``order.indices(s * batch_size, (s + 1) * batch_size)``, the same in
-    the same order for any number of trainers; each takes a contiguous share, and shares differ by one at
-    most. The last batch may be smaller, and a share of it empty.
+    the same order for any number of trainers. Each trainer takes a contiguous slice; slices differ by one row
+    at most. The last batch may be smaller, and a slice of it empty.
 
-    By group, ``order`` is one of whole groups, and a group belongs to the step, and to the share, in whose
-    range its last sample lies. There are as many steps, none of them empty; they and shares differ by as much
-    as a group more, and any share may be empty.
+    By group, ``order`` is an order of complete groups. A group belongs to the step, and to the slice, in
+    whose range its last sample lies. There are as many steps, none of them empty. Steps and slices differ by
+    up to a group more, and a slice may be empty.
 
     Attributes:
         dataset: the split to read.
         batch_size: samples of a step over all trainers.
-        trainer_index, num_trainers: whose share.
+        trainer_index, num_trainers: whose slice.
         seed: of the shuffle.
-        shuffle: draw a new order each epoch; otherwise rows come as they are.
-        lanes: by how many of them rows are shuffled (hybrid/data/dataset/sample_order.py); 0 for none.
+        shuffle: whether to draw a new order each epoch; otherwise rows come in file order.
+        lanes: of the shuffle (hybrid/data/dataset/sample_order.py); 0 for none.
         prefetch_batches: how many batches are read ahead.
-        by_group: whether groups stay whole.
+        by_group: whether groups stay complete.
 
     Raises:
-        DataError: they cannot.
+        DataError: groups cannot stay complete.
     """
 
     dataset: PreparedDataset
@@ -60,7 +59,7 @@ class BatchLoader:
     def __post_init__(self) -> None:
         if self.by_group:
             if self.lanes:
-                raise DataError("whole groups are not shuffled by lanes: set data.shuffle to rows")
+                raise DataError("complete groups are not shuffled by lanes: set data.shuffle to rows")
             check_group_sizes(self.dataset, self.batch_size)
 
     @property
@@ -69,18 +68,20 @@ class BatchLoader:
         return -(-self.dataset.num_samples // self.batch_size)
 
     def batches(self, epoch: int, first_step: int = 0) -> BatchStream:
-        """The batches of ``epoch`` from ``first_step`` on; close the stream, or use it in a ``with``."""
+        """Return the batches of an epoch from ``first_step`` on; close them, or use a ``with``."""
         steps = range(first_step, self.steps_per_epoch)
-        ahead = self._ahead_by_group(epoch) if self.by_group else self._ahead(epoch, steps)
-        return BatchStream(lambda step: self._gather(ahead(step)), steps, self.prefetch_batches, ahead.close)
-
-    def _gather(self, step: StepRows) -> Batch:
-        """This trainer's share of a step."""
+        step_plan = self._plan_groups(epoch) if self.by_group else self._plan_rows(epoch, steps)
         dataset = self.dataset
-        total_groups = dataset.total_groups(step.rows) if self.by_group else None
-        return dataset.gather(step.own, len(step.rows), dataset.total_weights(step.rows), total_groups)
 
-    def _ahead(self, epoch: int, steps: range) -> Ahead:
+        def read(step: int) -> Batch:
+            planned = step_plan(step)
+            total_groups = dataset.total_groups(planned.rows) if self.by_group else None
+            weights = dataset.total_weights(planned.rows)
+            return dataset.gather(planned.own, len(planned.rows), weights, total_groups)
+
+        return BatchStream(read, steps, self.prefetch_batches, step_plan.close)
+
+    def _plan_rows(self, epoch: int, steps: range) -> StepPlan:
         order = self._order(self.dataset.num_samples, epoch)
 
         def plan(step: int) -> StepRows:
@@ -90,11 +91,11 @@ class BatchLoader:
             return StepRows(rows, *slice_bounds(size, self.trainer_index, self.num_trainers))
 
         chunks_at_once = order.chunks_at_once(self.batch_size, self.num_trainers)
-        return self.dataset.ahead(plan, steps, chunks_at_once)
+        return self.dataset.plan_steps(plan, steps, chunks_at_once)
 
-    def _ahead_by_group(self, epoch: int) -> Ahead:
+    def _plan_groups(self, epoch: int) -> StepPlan:
         dataset = self.dataset
-        assert dataset.group_starts is not None, "check_group_sizes has seen them"
+        assert dataset.group_starts is not None, "check_group_sizes comes first"
         num_groups = len(dataset.group_starts) - 1
         order = GroupedOrder(dataset, self._order(num_groups, epoch).indices(0, num_groups))
 
@@ -103,10 +104,10 @@ class BatchLoader:
             even = slice_bounds(len(rows), self.trainer_index, self.num_trainers)
             return StepRows(rows, *whole_bounds(ends, *even))
 
-        return AtHand(plan)
+        return StepPlan(plan)
 
     def _order(self, number: int, epoch: int) -> Order:
-        """The numbers below ``number`` in the order of an epoch."""
+        """Return the order of the numbers below ``number`` in an epoch."""
         if not self.shuffle:
             return FileOrder()
         if self.lanes:
@@ -115,11 +116,12 @@ class BatchLoader:
 
 
 class BatchStream(Iterator[Batch]):
-    """Batches read by a thread of its own, at most ``depth`` ahead of the one that takes them.
-
-    ``end_reading`` has ``read`` return, or raise, at once.
+    """Batches that a thread reads, at most ``depth`` ahead of the consumer.
 
     An error in the thread is raised where the batch is taken. ``close`` ends the thread at once.
+
+    Args:
+        end_reading: makes ``read`` return, or raise, at once.
     """
 
     def __init__(
@@ -145,10 +147,8 @@ class BatchStream(Iterator[Batch]):
             item = self._ready.get(timeout=READ_TIMEOUT_SECONDS)
         except queue.Empty:
             self.close()
-            raise DataError(
-                f"no batch in {READ_TIMEOUT_SECONDS:.0f} s; "
-                "check the disk, or the store, of data.cache_folder"
-            ) from None
+            rule = "check the disk, or the store, of data.cache_folder"
+            raise DataError(f"no batch in {READ_TIMEOUT_SECONDS:.0f} s; {rule}") from None
         if isinstance(item, Batch):
             self._free.release()
             return item
@@ -156,7 +156,7 @@ class BatchStream(Iterator[Batch]):
         raise item
 
     def close(self) -> None:
-        """End the reading thread; taking a further batch gives none."""
+        """End the reading thread; there are no further batches."""
         self._closed.set()
         self._end_reading()
         self._free.release()
@@ -176,5 +176,5 @@ class BatchStream(Iterator[Batch]):
                     return
                 self._ready.put(self._read(step))
             self._ready.put(StopIteration())
-        except BaseException as error:  # handed to whoever takes the batches
+        except BaseException as error:  # handed to the consumer
             self._ready.put(error)

@@ -1,15 +1,15 @@
-"""Chunks of a split that lies elsewhere, fetched before they are read, in a local file of bounded size.
+"""A cache of the chunks of a remote split, in a local file of bounded size.
 
-The file has slots for so many chunks. An array of the split has a part of the file to itself, so that it can
-be mapped like any other; a row's number in it follows from the slot that its chunk is in::
+The file has slots for a number of chunks. Each array of the split has its own range of the file, so that it
+can be memory-mapped. The index of a row in it follows from the slot of its chunk::
 
     rows of the split    | chunk 0 | chunk 1 | chunk 2 | ...
     slots                | chunk 7 |    -    | chunk 1 |      row 4096 + r of the split is 2 * 4097 + r here
 
-A slot has room for one row more than a chunk, since R rows have R + 1 offsets, and for as many ids as any
-chunk has. A chunk that is *pinned* stays in its slot; of the others, the one longest unused makes room.
+A slot has room for one row more than a chunk, since R rows have R + 1 offsets, and for as many ids as the
+largest chunk has. A *pinned* chunk stays in its slot; of the others, the least recently used is evicted.
 
-The file has no name from the beginning, so that nothing of it is left, however its process ends.
+The file is unnamed, so nothing of it is left, however its process ends.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from hybrid.data.dataset.sample_order import CHUNK_ROWS
 from hybrid.errors import DataError, OutageError
 
 FETCH_THREADS = 8
-_RANGE_BYTES = 8 << 20  # of neighbouring chunks that are asked for at once
+_RANGE_BYTES = 8 << 20  # of adjacent chunks in one request
 _SLOT_ROWS = CHUNK_ROWS + 1
-_WAIT_SECONDS = 0.1  # after which a wait looks up
+_WAIT_SECONDS = 0.1  # between two checks of a wait
 _CLOSE_SECONDS = 5.0
 _WRITE_SECONDS = 10.0
 
-_Run: TypeAlias = tuple[int, int]  # chunks from one to before another
+_Run: TypeAlias = tuple[int, int]  # a range of chunks
 _Tasks: TypeAlias = SimpleQueue[partial[None] | None]  # None ends a thread
 
 
@@ -53,18 +53,18 @@ class ChunkCache:
     Args:
         fetch: returns the bytes of the remote file from a start to a stop; raises HybridError.
         url: of the remote file.
-        layout, index: of it.
+        layout, index: of the remote file.
         num_rows: of the split.
-        folder: where the local file is.
-        num_bytes: that it may take.
+        folder: of the local file.
+        num_bytes: the most that the local file takes.
 
     Attributes:
-        arrays: each array of the split, of which the rows :meth:`local` are valid.
-        lock: held by whoever asks for room and pins, of several readers of the split.
+        arrays: of the split; the rows :meth:`local` are valid.
+        lock: to be held from :meth:`fits` to :meth:`pin`, if the split has several readers.
         num_chunks: of the split.
-        num_slots: how many of them there is room for.
-        slot_bytes: what one takes.
-        bytes_fetched: since the beginning.
+        num_slots: the number of chunks that fit.
+        slot_bytes: the bytes of a slot.
+        bytes_fetched: since the start.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class ChunkCache:
         self._free = list(range(self.num_slots))
         self._arrivals: dict[int, Future[None]] = {}
         self._pins: Counter[int] = Counter()
-        self._unused: OrderedDict[int, None] = OrderedDict()  # chunks that are not pinned, the longest first
+        self._unused: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # chunks that are not pinned, the least recently used first
         self._tasks: _Tasks = SimpleQueue()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _end, self._tasks)
@@ -98,11 +100,11 @@ class ChunkCache:
         self._map()
 
     def fits(self, chunks: Iterable[int]) -> bool:
-        """Whether there is room to pin these chunks too."""
+        """Return whether there is room to pin these chunks, too."""
         return len(self._pins.keys() | set(chunks)) <= self.num_slots
 
     def pin(self, chunks: Iterable[int]) -> None:
-        """Begin to fetch those of these chunks that are not here, and keep them until they are unpinned."""
+        """Keep these chunks until they are unpinned; begin to fetch those that are missing."""
         missing = []
         for chunk in sorted(chunks):
             if not self._pins[chunk] and chunk in self._arrivals and _has_failed(self._arrivals[chunk]):
@@ -123,7 +125,7 @@ class ChunkCache:
             thread.start()
 
     def unpin(self, chunks: Iterable[int]) -> None:
-        """Let go of chunks as often as they are named here."""
+        """Release chunks, as often as they occur here."""
         for chunk in chunks:
             self._pins[chunk] -= 1
             if not self._pins[chunk]:
@@ -131,12 +133,12 @@ class ChunkCache:
                 self._unused[chunk] = None
 
     def wait(self, chunks: Iterable[int], seconds: float, is_over: threading.Event) -> bool:
-        """Return once these chunks, which are pinned, are here; False where it is over before.
+        """Wait until these pinned chunks are in the cache; return False if it is over before.
 
         Raises:
-            OutageError: one did not come in ``seconds``.
-            DataError: one is altered.
-            HybridError: it cannot be fetched.
+            OutageError: a chunk did not arrive in ``seconds``.
+            DataError: a chunk is altered.
+            HybridError: a chunk cannot be fetched.
         """
         for arrival in [self._arrivals[chunk] for chunk in chunks]:
             deadline = time.monotonic() + seconds
@@ -150,20 +152,20 @@ class ChunkCache:
         return True
 
     def local(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Where rows of the split, whose chunks are pinned and here, are in the arrays."""
+        """Return the indices in the arrays of rows whose chunks are in the cache and pinned."""
         slots = self._slots_C[rows // CHUNK_ROWS]
-        assert slots.min(initial=0) >= 0, "a chunk is waited for before its rows are read"
+        assert slots.min(initial=0) >= 0, "wait for a chunk before its rows are read"
         return slots * _SLOT_ROWS + rows % CHUNK_ROWS
 
     def close(self) -> None:
-        """End the threads that fetch; what is asked for again is fetched again."""
+        """End the threads that fetch."""
         _end(self._tasks)
         for thread in self._threads:
             thread.join(timeout=_CLOSE_SECONDS)
         self._threads = []
 
     def _map(self) -> None:
-        """Make the file, and map the arrays that lie in it."""
+        """Create the file, and map its arrays into memory."""
         sizes = [self.num_slots * self._slot_rows(array) * array.row_bytes for array in self._layout.arrays]
         starts = np.cumsum([0, *(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)]).tolist()
         try:
@@ -182,11 +184,11 @@ class ChunkCache:
             self.arrays[array.name] = values.reshape(shape)
 
     def _slot_rows(self, array: ChunkArray) -> int:
-        """How many rows of an array a slot has room for."""
+        """Return the number of rows of an array in a slot."""
         return _SLOT_ROWS if array.bag is None else self._most_ids[array.bag]
 
     def _evict(self) -> int:
-        """The slot of the chunk that is unused for the longest time, which is forgotten."""
+        """Evict the least recently used chunk; return its slot."""
         for chunk in self._unused:
             if self._arrivals[chunk].done() or self._arrivals[chunk].cancel():
                 return self._forget(chunk)
@@ -196,14 +198,14 @@ class ChunkCache:
         return self._forget(chunk)
 
     def _forget(self, chunk: int) -> int:
-        """Have a chunk fetched anew where it is wanted again; the slot that it had."""
+        """Forget a chunk; return its slot."""
         slot, self._slots_C[chunk] = int(self._slots_C[chunk]), -1
         self._unused.pop(chunk, None)
         del self._arrivals[chunk]
         return slot
 
     def _runs(self, chunks: Sequence[int]) -> Iterator[_Run]:
-        """Neighbours among rising chunks, together as long as they are no larger than a range."""
+        """Yield the ranges of adjacent chunks among rising chunks, each of at most ``_RANGE_BYTES``."""
         edges = self._index.edges
         first = previous = -1
         for chunk in chunks:
@@ -228,7 +230,7 @@ class ChunkCache:
                     continue
                 self._put(chunk, part)
                 pending.pop(chunk).set_result(None)
-        except BaseException as error:  # raised where the chunk is waited for
+        except BaseException as error:  # raised by :meth:`wait`
             for arrival in pending.values():
                 if arrival.running() or arrival.set_running_or_notify_cancel():
                     arrival.set_exception(error)
@@ -279,14 +281,14 @@ def _has_failed(arrival: Future[None]) -> bool:
 
 
 def _work(tasks: _Tasks) -> None:
-    """What a thread does until it is told to end; between tasks it holds on to nothing else."""
+    """Run tasks in a thread until it ends; between tasks, the thread holds no reference."""
     while (task := tasks.get()) is not None:
         task()
         del task
 
 
 def _end(tasks: _Tasks) -> None:
-    """Have all threads end that do such tasks, and none of these that has not begun."""
+    """End all threads of a queue of tasks; cancel the tasks that have not begun."""
     with suppress(Empty):
         while (task := tasks.get_nowait()) is not None:
             for arrival in task.args[1].values():

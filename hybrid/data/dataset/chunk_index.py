@@ -1,13 +1,13 @@
-"""A split of a prepared data set as chunks of rows, each of which can be read alone: how they are stored.
+"""The file format of a split in chunks of rows, each of which can be read alone.
 
-The arrays of prepared_dataset.py hold a split column by column; whoever reads some rows from afar would
-ask for a range of each. Here a chunk of 4096 rows (those of sample_order.py) is one range of one file::
+The arrays of prepared_dataset.py hold a split column by column; some rows would be one range of each. Here a
+chunk of 4096 rows (those of sample_order.py) is one range of one file::
 
     samples          | chunk 0                                            | chunk 1 ...
                      | dense | ids | labels | bag_0 offsets | bag_0 ids |
-    samples.npy      where each chunk begins, its checksum, and where the ids of its bags begin
+    samples.index    the start of each chunk, its checksum, and the start of the ids of its bags
 
-``weights`` has those of the samples once more, alone, since every trainer needs them of the whole step.
+``weights`` holds the weights of the samples once more, since every trainer needs those of the whole step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FIRST_BAG = 1 + _CHECKSUM_WORDS  # column of the index
 
 
 class ChunkArray(NamedTuple):
-    """An array, of which each chunk has a part.
+    """An array of a split, of which each chunk has a slice.
 
     Attributes:
         name: as in hybrid/data/dataset/prepared_dataset.py.
         dtype, row_shape: of its rows.
-        bag: the number of the bag whose ids, or whose weights, it holds; None where it has a row a sample.
-        is_offsets: whether it is the offsets of a bag; each chunk has one more, and its first is 0.
+        bag: the number of the bag whose ids, or weights, it holds; None if it has a row for each sample.
+        is_offsets: whether it holds the offsets of a bag; each chunk has one more, and its first is 0.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ChunkArray(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """The arrays of a file of chunks, in their order within each.
+    """The arrays of a file of chunks, in their order within a chunk.
 
     Attributes:
         bags: the multi-hot features, by their numbers in the names of the arrays.
@@ -63,10 +63,10 @@ class ChunkLayout:
 
     @classmethod
     def of_samples(cls, spec: InputSpec, targets: Sequence[ChunkArray]) -> ChunkLayout:
-        """All that :meth:`PreparedDataset.gather` reads.
+        """Return the layout of all arrays that :meth:`PreparedDataset.gather` reads.
 
         Args:
-            targets: labels, and weights and groups where there are any.
+            targets: labels, and weights and groups, if there are any.
         """
         features = spec.sparse_features
         bags = tuple(k for k, feature in enumerate(features) if feature.multi_hot)
@@ -83,29 +83,29 @@ class ChunkLayout:
         return cls(tuple(arrays), bags)
 
     def pack(self, arrays: Mapping[str, npt.NDArray[Any]], chunk: int, num_rows: int) -> bytes:
-        """Chunk number ``chunk`` of a split of ``num_rows``."""
+        """Return the bytes of a chunk of a split of ``num_rows``."""
         start, stop = chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, num_rows)
-        parts = []
+        slices = []
         for array in self.arrays:
             values = arrays[array.name]
             if array.bag is not None:
                 offsets = arrays[f"bag_{self.bags[array.bag]}_offsets"]
-                part = values[offsets[start] : offsets[stop]]
+                rows = values[offsets[start] : offsets[stop]]
             elif array.is_offsets:
-                part = values[start : stop + 1] - values[start]
+                rows = values[start : stop + 1] - values[start]
             else:
-                part = values[start:stop]
-            parts.append(np.ascontiguousarray(part, array.dtype).tobytes())
-        return b"".join(parts)
+                rows = values[start:stop]
+            slices.append(np.ascontiguousarray(rows, array.dtype).tobytes())
+        return b"".join(slices)
 
     def unpack(
         self, data: memoryview, num_rows: int, num_ids: Sequence[int]
     ) -> Iterator[tuple[ChunkArray, npt.NDArray[Any]]]:
-        """The parts of each array in a chunk.
+        """Yield the slice of each array in a chunk.
 
         Args:
-            num_rows: in it.
-            num_ids: of each bag in it.
+            num_rows: of the chunk.
+            num_ids: of each bag in the chunk.
         """
         at = 0
         for array in self.arrays:
@@ -116,11 +116,11 @@ class ChunkLayout:
 
 
 class ChunkIndex:
-    """Where the chunks of a file lie, and their checksums.
+    """The positions and checksums of the chunks of a file.
 
     Args:
-        table: int64 (C + 1, 5 + K) for C chunks and K bags: the byte where each begins, its SHA-256 in four
-            words, and the id where each of its bags begins; the last line has the ends.
+        table: int64 (C + 1, 5 + K) for C chunks and K bags: the first byte of each chunk, its SHA-256 in four
+            words, and the first id of each of its bags; the last line has the ends.
     """
 
     def __init__(self, table: npt.NDArray[np.int64]) -> None:
@@ -130,37 +130,37 @@ class ChunkIndex:
 
     @classmethod
     def read(cls, stored: bytes, layout: ChunkLayout, num_rows: int, name: str) -> ChunkIndex:
-        """Out of its bytes; DataError where these are of another split."""
+        """Parse an index; DataError if it is of another split."""
         table = np.frombuffer(stored, np.int64)
         shape = (-(-num_rows // CHUNK_ROWS) + 1, _FIRST_BAG + len(layout.bags))
         if table.size != shape[0] * shape[1]:
-            raise DataError(f"{name}: is no index of {num_rows:,} rows")
+            raise DataError(f"{name}: is not an index of {num_rows:,} rows")
         return cls(table.reshape(shape))
 
     @property
     def total_ids(self) -> list[int]:
-        """How many ids each bag has."""
+        """The number of ids of each bag."""
         ids: list[int] = self.table[-1, _FIRST_BAG:].tolist()
         return ids
 
     @property
     def most_ids(self) -> list[int]:
-        """How many ids of each bag a chunk has at most."""
+        """The largest number of ids of each bag in a chunk."""
         most: list[int] = np.diff(self.table[:, _FIRST_BAG:], axis=0).max(0, initial=0).tolist()
         return most
 
     def num_ids(self, chunk: int) -> list[int]:
-        """How many ids of each bag a chunk has."""
+        """Return the number of ids of each bag in a chunk."""
         found: list[int] = (self.table[chunk + 1] - self.table[chunk])[_FIRST_BAG:].tolist()
         return found
 
     def fits(self, chunk: int, data: memoryview) -> bool:
-        """Whether these are the bytes of a chunk."""
+        """Return whether these are the bytes of a chunk, by its checksum."""
         return bool((_checksum(data) == self.table[chunk, 1:_FIRST_BAG]).all())
 
 
 class IndexBuilder:
-    """Makes the index of a file while its chunks are written."""
+    """Builds the index of a file while its chunks are written."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], layout: ChunkLayout, num_rows: int) -> None:
         starts = np.append(np.arange(0, num_rows, CHUNK_ROWS), num_rows)
@@ -169,12 +169,12 @@ class IndexBuilder:
             self._table[:, _FIRST_BAG + number] = arrays[f"bag_{k}_offsets"][starts]
 
     def add(self, chunk: int, data: bytes) -> None:
-        """Note the next chunk."""
+        """Add the next chunk."""
         self._table[chunk, 1:_FIRST_BAG] = _checksum(data)
         self._table[chunk + 1, 0] = self._table[chunk, 0] + len(data)
 
     def stored(self) -> bytes:
-        """What :meth:`ChunkIndex.read` reads."""
+        """Return the bytes that :meth:`ChunkIndex.read` parses."""
         return self._table.tobytes()
 
 

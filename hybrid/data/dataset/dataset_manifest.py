@@ -1,4 +1,4 @@
-"""What is known of a prepared data set: its columns, its rows, where they come from, and its checksums."""
+"""The manifest of a prepared data set: its columns, its rows, its input files, and its checksums."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NO_INVALID_ROWS = InvalidRowReport({}, ())
 
 @dataclass(frozen=True, slots=True)
 class LabelReport:
-    """What is known about the labels of one task in a split.
+    """The labels of one task in a split.
 
     Attributes:
         name: of the task.
-        kind: of it.
-        count: samples that count for it.
-        mean, lowest, highest: of the labels of these; None where there are none.
-        best_auc, best_log_loss: what the true probabilities reach on them, where they are known.
+        kind: of the task.
+        count: samples that count for the task.
+        mean, lowest, highest: of their labels; None without samples.
+        best_auc, best_log_loss: metrics of the true probabilities, if they are known.
     """
 
     name: str
@@ -45,19 +45,19 @@ class LabelReport:
 
     @property
     def only(self) -> float | None:
-        """The label that all of these have, of a task that tells labels apart; None where there are more."""
+        """The only label of the samples, of a classification task; None if there are several."""
         return self.lowest if self.kind != "regression" and self.lowest == self.highest else None
 
 
 @dataclass(frozen=True)
 class DatasetReport:
-    """What is known about a split.
+    """The rows of a split.
 
     Attributes:
         num_rows: samples.
         labels: of each task; empty without labels.
-        bad_rows: rows of the input that were skipped (those of a held-out split are in "train").
-        unknown: categorical values without a row of their own, by column; empty for synthetic data.
+        bad_rows: invalid rows of the input that were skipped (those of a held-out split are in "train").
+        unknown: unknown categorical values by column; empty for synthetic data.
     """
 
     num_rows: int
@@ -67,7 +67,7 @@ class DatasetReport:
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> DatasetReport:
-        """Out of JSON."""
+        """Return the report of JSON."""
         bad_rows = InvalidRowReport(content["bad_rows"]["counts"], tuple(content["bad_rows"]["examples"]))
         unknown = tuple(UnknownValues(**column) for column in content["unknown"])
         labels = tuple(LabelReport(**task) for task in content["labels"])
@@ -76,7 +76,7 @@ class DatasetReport:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a prepared data set: its size in bytes, and checksums of it."""
+    """A file of a prepared data set: its size in bytes, and its checksums."""
 
     size: int
     sampled: str
@@ -85,12 +85,12 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class DataManifest:
-    """The file that makes a folder a whole data set.
+    """The file that completes the folder of a data set.
 
     Attributes:
         input_spec: columns of the batches.
-        splits: what is known about each.
-        inputs: the files that each was read from; a held-out split has none of its own.
+        splits: the report of each split.
+        inputs: the input files of each split; a held-out split has none.
         stored: every other file, by its path in the folder.
     """
 
@@ -107,7 +107,7 @@ class DataManifest:
         splits: dict[str, DatasetReport],
         inputs: dict[str, tuple[InputFile, ...]] | None = None,
     ) -> None:
-        """Make ``folder``, to which everything else has been written, a whole data set."""
+        """Complete ``folder``, which holds everything else."""
         stored = {
             str(path.relative_to(folder)): StoredFile(
                 path.stat().st_size, sampled_checksum(path), compute_checksum(path)
@@ -120,10 +120,10 @@ class DataManifest:
 
     @classmethod
     def read(cls, path: StoragePath, rule: str = "") -> DataManifest:
-        """What ``write`` wrote, or a copy of it; DataError where it is not there or of another version.
+        """Read what ``write`` wrote, or a copy of it; DataError if it is missing or of another version.
 
         Args:
-            rule: what to do where it is of another version, if the caller does not say it of every error.
+            rule: what to do about another version.
         """
         try:
             return cls.parse(read_bytes(path), str(path), rule)
@@ -132,7 +132,7 @@ class DataManifest:
 
     @classmethod
     def parse(cls, data: bytes, path: str, rule: str = "") -> DataManifest:
-        """Out of its bytes, which are of ``path``; DataError where they are of another version."""
+        """Parse the bytes of ``path``; DataError if they are of another version."""
         try:
             content = json.loads(data)
             if content["format"] != FORMAT_VERSION:
@@ -149,10 +149,10 @@ class DataManifest:
             raise DataError(f"{path}: cannot be read ({error})") from error
 
     def check(self, folder: Path, split: str) -> None:
-        """Compare the size of each file of a split, and samples of it, with what was written.
+        """Compare the size of each file of a split, and samples of it, with the manifest.
 
         Raises:
-            DataError: one is missing or altered, or there is no such split.
+            DataError: a file is missing or altered, or there is no such split.
         """
         if split not in self.splits:
             raise DataError(f"{folder / FILE_NAME}: has no split {split}")
@@ -161,7 +161,7 @@ class DataManifest:
                 _compare(folder / name, file.sampled, sampled_checksum)
 
     def check_same(self, now: DataManifest, remedy: str) -> None:
-        """DataError, which names the file and ends with ``remedy``, where ``now`` has other samples."""
+        """Raise DataError, with the file and ``remedy``, if ``now`` has other samples."""
         if {n: f.whole for n, f in self.stored.items()} == {n: f.whole for n, f in now.stored.items()}:
             return
         for split, before in self.inputs.items():

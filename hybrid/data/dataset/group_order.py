@@ -1,4 +1,4 @@
-"""Rows in whole groups: how the training rows are ordered by group, and which of them a step has.
+"""Complete groups of rows: the order of the training rows by group, and the rows of each step.
 
 ::
 
@@ -22,10 +22,10 @@ from hybrid.errors import ConfigError, DataError
 
 
 def write_group_order(split: Path) -> None:
-    """Write the rows of a split by group, where they have groups; it holds some 40 bytes a row meanwhile.
+    """Write the rows of a split by group, if they have groups; this takes some 40 bytes a row meanwhile.
 
     Args:
-        split: the folder of its arrays, which are whole.
+        split: the folder of its complete arrays.
     """
     if not (split / "groups.npy").exists():
         return
@@ -39,10 +39,10 @@ def write_group_order(split: Path) -> None:
 
 
 def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedDataset, batch_size: int) -> None:
-    """See that the training rows are what the ranking losses of ``tasks`` need, where there are any.
+    """Check that the training rows fit the ranking losses of ``tasks``, if there are any.
 
     Raises:
-        ConfigError: a label is negative where that means nothing.
+        ConfigError: a label is negative, which the loss does not allow.
         DataError: a group is larger than a batch.
     """
     for (name, task), labels in zip(tasks.items(), dataset.report.labels, strict=True):
@@ -54,17 +54,16 @@ def check_ranking_losses(tasks: Mapping[str, TaskSection], dataset: PreparedData
 
 
 def check_group_sizes(dataset: PreparedDataset, batch_size: int) -> None:
-    """DataError where the rows are not ordered by group, or one of these is larger than a batch."""
+    """Raise DataError if the rows are not ordered by group, or a group is larger than a batch."""
     if dataset.group_starts is None:
         raise DataError(
-            "only training rows are in whole groups, and only where data.group names their column and "
-            "data.cache_folder is a folder; set them"
+            "batches of complete groups need training rows, data.group, and a folder as data.cache_folder"
         )
     largest = int(np.diff(dataset.group_starts).max(initial=0))
     if largest > batch_size:
         raise DataError(
             f"the largest group of data.group has {largest:,} training rows, more than a batch of "
-            f"{batch_size:,}, which has whole groups: raise train.batch_size"
+            f"{batch_size:,}, which has complete groups: raise train.batch_size"
         )
 
 
@@ -72,20 +71,19 @@ class GroupedOrder:
     """The rows of a split in an order of its groups; holds 16 bytes a group.
 
     Args:
-        dataset: whose rows are ordered by group.
-        groups_G: the numbers of all groups, in the order that is wanted.
+        dataset: with rows that are ordered by group.
+        groups_G: the numbers of all groups, in their order.
     """
 
     def __init__(self, dataset: PreparedDataset, groups_G: npt.NDArray[np.int64]) -> None:
-        assert dataset.group_rows is not None, "check_group_sizes has seen them"
+        assert dataset.group_rows is not None, "check_group_sizes comes first"
         assert dataset.group_starts is not None
         self._rows_N, self._starts_G1 = dataset.group_rows, dataset.group_starts
         self._groups_G = groups_G
         self._ends_G = np.diff(self._starts_G1)[groups_G].cumsum()
 
     def indices(self, start: int, stop: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The rows of the groups whose last ones lie at positions ``start`` .. ``stop`` - 1, and where each
-        of these groups ends among them."""
+        """Return the rows of the groups whose last row is at ``start`` .. ``stop`` - 1, and their ends."""
         first, last = np.searchsorted(self._ends_G, [start, stop], side="right")
         positions_B, sizes = positions(self._starts_G1, self._groups_G[first:last])
         return self._rows_N[positions_B], sizes.cumsum()

@@ -1,25 +1,25 @@
-"""A prepared data set on disk: writing it, and gathering batches from it.
+"""A prepared data set on disk, and batches of its rows.
 
 A folder holds ``manifest.json`` (dataset_manifest.py), ``features.json`` (feature_encoder.py),
-``vocabularies.parquet`` (vocabulary_file.py) and one folder a split, of plain ``.npy`` files::
+``vocabularies.parquet`` (vocabulary_file.py), and a folder for each split, of plain ``.npy`` files::
 
     dense.npy        float32 (N, F)
     ids.npy          int32 (N, K), the features of exactly one id a sample
-    labels.npy       uint8 (N, T), or float32 where not all tasks are binary; absent where there are no labels
-    weights.npy      float32 (N, T), absent where all samples count the same
-    groups.npy       int64 (N,), absent where there are no groups
+    labels.npy       uint8 (N, T), or float32 unless all tasks are binary; absent without labels
+    weights.npy      float32 (N, T), absent if all samples have the same weight
+    groups.npy       int64 (N,), absent without groups
     group_rows.npy   int64 (N,), of training rows with groups: the rows by group (group_order.py)
-    group_starts.npy int64 (G + 1,), where each group starts in group_rows
-    source_rows.npy  int64 (N,), the row of the input each sample came from
+    group_starts.npy int64 (G + 1,), the start of each group in group_rows
+    source_rows.npy  int64 (N,), the input row of each sample
     bag_K_ids.npy, bag_K_offsets.npy     int32 (L,) and int64 (N + 1,), of multi-hot feature K
-    bag_K_weights.npy  float32 (L,), where the ids of feature K have weights
+    bag_K_weights.npy  float32 (L,), if the ids of feature K have weights
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +27,38 @@ import torch
 from torch import Tensor
 
 from hybrid.batch import Batch, SparseFeatures
-from hybrid.data.dataset.batch_tensors import sparse_features
 from hybrid.data.dataset.dataset_manifest import FILE_NAME, DataManifest, DatasetReport
-from hybrid.data.dataset.prefetch import Ahead, AtHand, StepRows
+from hybrid.data.encode.feature_encoder import EncodedBlock
 from hybrid.data.encode.sparse_encoding import Bags
 from hybrid.errors import DataError
-from hybrid.input_spec import InputSpec
+from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.primitives.grouping import order_totals
+
+
+class StepRows(NamedTuple):
+    """The rows of a step; a trainer's slice is from ``start`` to ``stop``."""
+
+    rows: npt.NDArray[np.int64]
+    start: int
+    stop: int
+
+    @property
+    def own(self) -> npt.NDArray[np.int64]:
+        return self.rows[self.start : self.stop]
+
+
+class StepPlan:
+    """Returns the rows of each step, once they can be read; here, at any time."""
+
+    def __init__(self, plan: Callable[[int], StepRows]) -> None:
+        self._plan = plan
+
+    def __call__(self, step: int) -> StepRows:
+        """Return the rows of a step; steps come in their order."""
+        return self._plan(step)
+
+    def close(self) -> None:
+        """End it; another thread may call this."""
 
 
 class PreparedDataset:
@@ -45,10 +70,9 @@ class PreparedDataset:
     Attributes:
         folder: of a data set that was opened as one.
         input_spec: columns of the batches.
-        report: sizes, labels, bad rows.
-        group_rows: int64 (N,), the rows by group, as they lie in the file within each; None where they are
-            not ordered so.
-        group_starts: int64 (G + 1,), where each group starts in ``group_rows``.
+        report: sizes, labels, invalid rows.
+        group_rows: int64 (N,), the rows by group, in file order within each; None without this order.
+        group_starts: int64 (G + 1,), the start of each group in ``group_rows``.
     """
 
     folder: Path
@@ -75,12 +99,12 @@ class PreparedDataset:
 
     @classmethod
     def open(cls, folder: Path, split: str) -> PreparedDataset:
-        """The split "train" or "test" of what ``prepare`` made.
+        """Open the split "train" or "test" of what ``prepare`` wrote.
 
-        The size of each array, and a sample of its content, must be what was written.
+        The size of each array, and a sample of its content, must be unchanged.
 
         Raises:
-            DataError: it is not whole, or altered.
+            DataError: the data set is incomplete, or altered.
         """
         try:
             manifest = DataManifest.read(folder / FILE_NAME)
@@ -93,20 +117,20 @@ class PreparedDataset:
 
     @property
     def source_rows(self) -> npt.NDArray[np.int64]:
-        """The 0-based row of the input that each sample came from, (N,)."""
+        """The 0-based input row of each sample, (N,)."""
         return self._arrays["source_rows"]
 
-    def ahead(self, plan: Callable[[int], StepRows], steps: range, chunks_at_once: int) -> Ahead:
-        """What says which rows ``steps`` have, once :meth:`gather` can read them.
+    def plan_steps(self, plan: Callable[[int], StepRows], steps: range, chunks_at_once: int) -> StepPlan:
+        """Return the plan of some steps, whose rows :meth:`gather` can read.
 
         Args:
-            plan: says which rows a step has, whether they can be read or not.
+            plan: returns the rows of a step, whether they can be read or not.
             chunks_at_once: see :class:`hybrid.data.dataset.sample_order.Order`.
         """
-        return AtHand(plan)
+        return StepPlan(plan)
 
     def close(self) -> None:
-        """End what reads ahead in the background."""
+        """End the threads that read ahead."""
 
     @property
     def num_samples(self) -> int:
@@ -114,12 +138,12 @@ class PreparedDataset:
 
     @property
     def total_ids(self) -> Sequence[int]:
-        """How many ids each multi-hot feature has in all samples."""
+        """The number of ids of each multi-hot feature in all samples."""
         return [len(ids_L) for ids_L, _ in self._bags.values()]
 
     @property
     def ids_per_sample(self) -> dict[str, float]:
-        """Mean number of ids of each multi-hot feature; the others have exactly one."""
+        """The mean number of ids of each multi-hot feature; the others have exactly one."""
         names = [feature.name for feature in self.input_spec.sparse_features if feature.multi_hot]
         pairs = zip(names, self.total_ids, strict=True)
         return {name: total / max(1, self.num_samples) for name, total in pairs}
@@ -130,13 +154,13 @@ class PreparedDataset:
         return self._groups is not None
 
     def total_weights(self, rows: npt.NDArray[np.int64]) -> Tensor | None:
-        """The sums of the weights of the samples ``rows`` by task; None where all samples count the same."""
+        """Return the sums of the weights of some samples by task; None if all have the same weight."""
         if self._weights is None:
             return None
         return torch.from_numpy(self._weights.take(rows, axis=0).sum(0, dtype=np.float64))
 
     def total_groups(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """How much the groups of the samples ``rows``, which are whole, count by task."""
+        """Return how much the groups of some samples, which are complete, count by task."""
         assert self._labels is not None, "rows that are ordered by group have labels"
         assert self._groups is not None
         labels_BT = torch.from_numpy(self._labels.take(rows, axis=0))
@@ -150,39 +174,36 @@ class PreparedDataset:
         total_weights: Tensor | None = None,
         total_groups: Tensor | None = None,
     ) -> Batch:
-        """The samples ``rows`` (B,), in that order, as a share of a step of ``global_size`` samples.
+        """Return the samples ``rows`` (B,), in that order, as a slice of a step of ``global_size`` samples.
 
-        Without labels in the data set, ``labels_B`` is NaN, so that no one takes it for an answer.
+        If the data set has no labels, ``labels_B`` is NaN.
 
         Args:
             total_weights: of all samples of the step; see :meth:`total_weights`.
-            total_groups: of all of them, where a loss is of the order within groups.
+            total_groups: of all of them, if a loss is a ranking loss.
         """
         labels = torch.full((len(rows),), torch.nan)
         if self._labels is not None:
-            labels = _of_tasks(self._labels.take(rows, axis=0))
+            labels = _by_task(self._labels.take(rows, axis=0))
+        bags = []
+        for k, (ids_L, offsets) in self._bags.items():
+            positions_L, lengths_B = positions(offsets, rows)
+            weights_L = self._id_weights[k][positions_L] if k in self._id_weights else None
+            bags.append(Bags(ids_L[positions_L], lengths_B, weights_L))
         return Batch(
             torch.from_numpy(self._dense.take(rows, axis=0)),
-            self._gather_sparse(rows),
+            sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features),
             labels,
             global_size,
-            weights=None if self._weights is None else _of_tasks(self._weights.take(rows, axis=0)),
+            weights=None if self._weights is None else _by_task(self._weights.take(rows, axis=0)),
             total_weights=total_weights,
             groups=None if self._groups is None else torch.from_numpy(self._groups.take(rows)),
             total_groups=total_groups,
         )
 
-    def _gather_sparse(self, rows: npt.NDArray[np.int64]) -> SparseFeatures:
-        bags = []
-        for k, (stored_L, offsets) in self._bags.items():
-            positions_L, lengths_B = positions(offsets, rows)
-            weights_L = self._id_weights[k][positions_L] if k in self._id_weights else None
-            bags.append(Bags(stored_L[positions_L], lengths_B, weights_L))
-        return sparse_features(self._ids.take(rows, axis=0), bags, self.input_spec.sparse_features)
-
 
 def map_arrays(split: Path) -> dict[str, npt.NDArray[Any]]:
-    """All arrays of a split, by their names."""
+    """Map all arrays of a split into memory, by their names."""
     # As plain ndarrays: slicing the memmap class costs more than the rows of a small batch.
     return {path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in sorted(split.glob("*.npy"))}
 
@@ -190,10 +211,10 @@ def map_arrays(split: Path) -> dict[str, npt.NDArray[Any]]:
 def positions(
     offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where what is in the bags ``rows`` lies, one bag after the other, and the length of each.
+    """Return the positions of the items of the bags ``rows``, one bag after the other, and their lengths.
 
     Args:
-        offsets: where each bag starts, and where the last one ends.
+        offsets: the start of each bag, and the end of the last.
     """
     starts_B = offsets[rows]
     lengths_B = offsets[rows + 1] - starts_B
@@ -201,7 +222,40 @@ def positions(
     return np.repeat(starts_B - before_B, lengths_B) + np.arange(lengths_B.sum()), lengths_B
 
 
-def _of_tasks(values_BT: npt.NDArray[Any]) -> Tensor:
-    """A column for each task as float32; a vector of one task."""
+def _by_task(values_BT: npt.NDArray[Any]) -> Tensor:
+    """Return a float32 column for each task; a vector for one task."""
     values = torch.from_numpy(values_BT.astype(np.float32, copy=False))
     return values[:, 0] if values.size(1) == 1 else values
+
+
+def sparse_features(
+    ids_BK: npt.NDArray[np.int32], bags: Sequence[Bags], features: Sequence[FeatureSpec]
+) -> SparseFeatures:
+    """Return the ids of B samples, feature-major; for ``ids_BK`` and ``bags`` see EncodedBlock."""
+    ids_KB = ids_BK.T.astype(np.int64, order="C")
+    if not bags:
+        return SparseFeatures(torch.from_numpy(ids_KB.reshape(-1)), None, None, len(features))
+    is_weighted = any(feature.weighted for feature in features)
+    one_id, multi_hot = iter(ids_KB), iter(bags)
+    ids, weights, lengths = [], [], [np.zeros(1, np.int64)]
+    for feature in features:
+        own_L = None
+        if feature.multi_hot:
+            ids_L, lengths_B, own_L = next(multi_hot)
+            ids.append(ids_L.astype(np.int64))
+        else:
+            lengths_B = np.ones(len(ids_BK), np.int64)
+            ids.append(next(one_id))
+        lengths.append(lengths_B)
+        if is_weighted:
+            weights.append(np.ones(len(ids[-1]), np.float32) if own_L is None else own_L)
+    weights_L = torch.from_numpy(np.concatenate(weights)) if weights else None
+    ends = torch.from_numpy(np.cumsum(np.concatenate(lengths)))
+    return SparseFeatures(torch.from_numpy(np.concatenate(ids)), ends, weights_L, len(features))
+
+
+def unlabeled_batch(block: EncodedBlock, spec: InputSpec) -> Batch:
+    """Return all samples of a block, with NaN as labels."""
+    size = len(block.dense_BF)
+    sparse = sparse_features(block.ids_BK, block.bags, spec.sparse_features)
+    return Batch(torch.from_numpy(block.dense_BF), sparse, torch.full((size,), torch.nan), size)

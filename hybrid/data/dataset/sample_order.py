@@ -1,22 +1,22 @@
 """The orders of samples in an epoch: exact shuffles with random access.
 
-A permutation of billions of rows held by every trainer would be wasteful, so the shuffle has two levels::
+A permutation of billions of rows in every trainer would be wasteful, so the shuffle has two levels::
 
     chunks of 4096 rows     | c0 | c1 | c2 | c3 | c4 | ...
     chunks permuted         | c3 | c0 | c4 | c2 | c1 | ...
     rows permuted           |<- window of 256 ->|<- window
 
-Every row comes exactly once an epoch, the order depends on (seed, epoch) alone, and only the window that is
-being read is held. Up to 2**20 rows are one window, and so are shuffled fully.
+Every row occurs exactly once an epoch, the order depends on (seed, epoch) alone, and only the window that is
+read is in memory. Up to 2**20 rows are one window, and are shuffled completely.
 
-A trainer's share of a step is any rows of a window, so that all trainers read nearly all chunks. By lanes,
-the rows of a window are dealt to so many lanes, and each lane shuffles its own::
+A trainer's slice of a step may have any rows of a window, so all trainers read nearly all chunks. With lanes,
+the rows of a window are dealt to a number of lanes, and each lane is shuffled::
 
     chunks permuted         | c3 | c0 | c4 | c2 | ...
     lanes                   |  lane 0 |  lane 1 | ...    the same rows for any number of trainers
     a step                  rows of lane 0, as many of lane 1, ...
 
-A share of a step is contiguous, so it is of some lanes: a trainer reads their chunks, and hardly any others.
+A slice of a step is contiguous, so it has rows of some lanes: a trainer reads their chunks, and few others.
 """
 
 from typing import Protocol
@@ -30,38 +30,38 @@ WINDOW_CHUNKS = 256
 _CHUNK_STREAM = 0
 _WINDOW_STREAM = 1
 _LANE_STREAM = 2
-_GOLDEN = 0.6180339887498949  # its multiples are spread over 0 .. 1 more evenly than any others
+_GOLDEN = 0.6180339887498949  # its multiples are spread most evenly over 0 .. 1
 
 
 class Order(Protocol):
-    """Which rows the steps of an epoch have."""
+    """The rows of the steps of an epoch."""
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``."""
+        """Return the rows of a step that begins after ``start`` rows of the epoch and ends after ``stop``."""
         ...
 
-    def chunks_at_once(self, batch_size: int, num_shares: int) -> int:
-        """How many chunks a share's rows come from at most, of this window and the next."""
+    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
+        """Return the most chunks that the rows of a slice come from, in this window and the next."""
         ...
 
 
 class FileOrder:
-    """The rows as they lie in the file."""
+    """The rows in file order."""
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """See :class:`Order`."""
         return np.arange(start, stop)
 
-    def chunks_at_once(self, batch_size: int, num_shares: int) -> int:
-        """See :class:`Order`; a step is all the window that there is."""
-        return 2 * (-(-batch_size // num_shares // CHUNK_ROWS) + 1)
+    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
+        """See :class:`Order`; a step is a window."""
+        return 2 * (-(-batch_size // num_slices // CHUNK_ROWS) + 1)
 
 
 class _Windows:
-    """Chunks of rows in an order drawn from (seed, epoch), and the windows of them.
+    """Windows of chunks of rows, in an order drawn from (seed, epoch).
 
     Args:
-        chunk_rows, window_chunks: see the module; smaller ones shuffle less and hold less.
+        chunk_rows, window_chunks: see the module.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class _Windows:
         self._window_starts = np.append(edges[:-1:window_chunks], num_rows)
 
     def _window_of(self, position: int) -> tuple[int, int, int]:
-        """The number of the window of a position, and where it begins and ends."""
+        """Return the number of the window of a position, its start and its end."""
         window = int(np.searchsorted(self._window_starts, position, side="right")) - 1
         first, last = self._window_starts[window : window + 2].tolist()
         return window, first, last
 
     def _rows(self, window: int) -> npt.NDArray[np.int64]:
-        """The rows of a window, chunk after chunk."""
+        """Return the rows of a window, chunk after chunk."""
         chunks = self._chunks[window * self._window_chunks : (window + 1) * self._window_chunks]
         rows = (chunks[:, None] * self._chunk_rows + np.arange(self._chunk_rows)).reshape(-1)
         return rows[rows < self._num_rows]
 
 
 class ShuffledOrder(_Windows):
-    """The rows 0 .. ``num_rows`` - 1, shuffled within windows; takes what :class:`_Windows` does."""
+    """The rows 0 .. ``num_rows`` - 1, shuffled within windows."""
 
     _held: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The rows at positions ``start`` .. ``stop`` - 1."""
+        """See :class:`Order`."""
         parts = [np.empty(0, np.int64)]
         while start < stop:
             window, first, last = self._window_of(start)
@@ -111,8 +111,8 @@ class ShuffledOrder(_Windows):
             start = end
         return np.concatenate(parts)
 
-    def chunks_at_once(self, batch_size: int, num_shares: int) -> int:
-        """See :class:`Order`: any share may have rows of all chunks of a window."""
+    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
+        """See :class:`Order`: a slice may have rows of all chunks of a window."""
         return min(2 * self._window_chunks, len(self._chunks))
 
     def _shuffled(self, window: int) -> npt.NDArray[np.int64]:
@@ -127,12 +127,12 @@ class LaneOrder(_Windows):
     """The rows 0 .. ``num_rows`` - 1, shuffled within the lanes of windows; see the module.
 
     Of the first ``p`` positions of an epoch, lane ``l`` of ``L`` has ``(p + turn[l]) // L``: these add up to
-    ``p``, and no two lanes differ by more than one. Lanes next to each other have turns far apart, so that
-    what several of them have is proportional to their number, even in steps of fewer rows than lanes.
+    ``p``, and two lanes differ by at most one. Adjacent lanes have turns far apart, so the rows of several
+    lanes are proportional to their number, even in steps of fewer rows than lanes.
 
     Args:
         num_lanes: fixed for a run, so that its steps are the same for any number of trainers.
-        windows: what :class:`_Windows` takes besides.
+        windows: further arguments of :class:`_Windows`.
     """
 
     def __init__(self, num_lanes: int, num_rows: int, seed: int, epoch: int, **windows: int) -> None:
@@ -141,10 +141,7 @@ class LaneOrder(_Windows):
         self._held: tuple[int, list[npt.NDArray[np.int64]]] | None = None
 
     def indices(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """See :class:`Order`: the rows of lane 0, then those of lane 1, and so on.
-
-        Where an epoch is cut into other steps, each lane has its rows in the same order.
-        """
+        """See :class:`Order`: the rows of lane 0, then those of lane 1, and so on."""
         parts: list[list[npt.NDArray[np.int64]]] = [[np.empty(0, np.int64)] for _ in self._turns_L]
         while start < stop:
             window, first, last = self._window_of(start)
@@ -156,19 +153,19 @@ class LaneOrder(_Windows):
             start = end
         return np.concatenate([rows for lane in parts for rows in lane])
 
-    def chunks_at_once(self, batch_size: int, num_shares: int) -> int:
-        """See :class:`Order`: those of a share's lanes, of one more on either side, and of their edges."""
+    def chunks_at_once(self, batch_size: int, num_slices: int) -> int:
+        """See :class:`Order`: those of a slice's lanes, of one more on either side, and of their edges."""
         num_lanes = len(self._turns_L)
-        lanes = min(-(-num_lanes // num_shares) + 2, num_lanes)
+        lanes = min(-(-num_lanes // num_slices) + 2, num_lanes)
         chunks = min(2 * self._window_chunks, len(self._chunks))
         return min(-(-chunks * lanes // num_lanes) + 2, chunks)
 
     def _given_L(self, position: int) -> npt.NDArray[np.int64]:
-        """How many of the first ``position`` rows of the epoch each lane has."""
+        """Return how many of the first ``position`` rows of the epoch each lane has."""
         return (position + self._turns_L) // len(self._turns_L)
 
     def _lanes(self, window: int, first: int, last: int) -> list[npt.NDArray[np.int64]]:
-        """The rows of a window, lane by lane, each in its shuffled order."""
+        """Return the rows of a window, lane by lane, each shuffled."""
         if self._held is None or self._held[0] != window:
             sizes_L = self._given_L(last) - self._given_L(first)
             lanes = np.split(self._rows(window), sizes_L.cumsum()[:-1])

@@ -1,16 +1,15 @@
-"""Values to numbers: vocabularies, hashing and scaling, fitted on the training rows alone.
+"""The encoder of a model: rows to numbers, by vocabularies, hashing and scaling fitted on the training rows.
 
-Row 0 of every table is for missing values and for those unknown at training time.
+Row 0 of every table is for missing values and for values unknown at training time.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,15 +17,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hybrid.checkpoint.checkpoint_folders import vocabulary_path
-from hybrid.config import ColumnSection, DataSection, TableSection
+from hybrid.config import TableSection
 from hybrid.data.encode.fitting import (
     FittedStatistics,
     RankedValues,
-    ValueCounts,
-    bucketed_numbers,
-    holds_several,
     other_encoding,
-    rank,
     value_encoding,
     vocabularies,
 )
@@ -35,7 +30,7 @@ from hybrid.data.encode.vocabulary import NO_VALUES, Vocabulary
 from hybrid.data.encode.vocabulary_file import VOCABULARIES_FILE, read_vocabularies, write_vocabularies
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.sources import RawBlock
-from hybrid.data.values.scaling import BlockMoments, DenseEncoding, scaled
+from hybrid.data.values.scaling import DenseEncoding, scaled
 from hybrid.errors import DataError
 from hybrid.input_spec import FeatureSpec, InputSpec
 from hybrid.storage.files import compute_checksum, exists, read_text
@@ -43,7 +38,7 @@ from hybrid.storage.remote_path import StoragePath
 
 FILE_NAME = "features.json"
 FORMAT_VERSION = 4
-_WITH_VALUES = 3
+_WITH_VALUES = 3  # the format that holds vocabularies itself
 
 
 class EncodedBlock(NamedTuple):
@@ -62,212 +57,184 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureEncoder:
-    """Turns parsed rows into numbers, the same way for training, evaluation and prediction.
+    """Encodes parsed rows, the same way for training, evaluation and prediction.
 
     Attributes:
-        dense, sparse: one encoding a column, in the order of the tensors of a batch.
+        dense, sparse: one encoding for each column, in the order of the tensors of a batch.
     """
 
     dense: tuple[DenseEncoding, ...]
     sparse: tuple[SparseEncoding, ...]
 
     @classmethod
-    def fit(
-        cls,
-        blocks: Iterable[RawBlock],
-        data: DataSection,
-        columns: Mapping[str, ColumnSection] = MappingProxyType({}),
-        tables: Mapping[str, TableSection] = MappingProxyType({}),
-    ) -> FeatureEncoder:
-        """Learn vocabularies, scales and the bounds of buckets from the training rows.
-
-        Memory grows with the number of distinct values (vocabulary = build), not of rows.
-
-        Args:
-            tables: say which columns share one, and with it their vocabulary.
-
-        Raises:
-            DataError: there are no rows.
-        """
-        layout = Layout.of(data, columns, with_labels=False)
-        learnt = FittedStatistics.of(layout)
-        words: dict[str, list[ValueCounts]] = {}
-        for block in blocks:
-            learnt.moments.add(BlockMoments.of(block.dense_BF, layout.transforms))
-            for k, column in enumerate(block.sparse):
-                learnt.several_K[k] |= holds_several(column)
-                learnt.quantiles_K[k].add(bucketed_numbers(layout.sparse[k], column))
-            for name, group in vocabularies(layout.sparse, tables).items():
-                words.setdefault(name, []).extend(ValueCounts.of(block.sparse[k]) for k in group)
-        found = {name: rank(parts)[0] for name, parts in words.items()}
-        return cls.of_statistics(layout, tables, learnt, found)
-
-    @classmethod
     def of_statistics(
         cls,
         layout: Layout,
         tables: Mapping[str, TableSection],
-        learnt: FittedStatistics,
-        words: Mapping[str, RankedValues],
+        statistics: FittedStatistics,
+        ranked: Mapping[str, RankedValues],
     ) -> FeatureEncoder:
-        """What was learnt of the training rows, as an encoder.
+        """Return the encoder of fitted statistics.
 
         Args:
-            words: those of each vocabulary (:func:`hybrid.data.encode.fitting.vocabularies`).
+            ranked: the values of each vocabulary (:func:`hybrid.data.encode.fitting.vocabularies`).
 
         Raises:
             DataError: there are no rows.
         """
-        if not learnt.moments.num_rows:
+        if not statistics.moments.num_rows:
             raise DataError("no row is left to train on; check data.path and data.test_fraction")
-        found = {k: words[name] for name, group in vocabularies(layout.sparse, tables).items() for k in group}
+        of_column = {k: ranked[name] for name, ks in vocabularies(layout.sparse, tables).items() for k in ks}
         sparse = tuple(
-            value_encoding(column, found[k], multi_hot=bool(learnt.several_K[k]))
-            if k in found
-            else other_encoding(column, learnt.quantiles_K[k], multi_hot=bool(learnt.several_K[k]))
+            value_encoding(column, of_column[k], multi_hot=bool(statistics.several_K[k]))
+            if k in of_column
+            else other_encoding(column, statistics.quantiles_K[k], multi_hot=bool(statistics.several_K[k]))
             for k, column in enumerate(layout.sparse)
         )
-        return cls(learnt.moments.encodings(), sparse)
+        return cls(statistics.moments.encodings(), sparse)
 
     @classmethod
     def of_rows(cls, spec: InputSpec, weighted: Collection[str] = ()) -> FeatureEncoder:
-        """For batches that hold numbers as they are, and rows of tables as ids: it changes neither.
+        """Return an encoder that changes neither numbers nor ids, of a model that was trained on batches.
 
         Args:
-            weighted: the features whose ids had weights, whatever ``spec`` says of them.
+            weighted: further features whose ids had weights.
         """
         dense = tuple(map(DenseEncoding, spec.dense_features))
         sparse = []
         for feature in spec.sparse_features:
             has_weights = feature.weighted or feature.name in weighted
             is_bag = feature.multi_hot or has_weights
-            encoding = SparseEncoding(
-                feature.name, "identity", feature.num_rows, is_bag, weighted=has_weights
+            sparse.append(
+                SparseEncoding(feature.name, "identity", feature.num_rows, is_bag, weighted=has_weights)
             )
-            sparse.append(encoding)
         return cls(dense, tuple(sparse))
 
     @property
     def input_spec(self) -> InputSpec:
-        """The columns that ``encode`` gives."""
+        """The columns of :meth:`encode`."""
         features = (FeatureSpec(s.name, s.num_rows, s.multi_hot, s.weighted) for s in self.sparse)
         return InputSpec(tuple(d.name for d in self.dense), tuple(features))
 
     def encode(self, block: RawBlock) -> EncodedBlock:
-        """Numbers of the rows of ``block``."""
+        """Encode the rows of a block."""
         dense_BF = scaled(block.dense_BF, self.dense)
         weights = iter(block.weights)
-        coded: list[npt.NDArray[np.int32] | Bags] = []
+        one_id: list[npt.NDArray[np.int32]] = []
+        bags: list[Bags] = []
         for each, column in zip(self.sparse, block.sparse, strict=True):
             ids = each.encode(column)
-            if each.weighted and isinstance(ids, Bags):
-                ids = ids._replace(weights_L=np.asarray(next(weights).flatten()))
-            coded.append(ids)
-        ids_BK = np.empty((len(dense_BF), sum(not s.multi_hot for s in self.sparse)), np.int32)
-        one_id = (ids for ids in coded if not isinstance(ids, Bags))
+            if not isinstance(ids, Bags):
+                one_id.append(ids)
+            elif each.weighted:
+                bags.append(ids._replace(weights_L=np.asarray(next(weights).flatten())))
+            else:
+                bags.append(ids)
+        ids_BK = np.empty((len(dense_BF), len(one_id)), np.int32)
         for k, ids_B in enumerate(one_id):
             ids_BK[:, k] = ids_B
-        bags = tuple(ids for ids in coded if isinstance(ids, Bags))
-        return EncodedBlock(dense_BF, ids_BK, bags)
+        return EncodedBlock(dense_BF, ids_BK, tuple(bags))
 
     @property
     def text(self) -> str:
-        """What ``features.json`` holds in a folder that has no file of vocabularies."""
+        """The content of ``features.json`` in a folder without a file of vocabularies."""
         sparse = [{**each.fields, "values": each.values.texts.to_pylist()} for each in self.sparse]
-        return _text(_WITH_VALUES, self.dense, sparse, {})
+        return self._to_json(_WITH_VALUES, sparse, {})
 
     def save(self, folder: Path) -> None:
         """Write ``features.json`` into ``folder``, and the vocabularies beside it."""
         distinct: list[Vocabulary] = []
         sparse = []
         for each in self.sparse:
-            if each.vocabulary == "build" and each.values not in distinct:
-                distinct.append(each.values)
-            place = distinct.index(each.values) if each.vocabulary == "build" else None
-            sparse.append({**each.fields, "values": place})
+            index = None
+            if each.vocabulary == "build":
+                if each.values not in distinct:
+                    distinct.append(each.values)
+                index = distinct.index(each.values)
+            sparse.append({**each.fields, "values": index})
         write_vocabularies(folder / VOCABULARIES_FILE, distinct)
         sha256 = compute_checksum(folder / VOCABULARIES_FILE)
-        text = _text(FORMAT_VERSION, self.dense, sparse, {"vocabularies": sha256})
+        text = self._to_json(FORMAT_VERSION, sparse, {"vocabularies": sha256})
         (folder / FILE_NAME).write_text(text, encoding="utf-8")
+
+    def _to_json(self, version: int, sparse: list[dict[str, Any]], more: dict[str, str]) -> str:
+        content = {
+            "format": version,
+            "dense": [asdict(each) for each in self.dense],
+            "sparse": sparse,
+            **more,
+        }
+        return json.dumps(content, ensure_ascii=False)
 
     @classmethod
     def load(cls, folder: StoragePath) -> FeatureEncoder:
-        """What ``save`` wrote, or ``text`` gave; DataError where it is not there or of another version."""
+        """Load what ``save`` or ``text`` wrote; DataError if it is missing or of another version."""
         path = folder / FILE_NAME
-        try:
-            content = json.loads(read_text(path))
-        except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"{path}: cannot be read ({error})") from error
-        found = content.get("format") if isinstance(content, dict) else None
-        if found not in (_WITH_VALUES, FORMAT_VERSION):
+        content = _read_json(path)
+        version = content.get("format") if isinstance(content, dict) else None
+        if version not in (_WITH_VALUES, FORMAT_VERSION):
             raise DataError(
-                f"{path}: format {found!r}, this version reads {_WITH_VALUES} and {FORMAT_VERSION}"
+                f"{path}: format {version!r}, this version reads {_WITH_VALUES} and {FORMAT_VERSION}"
             )
         try:
-            vocabularies = None
-            if found == FORMAT_VERSION:
-                vocabularies = _vocabularies(folder, content["vocabularies"])
+            known = None
+            if version == FORMAT_VERSION:
+                sha256 = content["vocabularies"]
+                known = read_vocabularies(_find_vocabularies(folder, sha256), sha256)
             dense = tuple(DenseEncoding(**d) for d in content["dense"])
-            sparse = tuple(_sparse_encoding(s, vocabularies) for s in content["sparse"])
-            is_right = all(d.is_right() for d in dense) and all(s.is_right() for s in sparse)
+            sparse = tuple(_sparse_encoding(s, known) for s in content["sparse"])
+            is_valid = all(d.is_valid() for d in dense) and all(s.is_valid() for s in sparse)
         except (TypeError, KeyError, IndexError, pa.ArrowException) as error:
-            raise DataError(f"{path}: does not say how columns become numbers ({error!r})") from error
-        if not is_right:
-            raise DataError(f"{path}: does not say how columns become numbers")
+            raise DataError(f"{path}: does not define the encoding of columns ({error!r})") from error
+        if not is_valid:
+            raise DataError(f"{path}: does not define the encoding of columns")
         return cls(dense, sparse)
 
 
 def vocabularies_of(folder: Path) -> dict[str, Path]:
-    """The file of the vocabularies of prepared data, by the name that a run keeps it under."""
+    """Return the vocabulary file of prepared data, by its name in a run."""
     content = json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
-    return {_kept_name(content["vocabularies"]): folder / VOCABULARIES_FILE}
+    return {f"{content['vocabularies']}.parquet": folder / VOCABULARIES_FILE}
 
 
 def vocabularies_place(folder: StoragePath) -> StoragePath | None:
-    """Where the vocabularies are of prepared data or of a checkpoint; None where they are in features.json.
+    """Return the vocabulary file of prepared data or of a checkpoint; None if features.json has the values.
 
     Raises:
-        DataError: they are nowhere.
+        DataError: they are missing.
     """
     path = folder / FILE_NAME
+    content = _read_json(path)
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: cannot be read")
+    sha256 = content.get("vocabularies")
+    return None if sha256 is None else _find_vocabularies(folder, sha256)
+
+
+def _read_json(path: StoragePath) -> Any:
     try:
-        sha256 = json.loads(read_text(path)).get("vocabularies")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
-    return None if sha256 is None else _found(folder, sha256)
 
 
-def _vocabularies(folder: StoragePath, sha256: Any) -> list[Vocabulary]:
-    return read_vocabularies(_found(folder, sha256), sha256)
-
-
-def _found(folder: StoragePath, sha256: Any) -> StoragePath:
+def _find_vocabularies(folder: StoragePath, sha256: Any) -> StoragePath:
     if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise TypeError("vocabularies must be a checksum")
-    beside, kept = folder / VOCABULARIES_FILE, vocabulary_path(folder.absolute(), _kept_name(sha256))
-    for place in (beside, kept):
-        if exists(place):
-            return place
-    rule = f"copy {_kept_name(sha256)} there out of the folder vocabularies of the run that it is from"
-    raise DataError(f"{beside}: the vocabularies are neither here nor in {kept.parent}; {rule}")
-
-
-def _kept_name(sha256: str) -> str:
-    return f"{sha256}.parquet"
-
-
-def _text(
-    version: int, dense: Iterable[DenseEncoding], sparse: list[dict[str, Any]], more: dict[str, str]
-) -> str:
-    content = {"format": version, "dense": [asdict(each) for each in dense], "sparse": sparse, **more}
-    return json.dumps(content, ensure_ascii=False)
+    name = f"{sha256}.parquet"
+    beside, of_run = folder / VOCABULARIES_FILE, vocabulary_path(folder.absolute(), name)
+    for path in (beside, of_run):
+        if exists(path):
+            return path
+    rule = f"copy {name} there from the folder vocabularies of the run"
+    raise DataError(f"{beside}: the vocabularies are neither here nor in {of_run.parent}; {rule}")
 
 
 def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> SparseEncoding:
-    """Out of JSON.
+    """Return an encoding from JSON.
 
     Args:
-        known: vocabularies, of which its values are one by their place; None where it has the values itself.
+        known: vocabularies, if the JSON has the index of one; None if it has the values.
     """
     given = content["values"]
     if known is None:
@@ -276,6 +243,6 @@ def _sparse_encoding(content: Any, known: Sequence[Vocabulary] | None) -> Sparse
         values = Vocabulary.of(given)
     else:
         if given is not None and (type(given) is not int or given < 0):
-            raise TypeError("values must be the place of a vocabulary")
+            raise TypeError("values must be the index of a vocabulary")
         values = NO_VALUES if given is None else known[given]
     return SparseEncoding(**{**content, "values": values, "bounds": tuple(content["bounds"])})

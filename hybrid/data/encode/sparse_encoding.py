@@ -1,6 +1,6 @@
-"""How the values of a categorical column become rows of its table.
+"""Encodings of categorical columns: values to rows of a table.
 
-Row 0 of every table is for missing values and for those unknown at training time.
+Row 0 of every table is for missing values and for values unknown at training time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,13 @@ from hybrid.data.values.column_values import is_list
 
 
 class Bags(NamedTuple):
-    """The ids of one multi-hot feature for B samples: int32 (L,), and int64 (B,) ids of each sample; and
-    float32 (L,), their weights, where they have any."""
+    """The ids of a multi-hot feature of B samples.
+
+    Attributes:
+        ids_L: int32, of all samples.
+        lengths_B: int64, the number of ids of each sample.
+        weights_L: float32, if the ids have weights.
+    """
 
     ids_L: npt.NDArray[np.int32]
     lengths_B: npt.NDArray[np.int64]
@@ -31,17 +36,17 @@ class Bags(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseEncoding:
-    """How the values of one categorical column become rows of its table.
+    """The encoding of a categorical column.
 
     Attributes:
-        name: column name.
-        vocabulary: "build" (row 1 + place in ``values``), "hash", "identity" (values are rows already), or
-            "buckets" (row 1 + the bucket of a number).
+        name: of the column.
+        vocabulary: "build" (row 1 + index in ``values``), "hash", "identity" (values are rows), or "buckets"
+            (row 1 + bucket of a number).
         num_rows: rows of the table, row 0 included.
         multi_hot: whether a sample may hold any number of values; otherwise several count as unknown.
         values: known values by falling frequency (vocabulary "build"), in canonical texts.
-        expected_unknown: share of unknown values in rows like the training rows; see unknown_values.py.
-        bounds: where each bucket but the lowest begins.
+        expected_unknown: fraction of unknown values in rows like the training rows; see unknown_values.py.
+        bounds: the lower bound of each bucket but the lowest.
         weighted: whether its ids have weights; it is multi-hot then.
     """
 
@@ -54,14 +59,13 @@ class SparseEncoding:
     bounds: tuple[float, ...] = ()
     weighted: bool = False
 
-    def is_right(self) -> bool:
-        """Whether it can be one, which comes out of a file."""
+    def is_valid(self) -> bool:
+        """Return whether values that come from a file make an encoding."""
         if type(self.num_rows) is not int:
             return False
         if not all(type(bound) is float and math.isfinite(bound) for bound in self.bounds):
             return False
-        of_kind = {"build": 1 + len(self.values), "hash": 2, "identity": 1, "buckets": 2 + len(self.bounds)}
-        fewest = of_kind.get(self.vocabulary, 1 << 31)
+        minima = {"build": 1 + len(self.values), "hash": 2, "identity": 1, "buckets": 2 + len(self.bounds)}
         return (
             isinstance(self.name, str)
             and all(low < high for low, high in pairwise(self.bounds))
@@ -69,18 +73,18 @@ class SparseEncoding:
             and type(self.weighted) is bool
             and (self.multi_hot or not self.weighted)
             and type(self.expected_unknown) in (int, float)
-            and fewest <= self.num_rows <= np.iinfo(np.int32).max
+            and minima.get(self.vocabulary, 1 << 31) <= self.num_rows <= np.iinfo(np.int32).max
         )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What is known of it but its values, by name."""
+        """All attributes but the values, by name."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "values"}
 
-    def rows(self, values: Any) -> npt.NDArray[np.int32]:
-        """The row of each of an array of texts; 0 where it is unknown, or null."""
+    def rows(self, values: pa.Array) -> npt.NDArray[np.int32]:
+        """Return the row of each of an array of texts; 0 if it is unknown, or null."""
         if self.vocabulary == "build":
-            return (1 + self.values.places(values)).astype(np.int32)
+            return (1 + self.values.indices(values)).astype(np.int32)
         last = self.num_rows - 1
         if self.vocabulary == "hash":
             rows = 1 + (stable_hashes(values) % np.uint64(last)).astype(np.int32)
@@ -88,8 +92,8 @@ class SparseEncoding:
         texts = values.to_pylist()
         return np.array([int(v) if v and v.isdecimal() and int(v) <= last else 0 for v in texts], np.int32)
 
-    def encode(self, column: Any) -> npt.NDArray[np.int32] | Bags:
-        """Rows of a column as in ``RawBlock``, or of one whose words are rows already."""
+    def encode(self, column: pa.Array) -> npt.NDArray[np.int32] | Bags:
+        """Return the rows of a column of a ``RawBlock``, or of one whose values are rows already."""
         if self.vocabulary == "buckets":
             return bucket_of(column.to_numpy(zero_copy_only=False), self.bounds)
         if not is_list(column):
@@ -105,8 +109,8 @@ class SparseEncoding:
         ids_B[lengths_B == 1] = ids_L[np.repeat(lengths_B == 1, lengths_B)]
         return ids_B
 
-    def _encode_flat(self, coded: Any) -> npt.NDArray[np.int32]:
-        words = coded.dictionary
-        rows_D = words if pa.types.is_integer(words.type) else self.rows(words)
+    def _encode_flat(self, coded: pa.DictionaryArray) -> npt.NDArray[np.int32]:
+        values = coded.dictionary
+        rows_D = values if pa.types.is_integer(values.type) else self.rows(values)
         rows = np.append(np.asarray(rows_D, np.int32), np.int32(0))
         return rows.take(np.asarray(coded.indices.fill_null(len(rows) - 1)))

@@ -57,7 +57,7 @@ def _read(path: Path, name: str, sha256: str) -> list[Vocabulary]:
         raise DataError(f"{name}: altered since it was written")
     with pq.ParquetFile(path) as file:
         metadata = file.metadata
-        check_claims(path, file, {0: file.schema.column(0)})
+        check_claims(path, file, [0])
         columns = [metadata.row_group(group).column(0) for group in range(metadata.num_row_groups)]
         if any(not _ENCODINGS.issuperset(column.encodings) for column in columns):
             raise ValueError("its values are not encoded as this program writes them")

@@ -1,4 +1,4 @@
-"""Which columns a file has, and which of them are wanted."""
+"""The columns of a file, and those that are required."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from hybrid.config import ColumnSection, DataSection, TaskSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.config.resolved_columns import Column, columns_of
 from hybrid.config.validation import check_columns, check_fields
 from hybrid.data.values.canonical import canonical_text
 from hybrid.data.values.invalid_rows import shown
 from hybrid.data.values.targets import TargetSpec
 from hybrid.errors import ConfigError, DataError
+from hybrid.input_spec import InputSpec
 from hybrid.storage.remote_path import StoragePath
 
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
@@ -27,16 +28,15 @@ _NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Layout:
-    """The columns of a file and how its fields are written.
+    """The columns of a file and the format of its fields.
 
     Attributes:
-        data: the section that says so, with names for the columns of a format that has them.
-        dense, sparse: the columns that the model reads, and how they are made.
+        data: the section, with the names of the columns if the format defines them.
+        dense, sparse: the columns that the model reads.
         targets: labels, weights and groups.
         with_labels: whether the columns of targets are read (they may be absent otherwise).
         quotes: whether fields may be quoted with ``"``.
-        others: the columns that are read in place of those, each after what names it; None for none.
-        beside: columns that are read, too, and stay as they are in the files; each after what names it.
+        beside: further columns that are read and stay as they are, each after its key.
     """
 
     data: DataSection
@@ -45,7 +45,6 @@ class Layout:
     targets: TargetSpec
     with_labels: bool
     quotes: bool
-    others: tuple[tuple[str, str], ...] | None = None
     beside: tuple[tuple[str, str], ...] = ()
 
     @classmethod
@@ -57,7 +56,7 @@ class Layout:
         *,
         with_labels: bool = True,
     ) -> Layout:
-        """The layout that these sections describe; ConfigError where they contradict themselves."""
+        """Return the layout of these sections; ConfigError if they contradict each other."""
         is_criteo = data.format == "criteo"
         if is_criteo:
             data = dataclasses.replace(
@@ -79,32 +78,28 @@ class Layout:
             raise ConfigError("data.columns", "names a column twice", name)
         if with_labels:
             check_columns(data, columns, tasks)
-        made, targets = columns_of(data, columns), TargetSpec.of(tasks, data)
-        return cls(data, *made, targets, with_labels, quotes=not is_criteo)
+        targets = TargetSpec.of(tasks, data)
+        return cls(data, *columns_of(data, columns), targets, with_labels, quotes=not is_criteo)
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """Names of the columns of the files that are read."""
+        """The names of the columns that are read."""
         return tuple(dict.fromkeys(name for _, name in self._named))
 
     @property
     def transforms(self) -> list[str]:
-        """Of the dense columns."""
+        """The transforms of the dense columns."""
         return [column.transform for column in self.dense]
-
-    def reading(self, names: Sequence[str], key: str) -> Layout:
-        """The same files, of which the columns ``names`` are read, as ``key`` says."""
-        return dataclasses.replace(self, others=tuple((key, name) for name in names))
 
     @property
     def columns_without_targets(self) -> tuple[str, ...]:
-        """What is left of ``data.columns`` in a file that has no labels."""
+        """``data.columns`` of a file without labels."""
         features = {source for column in (*self.dense, *self.sparse) for source in column.sources}
         targets = {name for _, name in self.targets.columns() if name not in features}
         return tuple(name for name in self.data.columns if name not in targets)
 
     def require(self, names: Sequence[str], path: StoragePath) -> None:
-        """Check that ``path``, whose columns are ``names``, has every wanted one, once.
+        """Check that ``path``, whose columns are ``names``, has every required one, once.
 
         Raises:
             ConfigError: it lacks one.
@@ -122,11 +117,33 @@ class Layout:
 
     @property
     def _named(self) -> list[tuple[str, str]]:
-        """Every wanted column after the key that names it."""
-        if self.others is not None:
-            return list(self.others)
+        """Every required column after the key that names it."""
         named = [(column.key("dense"), source) for column in self.dense for source in column.sources]
         named += [(column.key("sparse"), source) for column in self.sparse for source in column.sources]
         named += [("data.split", self.data.split_column)] if self.data.split_column else []
         named += self.targets.columns() if self.with_labels else []
         return [*named, *self.beside]
+
+
+def section_for(config: RunConfig, files: Sequence[StoragePath], spec: InputSpec) -> DataSection:
+    """Return how new files are read for a model: as its training files, with its columns.
+
+    Raises:
+        ConfigError: no separator of several values in a field is set.
+    """
+    file_format = config.data.format
+    if file_format == "synthetic":  # there were no training files
+        file_format = "parquet" if all(path.suffix == ".parquet" for path in files) else "csv"
+    data = dataclasses.replace(
+        config.data,
+        format=file_format,
+        dense=spec.dense_features,
+        sparse=tuple(f.name for f in spec.sparse_features),
+        split="random",
+    )
+    if data.format == "csv":
+        for feature, column in zip(spec.sparse_features, columns_of(data, config.columns)[1], strict=True):
+            if feature.multi_hot and column.kind == "value" and not column.separator:
+                rule = f"must be set where the model is trained, since {feature.name} holds several ids"
+                raise ConfigError("data.multi_hot_separator", rule)
+    return data

@@ -1,14 +1,14 @@
-"""Delimited text in blocks of columns: fast, and exact about line numbers.
+"""Delimited text in blocks of columns, with exact line numbers.
 
-A block of whole lines is parsed by pyarrow, one thread, every field a string. A record is one line. A quoted
-field cannot hold a line break: where one does, its lines are one bad row. A stray quote spoils its own line
-and not those after it.
+pyarrow parses a block of complete lines in one thread, every field as a string. A row is one line. A quoted
+field cannot hold a line break; if one does, its lines are one invalid row. A stray quote invalidates its own
+line, and not the lines after it.
 """
 
 import csv
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,8 @@ PEEK_BYTES = 1 << 20
 PEEK_LINES = 100
 
 
-class _Ended(NamedTuple):
-    """Lines, and whether it is known that the last row of them is whole."""
+class _Lines(NamedTuple):
+    """Lines, and whether the last row of them is known to be complete."""
 
     block: bytes
     ends_row: bool
@@ -51,24 +51,24 @@ class TableBlock(NamedTuple):
     """Consecutive rows of one file.
 
     Attributes:
-        columns: the wanted columns by name, n rows each, as pyarrow arrays.
+        columns: the required columns by name, n rows each.
         lines: int64 (n,), 1-based line (Parquet: row) in the file.
-        rows: int64 (n,), 0-based row in the block; bad rows count, blank lines and the header do not.
-        num_rows: rows of the block, bad ones included.
+        rows: int64 (n,), 0-based row in the block; invalid rows count, blank lines and the header do not.
+        num_rows: rows of the block, invalid ones included.
         num_lines: lines that it takes in the file.
-        bad: the rows left out.
+        invalid: the rows left out.
     """
 
-    columns: dict[str, Any]
+    columns: dict[str, pa.Array]
     lines: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     num_rows: int
     num_lines: int
-    bad: list[InvalidRow]
+    invalid: list[InvalidRow]
 
 
 def read_text(path: StoragePath, layout: Layout, block_bytes: int = BLOCK_BYTES) -> Iterator[TableBlock]:
-    """The wanted columns of a text file, plain or gzip, as blocks of strings.
+    """Yield the required columns of a text file, plain or gzip, as blocks of strings.
 
     Raises:
         ConfigError: the file lacks a column.
@@ -82,11 +82,11 @@ def read_text(path: StoragePath, layout: Layout, block_bytes: int = BLOCK_BYTES)
 def read_span(
     path: StoragePath, chunks: Iterator[bytes], layout: Layout, *, is_first: bool, is_last: bool
 ) -> Iterator[TableBlock]:
-    """The wanted columns of a part of a text file; its lines are numbered from 1.
+    """Yield the required columns of a segment of a text file; its lines are numbered from 1.
 
     Args:
-        chunks: the bytes of the part; it begins and ends where :func:`record_start` says, or the file does.
-        is_first, is_last: whether the file begins with the part, and ends with it.
+        chunks: the bytes of the segment; it begins and ends at a :func:`record_start`, or with the file.
+        is_first, is_last: whether the file begins with the segment, and ends with it.
 
     Raises:
         ConfigError, DataError: as in :func:`read_text`.
@@ -99,7 +99,7 @@ def read_span(
 
 
 def record_start(path: StoragePath, at: int, layout: Layout) -> int:
-    """Where the first row begins that is not whole in the bytes before ``at`` of a plain text file.
+    """Return the start of the first row that is not complete in the bytes before ``at`` of a plain text file.
 
     Raises:
         ConfigError, DataError: as in :func:`read_text`.
@@ -125,15 +125,15 @@ def record_start(path: StoragePath, at: int, layout: Layout) -> int:
 
 
 def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> Iterator[TableBlock]:
-    """The wanted columns of plain text that comes bit by bit, each row as soon as it is there.
+    """Yield the required columns of plain text that arrives in pieces, each row as soon as it is complete.
 
     Args:
-        path: what the text is called.
-        chunks: the bytes of it, cut anywhere.
+        path: the name of the text in messages.
+        chunks: its bytes, cut anywhere.
 
     Raises:
         ConfigError: it lacks a column.
-        DataError: there is none, or it is no plain text.
+        DataError: there is no text, or it is not plain.
     """
     blocks = whole_lines(path, chunks)
     head = b""
@@ -151,12 +151,12 @@ def read_stream(path: StoragePath, chunks: Iterator[bytes], layout: Layout) -> I
 def _tables(
     path: StoragePath,
     head: bytes,
-    blocks: Iterator[_Ended],
+    blocks: Iterator[_Lines],
     layout: Layout,
     *,
     is_first: bool = True,
 ) -> Iterator[TableBlock]:
-    """The wanted columns of the lines of ``blocks``; with ``head`` the file begins that they are part of."""
+    """Yield the required columns of the lines of ``blocks``, of a file that begins with ``head``."""
     names, header_lines = column_names(path, head[:PEEK_BYTES], layout)
     layout.require(names, path)
     parser = _Parser(names, layout)
@@ -167,28 +167,28 @@ def _tables(
         line += lines.count
 
 
-def _open_ended(blocks: Iterator[bytes]) -> Iterator[_Ended]:
-    """``blocks`` none of which is known to end with a row."""
-    return (_Ended(block, False) for block in blocks)
+def _open_ended(blocks: Iterator[bytes]) -> Iterator[_Lines]:
+    """Yield blocks, none of which is known to end with a row."""
+    return (_Lines(block, False) for block in blocks)
 
 
-def _ended(blocks: Iterator[bytes]) -> Iterator[_Ended]:
-    """``blocks`` the last of which ends with a row."""
+def _ended(blocks: Iterator[bytes]) -> Iterator[_Lines]:
+    """Yield blocks, the last of which ends with a row."""
     block = next(blocks, b"")
     for following in blocks:
-        yield _Ended(block, False)
+        yield _Lines(block, False)
         block = following
     if block:
-        yield _Ended(block, True)
+        yield _Lines(block, True)
 
 
 class _Parser:
-    """Turns lines into columns."""
+    """Parses lines into columns."""
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
         self._width = len(names)
         self._layout = layout
-        # Columns go by position within pyarrow: a header may hold the same name twice.
+        # pyarrow gets positions as names, since a header may hold the same name twice.
         keys = [str(i) for i in range(self._width)]
         self._wanted = {name: keys[names.index(name)] for name in layout.wanted}
         self._read = pacsv.ReadOptions(column_names=keys, use_threads=False, block_size=MAX_BLOCK_BYTES)
@@ -199,8 +199,8 @@ class _Parser:
             check_utf8=False,
         )
 
-    def whole_records(self, blocks: Iterator[_Ended]) -> Iterator[bytes]:
-        """The same lines, in blocks none of which ends between lines that belong together."""
+    def whole_records(self, blocks: Iterator[_Lines]) -> Iterator[bytes]:
+        """Yield the same lines, in blocks that do not end within a row."""
         rest = b""
         for each in blocks:
             block = rest + each.block
@@ -212,41 +212,41 @@ class _Parser:
             yield rest
 
     def open_tail(self, block: bytes) -> int | None:
-        """Where the lines begin at the end of ``block`` that belong to what follows, if any do."""
+        """Return the start of the lines at the end of ``block`` whose row may continue, if there are any."""
         if not self._layout.quotes or b'"' not in block[-MAX_RECORD_BYTES:]:
             return None
         return Lines(block, 1, 0).open_tail(self._fault, self._is_record)
 
     def parse(self, lines: Lines) -> TableBlock:
-        """The wanted columns of the rows of ``lines``."""
+        """Return the required columns of the rows of ``lines``."""
         lines.drop_blank(self._width, self._layout.data.delimiter)
         row_of_line = np.cumsum(lines.keep) - 1
         num_rows = int(lines.keep.sum())
-        broken = [] if lines.is_plain() else lines.drop_broken(self._fault, self._is_record)
-        columns, bad = self._columns(lines.kept())
-        # An open quote swallows the lines after it; in the last line it would pass unseen.
-        num_read = len(next(iter(columns.values()))) + len(bad)
+        invalid = [] if lines.is_plain() else lines.drop_invalid(self._fault, self._is_record)
+        columns, uneven = self._columns(lines.kept())
+        # An open quote swallows the lines after it; in the last line it would not be detected.
+        num_read = len(next(iter(columns.values()))) + len(uneven)
         if num_read != lines.keep.sum() or self._fault(lines.last()):
-            broken += lines.drop_broken(self._fault, self._is_record)
-            columns, bad = self._columns(lines.kept())
-        at = [row.line for row in bad]
+            invalid += lines.drop_invalid(self._fault, self._is_record)
+            columns, uneven = self._columns(lines.kept())
+        positions = [row.line for row in uneven]
         numbers = lines.numbers()
-        bad = [row._replace(line=int(numbers[row.line])) for row in bad]
-        rows = np.delete(row_of_line[lines.keep], at)
-        return TableBlock(columns, np.delete(numbers, at), rows, num_rows, lines.count, broken + bad)
+        invalid += [row._replace(line=int(numbers[row.line])) for row in uneven]
+        rows = np.delete(row_of_line[lines.keep], positions)
+        return TableBlock(columns, np.delete(numbers, positions), rows, num_rows, lines.count, invalid)
 
-    def _columns(self, block: bytes) -> tuple[dict[str, Any], list[InvalidRow]]:
-        """The wanted columns, and the rows (numbered from 0 in ``block``) of another number of columns."""
-        bad: list[InvalidRow] = []
+    def _columns(self, block: bytes) -> tuple[dict[str, pa.Array], list[InvalidRow]]:
+        """Return the required columns, and the rows (from 0 in ``block``) of another number of columns."""
+        uneven: list[InvalidRow] = []
 
-        def skip(row: Any) -> str:
+        def skip(row: pacsv.InvalidRow) -> str:
             found = f"{row.actual_columns} column{'s' * (row.actual_columns != 1)}, expected {self._width}"
-            bad.append(InvalidRow(row.number - 1, Reason.COLUMNS, found))
+            uneven.append(InvalidRow(row.number - 1, Reason.COLUMNS, found))
             return "skip"
 
         if not block:
-            return {name: pa.array([], pa.string()) for name in self._wanted}, bad
-        if block.startswith(BYTE_ORDER_MARK):  # not that of the file, and pyarrow would drop it
+            return {name: pa.array([], pa.string()) for name in self._wanted}, uneven
+        if block.startswith(BYTE_ORDER_MARK):  # not that of the file; pyarrow would drop it
             block = BYTE_ORDER_MARK + block
         options = pacsv.ParseOptions(
             delimiter=self._layout.data.delimiter,
@@ -255,10 +255,10 @@ class _Parser:
             invalid_row_handler=skip,
         )
         table = pacsv.read_csv(pa.BufferReader(block), self._read, options, self._convert)
-        return {name: table[key].combine_chunks() for name, key in self._wanted.items()}, bad
+        return {name: table[key].combine_chunks() for name, key in self._wanted.items()}, uneven
 
     def _fault(self, line: bytes) -> str:
-        """What makes ``line`` impossible to split into fields; empty where nothing does."""
+        """Return why ``line`` cannot be split into fields; empty if it can."""
         if not is_utf8(line):
             return "not UTF-8 text"
         if b"\r" in line:
@@ -271,7 +271,7 @@ class _Parser:
         return ""
 
     def _is_record(self, lines: bytes) -> bool:
-        """Whether some lines, with the breaks between them, are one row."""
+        """Return whether some lines, with the breaks between them, are one row."""
         try:
             return [len(fields) for fields in self._split_strictly(lines)] == [self._width]
         except (csv.Error, UnicodeDecodeError):
@@ -282,7 +282,7 @@ class _Parser:
 
 
 def column_names(path: StoragePath, head: bytes, layout: Layout) -> tuple[Sequence[str], int]:
-    """The names of the file's columns by position, and how many lines the header takes with it."""
+    """Return the names of the columns by position, and the number of lines up to the header."""
     refuse_binary(path, head)
     text = head.decode("utf-8-sig", errors="replace")
     lines = enumerate(text.split("\n")[:PEEK_LINES], start=1)
@@ -309,5 +309,5 @@ def _split(line: str, layout: Layout) -> list[str]:
         return line.split(layout.data.delimiter)
     try:
         return next(csv.reader([line], delimiter=layout.data.delimiter), [])
-    except csv.Error:  # a field beyond the csv module's limit: no header and no row
+    except csv.Error:  # a field beyond the limit of the csv module is no header and no row
         return [line]

@@ -1,21 +1,22 @@
-"""All files of a split, as blocks of parsed rows: CSV, Criteo's TSV, Parquet."""
+"""The files of a split as blocks of parsed rows: CSV, Criteo's TSV, Parquet."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config import ColumnSection, DataSection, TaskSection
+from hybrid.config import ColumnSection, DataSection, RunConfig, TaskSection
 from hybrid.data.parse.column_layout import Layout
-from hybrid.data.parse.delimited_text import TableBlock, read_stream, read_text
-from hybrid.data.parse.parquet_blocks import read_parquet
-from hybrid.data.parse.text_lines import BLOCK_BYTES
+from hybrid.data.parse.delimited_text import PEEK_BYTES, TableBlock, column_names, read_stream, read_text
+from hybrid.data.parse.input_files import list_files
+from hybrid.data.parse.parquet_blocks import parquet_names, read_parquet
+from hybrid.data.parse.text_lines import BLOCK_BYTES, open_text
 from hybrid.data.values import column_values
 from hybrid.data.values.dates import seconds
 from hybrid.data.values.features import feature
@@ -27,30 +28,30 @@ from hybrid.storage.remote_path import StoragePath
 
 
 class RawBlock(NamedTuple):
-    """B good rows, parsed but not yet encoded.
+    """B valid rows, parsed but not yet encoded.
 
     Attributes:
-        dense_BF: float64, NaN where missing.
-        sparse: for each sparse feature a pyarrow dictionary array of B strings, null where missing, or an
-            array of B lists of such (several ids a sample), or of B numbers where these go into buckets.
-        targets: labels, weights and groups, or None where they were not asked for.
-        source_rows_B: int64, 0-based row over all files in turn; bad rows count, blank lines do not.
+        dense_BF: float64, NaN if missing.
+        sparse: for each sparse feature a dictionary array of B strings, null if missing, or an array of B
+            lists of such (several ids a sample), or of B numbers if buckets hold them.
+        targets: labels, weights and groups, or None.
+        source_rows_B: int64, 0-based row over all files in turn; invalid rows count, blank lines do not.
         weights: an array of B lists of float32 for each sparse feature whose ids have weights.
-        split_B: what tells training rows from test rows, where ``data.split_column`` does: int64, the same
-            for equal values, or float64, times in seconds; else None.
-        beside: columns of the file, as they are in it, by name: those of ``Layout.beside``.
+        split_B: the value of ``data.split_column``: int64, equal for equal values, or float64, times in
+            seconds; else None.
+        beside: the columns of ``Layout.beside`` as the file holds them, by name.
     """
 
     dense_BF: npt.NDArray[np.float64]
-    sparse: tuple[Any, ...]
+    sparse: tuple[pa.Array, ...]
     targets: Targets | None
     source_rows_B: npt.NDArray[np.int64]
-    weights: tuple[Any, ...] = ()
+    weights: tuple[pa.Array, ...] = ()
     split_B: npt.NDArray[np.int64] | npt.NDArray[np.float64] | None = None
-    beside: Mapping[str, Any] = MappingProxyType({})
+    beside: Mapping[str, pa.Array] = MappingProxyType({})
 
     def select(self, mask_B: npt.NDArray[np.bool_]) -> RawBlock:
-        """The rows where ``mask_B`` holds."""
+        """Return the rows of a mask."""
         keep = pa.array(mask_B)
         return RawBlock(
             self.dense_BF[mask_B],
@@ -68,16 +69,15 @@ class Source:
     """The rows of some files; each pass over ``blocks`` reads them anew, in the same blocks.
 
     Attributes:
-        files: what is read, in order.
-        data: the section that says how.
-        with_labels: whether every row must have its labels; otherwise these are not looked at.
-        block_bytes: text read at a time.
+        files: in their order.
+        data: defines how they are read.
+        with_labels: whether every row must have its labels; otherwise labels are not read.
+        block_bytes: text that is read at a time.
         report: receives progress, one line at a time.
-        check: called before every block; what it raises ends the pass.
         tasks: the sections [tasks.NAME].
-        columns: the sections that say how columns are made.
-        text: what is read in place of the one file, which then is but a name; there is one pass over it.
-        beside: columns of the files to give as they are, each after what names it.
+        columns: the sections [columns.NAME].
+        text: read in place of the one file, which then is only a name; there is one pass over it.
+        beside: columns of the files to return as they are, each after what names it.
     """
 
     files: tuple[StoragePath, ...]
@@ -85,40 +85,37 @@ class Source:
     with_labels: bool = True
     block_bytes: int = BLOCK_BYTES
     report: Callable[[str], None] = ignore_progress
-    check: Callable[[], None] = lambda: None
     tasks: Mapping[str, TaskSection] = field(default_factory=dict)
     columns: Mapping[str, ColumnSection] = field(default_factory=dict)
     text: Iterator[bytes] | None = None
     beside: tuple[tuple[str, str], ...] = ()
 
     def blocks(self, log: InvalidRowLog | None = None) -> Iterator[RawBlock]:
-        """Parsed rows, block by block.
+        """Yield parsed rows, block by block.
 
         Raises:
             ConfigError: a key of the data section does not fit the files.
-            DataError: a file cannot be read, holds no usable row, or bad rows are not to be skipped.
+            DataError: a file cannot be read, holds no valid row, or an invalid row is an error.
         """
         layout = self.layout
         log = log or self.new_log()
         first_row, progress = 0, Progress(self.report, "reading rows")
         for path in self.files:
             log.start_file()
-            for table in self._tables(path, layout):
-                self.check()
-                block, bad = parse_of(path, table, layout, first_row)
-                log.add(path, len(block.source_rows_B), bad)
+            if self.text is not None:
+                tables = read_stream(path, self.text, layout)
+            elif self.data.format == "parquet":
+                tables = read_parquet(path, layout)
+            else:
+                tables = read_text(path, layout, self.block_bytes)
+            for table in tables:
+                block, invalid = parse_of(path, table, layout, first_row)
+                log.add(path, len(block.source_rows_B), invalid)
                 first_row += table.num_rows
                 progress.add(table.num_rows)
                 if len(block.source_rows_B):
                     yield block
             log.finish_file(path)
-
-    def _tables(self, path: StoragePath, layout: Layout) -> Iterator[TableBlock]:
-        if self.text is not None:
-            return read_stream(path, self.text, layout)
-        if self.data.format == "parquet":
-            return read_parquet(path, layout)
-        return read_text(path, layout, self.block_bytes)
 
     @property
     def layout(self) -> Layout:
@@ -132,14 +129,39 @@ class Source:
         return self.layout.targets
 
     def new_log(self) -> InvalidRowLog:
-        """A log that treats bad rows as the data section says."""
+        """Return a log that treats invalid rows as the data section requires."""
         return InvalidRowLog(self.data.max_invalid_fraction)
+
+
+def check_columns(config: RunConfig) -> None:
+    """Check that the first training file and the first test file have the columns of the configuration.
+
+    This needs no process of a cluster.
+
+    Raises:
+        ConfigError: a file lacks a column, or a key does not fit the files.
+        DataError, StorageError: a file cannot be read.
+    """
+    data = config.data
+    if data.format == "synthetic":
+        return
+    layout = Layout.of(data, config.columns, config.tasks)
+    first = list_files(data.path, "data.path")[:1]
+    if data.test_path:
+        first += list_files(data.test_path, "data.test_path")[:1]
+    for path in first:
+        if data.format == "parquet":
+            layout.require(parquet_names(path), path)
+        else:
+            with open_text(path) as file:
+                names, _ = column_names(path, file.read(PEEK_BYTES), layout)
+            layout.require(names, path)
 
 
 def parse_of(
     path: StoragePath, table: TableBlock, layout: Layout, first_row: int
 ) -> tuple[RawBlock, list[InvalidRow]]:
-    """As :func:`parse`, of rows of the file ``path``; DataError where a column is of a wrong type."""
+    """Parse rows of the file ``path``; DataError if the type of a column is wrong."""
     try:
         return parse(table, layout, first_row)
     except MemoryError:
@@ -150,47 +172,50 @@ def parse_of(
 
 
 def parse(table: TableBlock, layout: Layout, first_row: int = 0) -> tuple[RawBlock, list[InvalidRow]]:
-    """The good rows of ``table``, and all its bad ones; a row is bad for the first reason found.
+    """Return the valid rows of ``table``, and its invalid rows, each with the first reason.
 
     Args:
         first_row: of the table, among all rows.
     """
-    good = np.ones(len(table.lines), bool)
-    bad = list(table.bad)
+    valid = np.ones(len(table.lines), bool)
+    invalid = list(table.invalid)
 
     def reject(mask: npt.NDArray[np.bool_], reason: Reason, name: str, expected: str) -> None:
-        for i in np.flatnonzero(mask & good):
-            value = shown_cell(table.columns[name], int(i))
-            bad.append(InvalidRow(int(table.lines[i]), reason, f"{name} is {value}, expected {expected}"))
-        good[mask] = False
+        for i in np.flatnonzero(mask & valid).tolist():
+            found = f"{name} is {shown_cell(table.columns[name], i)}, expected {expected}"
+            invalid.append(InvalidRow(int(table.lines[i]), reason, found))
+        valid[mask] = False
 
     data, targets = layout.data, None
     if layout.with_labels:
         targets = layout.targets.read(table.columns, reject)
-    dense_BF = np.empty((len(good), len(layout.dense)))
+    dense_BF = np.empty((len(valid), len(layout.dense)))
     for f, column in enumerate(layout.dense):
         dense_BF[:, f], wrong = column_values.numbers(table.columns[column.source], data.missing)
         reject(wrong, Reason.NUMBER, column.source, "a finite number")
     features = [feature(column, table.columns, data.missing, reject) for column in layout.sparse]
-    sparse = tuple(each.values for each in features)
-    weights = tuple(each.weights for each in features if each.weights is not None)
-    split_B = _split_values(table.columns[data.split_column], data, reject) if data.split_column else None
-    beside = {name: table.columns[name] for _, name in layout.beside}
-    block = RawBlock(dense_BF, sparse, targets, first_row + table.rows, weights, split_B, beside)
-    return (block if good.all() else block.select(good)), bad
+    block = RawBlock(
+        dense_BF,
+        tuple(each.values for each in features),
+        targets,
+        first_row + table.rows,
+        tuple(each.weights for each in features if each.weights is not None),
+        _split_values(table.columns[data.split_column], data, reject) if data.split_column else None,
+        {name: table.columns[name] for _, name in layout.beside},
+    )
+    return (block if valid.all() else block.select(valid)), invalid
 
 
 def _split_values(
-    column: Any, data: DataSection, reject: Reject
+    column: pa.Array, data: DataSection, reject: Reject
 ) -> npt.NDArray[np.int64] | npt.NDArray[np.float64]:
     name = data.split_column
     if column_values.is_list(column):
         raise ConfigError("data.split", "must be a column of one value a row, and holds lists", name)
     if data.split_call.name == "time":
         times_B, wrong_B = seconds(column, data.missing)
-        reject(
-            wrong_B | np.isnan(times_B), Reason.SPLIT, name, "a number, or a date such as 2024-01-31 09:30:00"
-        )
+        expected = "a number, or a date such as 2024-01-31 09:30:00"
+        reject(wrong_B | np.isnan(times_B), Reason.SPLIT, name, expected)
         return times_B
     hashes_B, wrong_B = column_values.hashes(column, data.missing)
     reject(wrong_B, Reason.SPLIT, name, "a value to split rows by")

@@ -1,4 +1,4 @@
-"""Lines of text files, plain or gzip, in blocks whose size is bounded whatever a file holds."""
+"""Lines of text files, plain or gzip, in blocks of bounded size, whatever a file holds."""
 
 import gzip
 import io
@@ -22,11 +22,11 @@ from hybrid.storage.remote_path import StoragePath
 
 BLOCK_BYTES = 16 << 20
 MAX_LINE_BYTES = 16 << 20
-_LOOK_BYTES = 1024  # to know gzip; into fewer, what a store says as it refuses would not fit
+_LOOK_BYTES = 1024  # to recognize gzip, and to hold the message of a store that refuses
 _PACKED_BYTES = 4 << 20  # of gzip, read at a time
-# A line costs memory of its own, as a row or as a bad one: 16 MiB may be as many empty lines.
+# A line takes memory as a row, valid or not: 16 MiB may be as many empty lines.
 MAX_BLOCK_LINES = 1 << 18
-MAX_RECORD_BYTES = 64 << 10  # in which a quote that is open at the end of a line may be closed
+MAX_RECORD_BYTES = 64 << 10  # within which an open quote of a line may be closed
 OPEN_QUOTE = "a quote is not closed"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GZIP_MAGIC = b"\x1f\x8b"
@@ -78,9 +78,9 @@ class Lines:
     """The lines of a block, and which of them are kept as rows.
 
     Args:
-        block: whole lines, each ended by a line feed.
-        first_line: number of the first one in the file.
-        skip: how many at the start are header.
+        block: complete lines, each with a line feed.
+        first_line: number of the first line in the file.
+        skip: number of header lines at the start.
     """
 
     def __init__(self, block: bytes, first_line: int, skip: int) -> None:
@@ -95,42 +95,42 @@ class Lines:
         return self._block[self._starts[i] : self._ends[i]]
 
     def kept(self) -> bytes:
-        """The kept lines, one after the other."""
+        """Return the kept lines, one after the other."""
         if self.keep.all():
             return self._block
         return b"".join(self[i] + b"\n" for i in np.flatnonzero(self.keep).tolist())
 
     @property
     def count(self) -> int:
-        """How many there are, kept or not."""
+        """The number of lines, kept or not."""
         return len(self._ends)
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """Number in the file of each kept line."""
+        """Return the number in the file of each kept line."""
         return self._first_line + np.flatnonzero(self.keep)
 
     def drop_blank(self, num_columns: int, delimiter: str) -> None:
-        """Keep no blank line, where rows have ``num_columns``."""
+        """Drop blank lines, if rows have ``num_columns``."""
         lengths = self._ends - self._starts
         self.keep &= lengths > 0
-        # A row of n columns is at least n - 1 delimiters long, and a longer blank line starts with a blank
-        # that is no delimiter: the other lines need no look.
+        # A row of n columns has at least n - 1 delimiters, and a longer blank line starts with a blank that
+        # is no delimiter. No other line is examined.
         suspect = lengths < max(num_columns - 1, 1)
         for blank in {" ", "\t"} - {delimiter}:
             suspect |= self._bytes[self._starts] == ord(blank)
         for i in np.flatnonzero(suspect & self.keep).tolist():
             self.keep[i] = bool(self[i].strip())
 
-    def drop_broken(
+    def drop_invalid(
         self, fault: Callable[[bytes], str], is_record: Callable[[bytes], bool]
     ) -> list[InvalidRow]:
-        """Keep no line in which ``fault`` finds one; returns these lines.
+        """Drop the lines with a ``fault``; return them as invalid rows.
 
         Args:
-            is_record: whether some lines together are one row; where an open quote makes one of those that
-                follow a part of its own, none of them is kept, and the first stands for all.
+            is_record: whether some lines together are one row. If an open quote joins a line to those after
+                it, all of them are dropped as one invalid row.
         """
-        broken = []
+        invalid = []
         last = -1
         for i in np.flatnonzero(self.keep).tolist():
             if i <= last or not (found := fault(self[i])):
@@ -140,11 +140,11 @@ class Lines:
                 last, last_line = end, self._first_line + end
                 found = "a line break within quotes"
             self.keep[i : last + 1] = False
-            broken.append(InvalidRow(self._first_line + i, Reason.TEXT, found, last_line))
-        return broken
+            invalid.append(InvalidRow(self._first_line + i, Reason.TEXT, found, last_line))
+        return invalid
 
     def record_end(self, i: int, is_record: Callable[[bytes], bool]) -> int | None:
-        """The line that closes the quote that line ``i`` leaves open, if they are one row together."""
+        """Return the line that closes the open quote of line ``i``, if the lines up to it are one row."""
         start, at = int(self._starts[i]), int(self._ends[i])
         while (at := self._block.find(b'"', at, start + MAX_RECORD_BYTES)) >= 0:
             end = int(np.searchsorted(self._ends, at))
@@ -154,7 +154,7 @@ class Lines:
         return None
 
     def open_tail(self, fault: Callable[[bytes], str], is_record: Callable[[bytes], bool]) -> int | None:
-        """Where the first line begins of which a quote may be closed in lines that are yet to come."""
+        """Return the start of the first line whose open quote a later block may close."""
         i = int(np.searchsorted(self._starts, len(self._block) - MAX_RECORD_BYTES))
         while i < len(self._ends):
             if b'"' in self[i] and fault(self[i]) == OPEN_QUOTE:
@@ -166,17 +166,17 @@ class Lines:
         return None
 
     def last(self) -> bytes:
-        """The last kept line, or nothing."""
+        """Return the last kept line, or nothing."""
         kept = np.flatnonzero(self.keep)
         return self[int(kept[-1])] if len(kept) else b""
 
     def is_plain(self) -> bool:
-        """Whether every line is UTF-8 text without a carriage return in it."""
+        """Return whether every line is UTF-8 text without a carriage return."""
         return b"\r" not in self._block and (self._block.isascii() or is_utf8(self._block))
 
 
 def is_utf8(block: bytes) -> bool:
-    """Whether ``block`` is UTF-8 text."""
+    """Return whether ``block`` is UTF-8 text."""
     try:
         block.decode()
     except UnicodeDecodeError:
@@ -185,7 +185,7 @@ def is_utf8(block: bytes) -> bool:
 
 
 def line_blocks(path: StoragePath, block_bytes: int) -> Iterator[bytes]:
-    """Whole lines in blocks of about ``block_bytes`` at most, every line ended by a line feed alone.
+    """Yield complete lines in blocks of at most about ``block_bytes``, each line with a line feed only.
 
     Raises:
         DataError: the file cannot be read, or a line is longer than 16 MiB.
@@ -195,12 +195,12 @@ def line_blocks(path: StoragePath, block_bytes: int) -> Iterator[bytes]:
 
 
 def whole_lines(path: StoragePath, chunks: Iterator[bytes], *, is_start: bool = True) -> Iterator[bytes]:
-    """The text of ``chunks`` in blocks of whole lines, every line ended by a line feed alone.
+    """Yield the text of ``chunks`` in blocks of complete lines, each line with a line feed only.
 
     Args:
-        path: of the text, for what is said of it.
-        chunks: the bytes of it, cut anywhere; what ends within one is given before the next is taken.
-        is_start: whether the text begins with them, so that a byte order mark there is none of it.
+        path: of the text, for messages.
+        chunks: its bytes, cut anywhere; the lines that end within one are yielded before the next is read.
+        is_start: whether the file begins with them, so that a byte order mark is removed.
 
     Raises:
         DataError: a line is longer than 16 MiB.
@@ -222,15 +222,15 @@ def whole_lines(path: StoragePath, chunks: Iterator[bytes], *, is_start: bool = 
 
 
 def without_returns(block: bytes) -> bytes:
-    """``block`` without carriage returns before line feeds."""
-    if b"\r" in block:  # to look for one byte takes a fiftieth of the time
+    """Return ``block`` without carriage returns before line feeds."""
+    if b"\r" in block:  # a search for one byte takes a fiftieth of the time
         while b"\r\n" in block:
             block = block.replace(b"\r\n", b"\n")
     return block
 
 
 def _pieces(block: bytes) -> Iterator[bytes]:
-    """``block`` in pieces of no more than ``MAX_BLOCK_LINES``, without carriage returns before line feeds."""
+    """Yield pieces of at most ``MAX_BLOCK_LINES`` lines, without carriage returns before line feeds."""
     block = without_returns(block)
     is_end = np.frombuffer(block, np.uint8) == ord("\n")
     if np.count_nonzero(is_end) <= MAX_BLOCK_LINES:
@@ -243,7 +243,7 @@ def _pieces(block: bytes) -> Iterator[bytes]:
 
 
 def refuse_binary(path: StoragePath, head: bytes) -> None:
-    """DataError where ``head``, with which ``path`` begins, is not that of a text file."""
+    """Raise DataError if ``head``, the start of ``path``, is not that of a text file."""
     kind = next((kind for magic, kind in _NOT_TEXT.items() if head.startswith(magic)), None)
     if kind is None and head[257:262] == b"ustar":
         kind = "a tar archive; unpack it (plain text and gzip are read)"
@@ -255,9 +255,9 @@ def refuse_binary(path: StoragePath, head: bytes) -> None:
 
 @contextmanager
 def open_text(path: StoragePath) -> Iterator[IO[bytes] | gzip.GzipFile]:
-    """``path`` open for reading, unpacked where it is gzip; what goes wrong is a DataError.
+    """Open a file, decompressed if it is gzip; errors are DataErrors, those of a store StorageErrors.
 
-    A store is asked for what is read, and no more; what a store refuses is a StorageError.
+    Of a file in a store, only what is read is requested.
     """
     try:
         with storage.open_reader(path, ahead=0) as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +17,9 @@ from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import FittedStatistics, vocabularies
 from hybrid.data.encode.unknown_values import UnknownCounter
-from hybrid.data.encode.vocabulary import NO_VALUES
+from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
+from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.job_threads import Job, JobThreads, ReportRows, Result
@@ -30,10 +30,9 @@ from hybrid.data.prepare.stages import (
     TEST,
     TRAIN,
     UNFINISHED,
-    EncodeJob,
-    ParseJob,
     Piece,
-    Reading,
+    PieceStatistics,
+    PieceSums,
     encode_piece,
     fit_piece,
     parse_segment,
@@ -51,28 +50,27 @@ class FilesPreparation:
     """Prepares the samples of files, and writes the arrays of both splits.
 
     Args:
-        config: defines how rows are split.
-        reading: defines how files are read.
+        config: defines how files are read, and how rows are split.
         folder: of the splits.
         spill_folder: of intermediate files; segments that it holds are not parsed again.
         report: receives progress, one line at a time.
         check: called twice a second; what it raises ends the preparation.
         memory_bytes: the most that it takes; see :meth:`MemoryLimit.of`.
+        block_bytes: text that is parsed at a time.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        reading: Reading,
         folder: Path,
         spill_folder: Path,
         report: Callable[[str], None],
         check: Callable[[], None],
         memory_bytes: int = 0,
+        block_bytes: int = BLOCK_BYTES,
     ) -> None:
         self._config = config
-        self._reading = reading
-        self._layout = reading.layout
+        self._layout = Layout.of(config.data, config.columns, config.tasks)
         self._folder = folder
         self._spill = spill_folder
         self._report = report
@@ -80,6 +78,7 @@ class FilesPreparation:
         self._done = 0.0  # fraction of the time that the phases so far take
         self._check = check
         self._memory_bytes = memory_bytes
+        self._block_bytes = block_bytes
 
     def write(
         self, train: Sequence[StoragePath], test: Sequence[StoragePath]
@@ -93,15 +92,14 @@ class FilesPreparation:
             ConfigError: a key does not fit the files.
             DataError: a file cannot be used.
         """
-        block_bytes = self._reading.block_bytes
         segments = {
-            split: split_files(files, self._layout, block_bytes)
+            split: split_files(files, self._layout, self._block_bytes)
             for split, files in ((TRAIN, train), (TEST, test))
         }
         of_both = [*segments[TRAIN], *segments[TEST]]
         size = sum(segment.size for segment in of_both)
         wanted = min(len(os.sched_getaffinity(0)), max(1, size // _BYTES_PER_THREAD))
-        limit = MemoryLimit.of(self._memory_bytes, of_both, self._layout, block_bytes)
+        limit = MemoryLimit.of(self._memory_bytes, of_both, self._layout, self._block_bytes)
         count = limit.count_threads(wanted)
         if count < wanted:
             self._report(limit.line(count, wanted))
@@ -123,12 +121,16 @@ class FilesPreparation:
     ) -> tuple[list[Piece], dict[str, InvalidRowReport]]:
         """Return the pieces of all segments, and the reports of invalid rows."""
         jobs = [
-            ParseJob(segment, self._reading, self._spill / f"{split}-{i}")
+            (segment, self._spill / f"{split}-{i}")
             for split, each in segments.items()
             for i, segment in enumerate(each)
         ]
-        sizes = [max(1, job.segment.size) for job in jobs]
-        logs = self._map(threads, "reading", 0.62, parse_segment, jobs, sizes)
+
+        def parse(job: tuple[Segment, Path], report: ReportRows) -> SegmentLog:
+            return parse_segment(job[0], self._layout, self._block_bytes, job[1], report)
+
+        sizes = [max(1, segment.size) for segment, _ in jobs]
+        logs = self._map(threads, "reading", 0.62, parse, jobs, sizes)
         parsed = zip(jobs, logs, strict=True)
         train, invalid_rows = self._collect(parsed, len(segments[TRAIN]))
         reports = {TRAIN: invalid_rows, TEST: NO_INVALID_ROWS}
@@ -144,24 +146,24 @@ class FilesPreparation:
         return [*train, *test], reports
 
     def _collect(
-        self, parsed: Iterator[tuple[ParseJob, SegmentLog]], num_segments: int
+        self, parsed: Iterator[tuple[tuple[Segment, Path], SegmentLog]], num_segments: int
     ) -> tuple[list[Piece], InvalidRowReport]:
         """Return the pieces of the next segments, and the report of their invalid rows."""
         log = InvalidRowLog(self._config.data.max_invalid_fraction)
         pieces = []
         first_row = lines = 0
-        for job, segment_log in islice(parsed, num_segments):
-            if job.segment.is_first:
+        for (segment, folder), segment_log in islice(parsed, num_segments):
+            if segment.is_first:
                 log.start_file()
                 lines = 0
             for block in segment_log.blocks:
-                log.add(job.segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
+                log.add(segment.path, block.num_valid, [row.after(lines) for row in block.invalid])
             for i, piece in enumerate(segment_log.pieces):
-                pieces.append(Piece(spill.piece_folder(job.folder, i), first_row + piece.first_row, None))
+                pieces.append(Piece(spill.piece_folder(folder, i), first_row + piece.first_row, None))
             lines += segment_log.num_lines
             first_row += segment_log.num_rows
-            if job.segment.is_last:
-                log.finish_file(job.segment.path)
+            if segment.is_last:
+                log.finish_file(segment.path)
         return pieces, log.finish()
 
     def _fit(
@@ -170,8 +172,11 @@ class FilesPreparation:
         """Return statistics of the training rows; for each split, the start of each piece, and the end."""
         statistics = FittedStatistics.of(self._layout)
         starts = {split: [_Start(0, np.zeros(len(self._layout.sparse), np.int64))] for split in (TRAIN, TEST)}
-        jobs = [(piece, self._reading) for piece in pieces]
-        for of_piece in self._map(threads, "counting", 0.08, fit_piece, jobs):
+
+        def fit(piece: Piece, report: ReportRows) -> PieceStatistics:
+            return fit_piece(piece, self._layout, report)
+
+        for of_piece in self._map(threads, "counting", 0.08, fit, pieces):
             for moments, numbers in zip(of_piece.moments, of_piece.numbers, strict=True):
                 statistics.moments.add(moments)
                 for quantiles, each in zip(statistics.quantiles_K, numbers, strict=True):
@@ -213,23 +218,21 @@ class FilesPreparation:
         invalid_rows: Mapping[str, InvalidRowReport],
     ) -> dict[str, DatasetReport]:
         """Write the samples of all pieces; return the reports of the splits."""
-        slim = dataclasses.replace(
-            encoder, sparse=tuple(dataclasses.replace(each, values=NO_VALUES) for each in encoder.sparse)
-        )
         multi_hot = [k for k, each in enumerate(encoder.sparse) if each.multi_hot]
         positions = {
             split: [SplitPosition(start.row, tuple(start.values_K[multi_hot].tolist())) for start in each]
             for split, each in starts.items()
         }
         targets = self._layout.targets
-        jobs = [
-            EncodeJob(piece, slim, targets, {split: p[i] for split, p in positions.items()}, self._folder)
-            for i, piece in enumerate(pieces)
-        ]
+
+        def encode(job: int, report: ReportRows) -> dict[str, PieceSums]:
+            starts_of = {split: each[job] for split, each in positions.items()}
+            return encode_piece(pieces[job], encoder, targets, starts_of, self._folder, report)
+
         sums: dict[str, list[LabelSums]] = {split: [] for split in positions}
         is_later = self._config.data.split_call.name == "time"
         unknown = {split: UnknownCounter(encoder, is_later=is_later and split == TEST) for split in positions}
-        for of_splits in self._map(threads, "writing", weight, encode_piece, jobs):
+        for of_splits in self._map(threads, "writing", weight, encode, range(len(pieces))):
             for split, of_piece in of_splits.items():
                 sums[split] += of_piece.label_sums
                 unknown[split].add_counts(of_piece.unknown_K, of_piece.values_K)

@@ -25,7 +25,7 @@ from hybrid.data.prepare import synthetic_log
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.memory_limit import explain_memory_errors
 from hybrid.data.prepare.split_writer import SplitWriter
-from hybrid.data.prepare.stages import TEST, TRAIN, Reading
+from hybrid.data.prepare.stages import TEST, TRAIN
 from hybrid.errors import DataError, StorageError
 from hybrid.metrics import binary_metrics
 from hybrid.primitives.progress import Progress, ignore_progress
@@ -174,11 +174,10 @@ def _write_files(
     report: Callable[[str], None],
     check: Callable[[], None],
 ) -> dict[str, DatasetReport]:
-    reading = Reading(config.data, dict(config.columns), dict(config.tasks))
     spare = folder / "parts"
     memory_bytes = int(config.data.prepare_memory_gb * 2**30)
     with keep_segments(target, spare) as segments:
-        preparation = FilesPreparation(config, reading, folder, segments, report, check, memory_bytes)
+        preparation = FilesPreparation(config, folder, segments, report, check, memory_bytes)
         train, test = ([parse_path(file.path) for file in files] for files in (train_files, test_files))
         encoder, reports = preparation.write(train, test)
     shutil.rmtree(spare, ignore_errors=True)

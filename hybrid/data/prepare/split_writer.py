@@ -1,4 +1,4 @@
-"""Writing the arrays of a split (prepared_dataset.py has what they are). Free of torch."""
+"""A writer of the arrays of a split, as prepared_dataset.py lists them."""
 
 from __future__ import annotations
 
@@ -17,30 +17,23 @@ import numpy.typing as npt
 from hybrid.config import TaskSection
 from hybrid.data.dataset.dataset_manifest import NO_INVALID_ROWS, DatasetReport, LabelReport
 from hybrid.data.encode.feature_encoder import EncodedBlock
-from hybrid.data.encode.unknown_values import UnknownValues
-from hybrid.data.values.invalid_rows import InvalidRowReport
 from hybrid.data.values.targets import Targets, TargetSpec
 from hybrid.input_spec import InputSpec
 
 
 class SplitPosition(NamedTuple):
-    """A place in the arrays of a split.
-
-    Attributes:
-        row: samples before it.
-        bag_ends: ids of each multi-hot feature before it.
-    """
+    """A position in the arrays of a split: the samples before it, and the ids of each multi-hot feature."""
 
     row: int
     bag_ends: tuple[int, ...]
 
 
-class _ArrayPart:
-    """A part of a ``.npy`` file, written from its first row on.
+class _ArrayWriter:
+    """A segment of a ``.npy`` file, written from its first row on.
 
     Args:
-        row: where it begins.
-        is_end: whether the array ends with it; its shape is written then.
+        row: its first row.
+        is_end: whether the array ends with it; the shape is written then.
     """
 
     def __init__(
@@ -64,7 +57,7 @@ class _ArrayPart:
         self._file.close()
 
     def _header(self) -> bytes:
-        """It is as long for any number of rows: numpy pads it so that the first axis can grow in place."""
+        """Return the header; numpy pads it to the same length for any number of rows."""
         header = BytesIO()
         shape = (self._num_rows, *self._row_shape)
         fields = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
@@ -73,7 +66,7 @@ class _ArrayPart:
 
 
 class LabelSums(NamedTuple):
-    """What is summed up of the labels of T tasks, of the samples of a block that count for each."""
+    """Sums of the labels of T tasks, over the samples of a block that count for each task."""
 
     counts_T: npt.NDArray[np.int64]
     sums_T: npt.NDArray[np.float64]
@@ -82,7 +75,7 @@ class LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, targets: Targets) -> LabelSums:
-        """Those of B samples."""
+        """Sum the labels of B samples."""
         labels_BT = targets.labels_BT.astype(np.float64)
         counts_BT = np.ones(labels_BT.shape, np.bool_)
         if targets.weights_BT is not None:
@@ -96,7 +89,7 @@ class LabelSums(NamedTuple):
 
 
 def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums]) -> tuple[LabelReport, ...]:
-    """What the labels of each task are, which are summed up by block."""
+    """Return the report of the labels of each task, from the sums of all blocks."""
     size = len(tasks)
     counts_T, sums_T = np.zeros(size, np.int64), np.zeros(size)
     lowest_T, highest_T = np.full(size, np.inf), np.full(size, -np.inf)
@@ -114,12 +107,12 @@ def label_reports(tasks: Mapping[str, TaskSection], blocks: Sequence[LabelSums])
 
 
 class SplitWriter:
-    """Writes one split of a prepared data set, or a part of it, block by block; to be closed.
+    """Writes a split of a prepared data set, or a segment of it, block by block; close it.
 
     Args:
-        targets: which labels, weights and groups there are; None where there are none.
-        start: where the part begins; at the beginning, if nothing is said.
-        is_end: whether the split ends with it.
+        targets: labels, weights and groups; None if there are none.
+        start: of the segment; by default that of the split.
+        is_end: whether the split ends with the segment.
 
     Attributes:
         label_sums: of each block.
@@ -178,7 +171,14 @@ class SplitWriter:
         self._num_rows += len(source_rows_B)
         if self._targets is not None:
             assert targets is not None
-            self._append_targets(targets)
+            self._labels.append(targets.labels_BT)
+            if self._weights is not None:
+                assert targets.weights_BT is not None
+                self._weights.append(targets.weights_BT)
+            if self._groups is not None:
+                assert targets.groups_B is not None
+                self._groups.append(targets.groups_B)
+            self.label_sums.append(LabelSums.of(targets))
         for i, bag in enumerate(block.bags):
             self._bag_ids[i].append(bag.ids_L)
             if (weights := self._bag_weights[i]) is not None:
@@ -187,29 +187,17 @@ class SplitWriter:
             self._bag_offsets[i].append(self._bag_ends[i] + np.cumsum(bag.lengths_B))
             self._bag_ends[i] += len(bag.ids_L)
 
-    def _append_targets(self, targets: Targets) -> None:
-        self._labels.append(targets.labels_BT)
-        if self._weights is not None:
-            assert targets.weights_BT is not None
-            self._weights.append(targets.weights_BT)
-        if self._groups is not None:
-            assert targets.groups_B is not None
-            self._groups.append(targets.groups_B)
-        self.label_sums.append(LabelSums.of(targets))
-
     def close(self) -> None:
-        """Write how long the arrays have become, if the split ends here."""
+        """Close the files; write the lengths of the arrays, if the split ends here."""
         self._files.close()
 
-    def report(
-        self, bad_rows: InvalidRowReport = NO_INVALID_ROWS, unknown: tuple[UnknownValues, ...] = ()
-    ) -> DatasetReport:
-        """What was written, with what else is known of the split."""
+    def report(self) -> DatasetReport:
+        """Return the report of the rows."""
         labels = () if self._targets is None else label_reports(self._targets.tasks, self.label_sums)
-        return DatasetReport(self._num_rows, labels, bad_rows, unknown)
+        return DatasetReport(self._num_rows, labels, NO_INVALID_ROWS)
 
-    def _array(self, row: int, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _ArrayPart:
+    def _array(self, row: int, name: str, dtype: npt.DTypeLike, *row_shape: int) -> _ArrayWriter:
         path = self._folder / f"{name}.npy"
-        array = _ArrayPart(path, dtype, row_shape, row, is_end=self._is_end)
+        array = _ArrayWriter(path, dtype, row_shape, row, is_end=self._is_end)
         self._files.callback(array.close)
         return array

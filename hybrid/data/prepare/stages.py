@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from hybrid.config import ColumnSection, DataSection, TaskSection
 from hybrid.data.dataset.atomic_directory import sync_all
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.encode.fitting import ValueCounts, bucketed_numbers, holds_several
@@ -31,7 +29,6 @@ from hybrid.data.encode.unknown_values import UnknownCounter
 from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import SEGMENT_BLOCKS, SEGMENT_ROWS, Segment, read_segment
 from hybrid.data.parse.sources import RawBlock, parse_of
-from hybrid.data.parse.text_lines import BLOCK_BYTES
 from hybrid.data.prepare import spill
 from hybrid.data.prepare.holdout import Split
 from hybrid.data.prepare.job_threads import ReportRows
@@ -45,52 +42,30 @@ TRAIN, TEST = "train", "test"
 UNFINISHED = "making-"  # prefix of the folder of a segment that is not complete
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the files are read: the sections of the configuration that define it.
-
-    Attributes:
-        block_bytes: text that is parsed at a time.
-    """
-
-    data: DataSection
-    columns: Mapping[str, ColumnSection]
-    tasks: Mapping[str, TaskSection]
-    block_bytes: int = BLOCK_BYTES
-
-    @property
-    def layout(self) -> Layout:
-        return Layout.of(self.data, self.columns, self.tasks)
-
-
-class ParseJob(NamedTuple):
-    """A segment to parse, and the folder of its pieces, which appears atomically."""
-
-    segment: Segment
-    reading: Reading
-    folder: Path
-
-
-def parse_segment(job: ParseJob, report: ReportRows) -> SegmentLog:
-    """Parse a segment, unless its folder exists.
+def parse_segment(
+    segment: Segment, layout: Layout, block_bytes: int, target: Path, report: ReportRows
+) -> SegmentLog:
+    """Parse a segment into the folder ``target``, which appears atomically, unless it exists.
 
     Raises:
         DataError, ConfigError: it cannot be read.
     """
-    if job.folder.exists():
+    if target.exists():
         report(0, 1.0)
-        return SegmentLog.read(job.folder)
+        return SegmentLog.read(target)
     report(0, 0.0)
-    folder = job.folder.with_name(f"{UNFINISHED}{job.folder.name}")
+    folder = target.with_name(f"{UNFINISHED}{target.name}")
     folder.mkdir(parents=True)
     log, held, row = SegmentLog([], []), list[RawBlock](), 0
-    for table, fraction in read_segment(job.segment, job.reading.layout, job.reading.block_bytes):
-        block, invalid = parse_of(job.segment.path, table, job.reading.layout, row)
+    for table, fraction in read_segment(segment, layout, block_bytes):
+        block, invalid = parse_of(segment.path, table, layout, row)
         log.blocks.append(BlockLog(table.num_rows, table.num_lines, len(block.source_rows_B), invalid))
         if len(block.source_rows_B):
             held.append(block)
         row += table.num_rows
-        if _is_full(held, job.segment):
+        num_held = sum(len(each.source_rows_B) for each in held)
+        is_large = segment.format != "parquet" and len(held) >= SEGMENT_BLOCKS
+        if is_large or num_held >= SEGMENT_ROWS:
             _write_piece(folder, log, held)
             held = []
         report(table.num_rows, fraction)
@@ -98,13 +73,8 @@ def parse_segment(job: ParseJob, report: ReportRows) -> SegmentLog:
         _write_piece(folder, log, held)
     log.write(folder)
     sync_all(folder)  # after a power cut, a folder that has its final name is complete
-    folder.rename(job.folder)
+    folder.rename(target)
     return log
-
-
-def _is_full(held: Sequence[RawBlock], segment: Segment) -> bool:
-    rows = sum(len(block.source_rows_B) for block in held)
-    return rows >= SEGMENT_ROWS or (len(held) >= SEGMENT_BLOCKS and segment.format != "parquet")
 
 
 def _write_piece(folder: Path, log: SegmentLog, held: Sequence[RawBlock]) -> None:
@@ -155,10 +125,8 @@ class PieceStatistics(NamedTuple):
     sizes: dict[str, tuple[int, npt.NDArray[np.int64]]]
 
 
-def fit_piece(job: tuple[Piece, Reading], report: ReportRows) -> PieceStatistics:
+def fit_piece(piece: Piece, layout: Layout, report: ReportRows) -> PieceStatistics:
     """Compute the statistics of the training rows of a piece; write the counts of its values beside it."""
-    piece, reading = job
-    layout = reading.layout
     lengths = [len(values) for values in spill.read_values(piece.folder)]
     counts: list[npt.NDArray[np.int64]] = [np.zeros(length, np.int64) for length in lengths]
     statistics = PieceStatistics([], [], np.zeros(len(lengths), np.bool_), {})
@@ -186,22 +154,6 @@ def _count_values(column: pa.Array) -> int:
     return len(column.flatten()) if is_list(column) else len(column) - int(column.null_count)
 
 
-class EncodeJob(NamedTuple):
-    """A piece to encode.
-
-    Attributes:
-        encoder: without the values of vocabularies.
-        positions: where the samples of each split begin.
-        folder: of the splits.
-    """
-
-    piece: Piece
-    encoder: FeatureEncoder
-    targets: TargetSpec
-    positions: dict[str, SplitPosition]
-    folder: Path
-
-
 class PieceSums(NamedTuple):
     """Sums over the samples of a split in a piece: of labels by block, of unknown values by column."""
 
@@ -210,10 +162,21 @@ class PieceSums(NamedTuple):
     values_K: npt.NDArray[np.int64]
 
 
-def encode_piece(job: EncodeJob, report: ReportRows) -> dict[str, PieceSums]:
-    """Write the samples of a piece."""
-    piece, encoder = job.piece, job.encoder
-    unknown = {split: UnknownCounter(encoder) for split in job.positions}
+def encode_piece(
+    piece: Piece,
+    encoder: FeatureEncoder,
+    targets: TargetSpec,
+    positions: Mapping[str, SplitPosition],
+    folder: Path,
+    report: ReportRows,
+) -> dict[str, PieceSums]:
+    """Write the samples of a piece.
+
+    Args:
+        positions: of its first sample in each split.
+        folder: of the splits.
+    """
+    unknown = {split: UnknownCounter(encoder) for split in positions}
     spec = encoder.input_spec
     values = spill.read_values(piece.folder)
     # Of each distinct value of each column, the row of the table.
@@ -228,9 +191,9 @@ def encode_piece(job: EncodeJob, report: ReportRows) -> dict[str, PieceSums]:
     with ExitStack() as files:
         writers = {
             split: files.enter_context(
-                closing(SplitWriter(job.folder / split, spec, job.targets, position, is_end=False))
+                closing(SplitWriter(folder / split, spec, targets, position, is_end=False))
             )
-            for split, position in job.positions.items()
+            for split, position in positions.items()
         }
         for block in piece.blocks(rows_of_values):
             for split, rows in block.items():

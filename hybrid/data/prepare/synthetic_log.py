@@ -1,4 +1,4 @@
-"""The built-in click log: Criteo's shape, a planted truth, and so a known best score.
+"""The synthetic click log: Criteo's columns, labels of a known model, and so a known best score.
 
 The label of a sample is drawn with probability sigmoid(logit), where::
 
@@ -6,11 +6,10 @@ The label of a sample is drawn with probability sigmoid(logit), where::
                  + an effect of each id of the columns that matter
                  + products of factors of the ids of some of them (a factorisation machine of rank 1)
 
-The click is the column ``label``. Three more can be labels: ``converted``, of a click, ``spent``, a number,
-and ``stars``, a class from 0 to 4; ``weight`` can be ``data.weight``, any categorical column ``data.group``.
-
-The rest of the columns, up to 100,000 rows, mean nothing: they exercise size and cost a good model nothing.
-Ids are skewed as in real logs: u uniform, id = floor(rows * u**3). Everything follows from the seed.
+The click is the column ``label``. Three other columns can be labels: ``converted``, of a click, ``spent``, a
+number, and ``stars``, a class from 0 to 4. ``weight`` can be ``data.weight``, and any categorical column
+``data.group``. The other columns, of up to 100,000 rows, have no effect. Ids are skewed as in real logs: u is
+uniform, id = floor(rows * u**3). Everything follows from the seed.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ _SAMPLE_STREAMS = {"train": 1, "test": 2}
 
 
 class SyntheticBlock(NamedTuple):
-    """B samples, their rows (int64), clicks (uint8), the true logits of these (float32), and more columns."""
+    """B samples, their rows (int64), clicks (uint8), true logits (float32), and more columns."""
 
     samples: EncodedBlock
     rows_B: npt.NDArray[np.int64]
@@ -60,7 +59,7 @@ class SyntheticBlock(NamedTuple):
     others: dict[str, npt.NDArray[np.float32]]
 
     def targets(self, spec: TargetSpec) -> Targets:
-        """What ``spec`` names, out of these columns."""
+        """Return the targets of ``spec``."""
         named = {CLICKED: self.labels_B.astype(np.float32), **self.others}
         tasks, data = spec.tasks.values(), spec.data
         labels_BT = np.stack([named[task.label] for task in tasks], axis=1)
@@ -76,24 +75,24 @@ class SyntheticBlock(NamedTuple):
 
 
 def targets(config: RunConfig) -> TargetSpec:
-    """The columns of the click log that a run names; ConfigError where there are none, or of another kind."""
+    """Return the targets of a run; ConfigError if the click log has no such column, or of another kind."""
     spec = TargetSpec.of(config.tasks, dataclasses.replace(config.data, label=CLICKED))
     for name, task in spec.tasks.items():
-        if task.label not in (wanted := _LABELS[task.kind]):
-            rule = f"must be {' or '.join(wanted)} of the built-in click log where kind is {task.kind}"
+        if task.label not in (allowed := _LABELS[task.kind]):
+            rule = f"must be {' or '.join(allowed)} of the synthetic click log where kind is {task.kind}"
             raise ConfigError(f"tasks.{name}.label", rule, task.label)
         if task.mask not in ("", *_LABELS["binary"]):
-            rule = f"must be {' or '.join(_LABELS['binary'])} of the built-in click log"
+            rule = f"must be {' or '.join(_LABELS['binary'])} of the synthetic click log"
             raise ConfigError(f"tasks.{name}.mask", rule, task.mask)
         if task.kind == "classes" and task.classes != NUM_STARS:
-            rule = f"must be {NUM_STARS}, of {STARS} of the built-in click log"
+            rule = f"must be {NUM_STARS}, of {STARS} of the synthetic click log"
             raise ConfigError(f"tasks.{name}.classes", rule, task.classes)
     for key, column, known in (
         ("weight", spec.data.weight, (WEIGHT,)),
         ("group", spec.data.group, CRITEO_SPARSE),
     ):
         if column not in ("", *known):
-            rule = f"must be a column of the built-in click log, one of {', '.join(known)}"
+            rule = f"must be a column of the synthetic click log, one of {', '.join(known)}"
             raise ConfigError(f"data.{key}", rule, column)
     return spec
 
@@ -104,17 +103,17 @@ class ClickLog:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         rng = np.random.default_rng((seed, _TRUTH_STREAM))
-        self._effects = [_planted(rng, EFFECT_SCALE, rows) for rows in TABLE_ROWS[:NUM_EFFECTS]]
-        self._factors = [_planted(rng, PRODUCT_SCALE, rows) for rows in TABLE_ROWS[:NUM_PRODUCTS]]
+        self._effects = [_draw_effects(rng, EFFECT_SCALE, rows) for rows in TABLE_ROWS[:NUM_EFFECTS]]
+        self._factors = [_draw_effects(rng, PRODUCT_SCALE, rows) for rows in TABLE_ROWS[:NUM_PRODUCTS]]
 
     @property
     def encoder(self) -> FeatureEncoder:
-        """The columns: numbers as they are, and categorical values that are rows already."""
+        """The encoder, which changes nothing: values are rows already."""
         sparse = (SparseEncoding(n, "identity", r) for n, r in zip(CRITEO_SPARSE, TABLE_ROWS, strict=True))
         return FeatureEncoder(tuple(map(DenseEncoding, CRITEO_DENSE)), tuple(sparse))
 
     def blocks(self, split: str, num_rows: int) -> Iterator[SyntheticBlock]:
-        """``num_rows`` samples of the split "train" or "test", block by block."""
+        """Yield ``num_rows`` samples of the split "train" or "test", block by block."""
         for block, start in enumerate(range(0, num_rows, BLOCK_ROWS)):
             rng = np.random.default_rng((self._seed, _SAMPLE_STREAMS[split], block))
             size = min(BLOCK_ROWS, num_rows - start)
@@ -145,7 +144,7 @@ def _others(
     labels_B: npt.NDArray[np.uint8],
     logits_B: npt.NDArray[np.float32],
 ) -> dict[str, npt.NDArray[np.float32]]:
-    """What more there is of samples, drawn after all else, so that clicks are what they would be without."""
+    """Return further columns, drawn last, so that the clicks do not depend on them."""
     size, x = len(labels_B), dense_BF.T
     converts_B = rng.random(size, np.float32) < sigmoid(np.float32(0.8) * x[3] + np.float32(0.6) * x[0])
     noise_B = rng.standard_normal(size, np.float32)
@@ -164,12 +163,12 @@ def sigmoid(logits_B: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return odds_B / (1 + odds_B)
 
 
-def _planted(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
-    """Values for each id, of mean 0 and deviation ``scale`` over skewed ids, whatever the seed."""
-    share = np.diff(np.cbrt(np.arange(rows + 1) / rows))
+def _draw_effects(rng: np.random.Generator, scale: float, rows: int) -> npt.NDArray[np.float32]:
+    """Return a value for each id, of mean 0 and deviation ``scale`` over skewed ids, for any seed."""
+    fraction = np.diff(np.cbrt(np.arange(rows + 1) / rows))
     values = rng.standard_normal(rows)
-    values -= share @ values
-    return (scale * values / np.sqrt(share @ values**2)).astype(np.float32)
+    values -= fraction @ values
+    return (scale * values / np.sqrt(fraction @ values**2)).astype(np.float32)
 
 
 def _skewed_ids(rng: np.random.Generator, num_rows: int, size: int) -> npt.NDArray[np.int32]:

@@ -1,7 +1,7 @@
-"""The one text of a categorical value, whatever format brings it and whichever program wrote it.
+"""The canonical text of a categorical value, for every format and every program that wrote it.
 
-A column of integers becomes ``5.0`` on its way through pandas where a value is missing, ``5e+05`` through R,
-``TRUE`` or ``true`` or ``1`` through others. All of these are one value here:
+pandas writes a column of integers with a missing value as ``5.0``, R writes ``5e+05``, and other programs
+write ``TRUE``, ``true`` or ``1``. Each of these has one text:
 
 ======================================= ================================================================
 given                                   its text
@@ -22,18 +22,17 @@ other texts, and decimals with a        as they are, without blanks around
 fraction
 ======================================= ================================================================
 
-What stays apart, since it may mean something else: zeros in front (``007`` and ``7``, postal codes), zeros
-after a fraction (``1.10`` and ``1.1``, versions), a plus in front (``+49``), an exponent without its sign
-(``5e0`` and ``12e45678`` are as likely hexadecimal: about one hash of Criteo's in seventy looks like this),
-and the word ``nan``, unless ``data.missing`` names it.
+Texts that may mean something else stay different: leading zeros (``007`` and ``7``, postal codes), zeros
+after a fraction (``1.10`` and ``1.1``, versions), a leading plus (``+49``), an exponent without a sign
+(``5e0`` and ``12e45678`` may be hexadecimal, as about one in seventy of Criteo's hashes), and the text
+``nan``, unless ``data.missing`` names it.
 
-A float holds integers exactly up to 2**53 only (float32: 2**24). Where an id was written as a larger one,
-several ids have become one; such values are *inexact*, and their rows are bad.
+Floats hold integers exactly up to 2**53 (float32: 2**24). If a file has larger integers as floats, several
+ids may have become one. Such values are *inexact*, and their rows are invalid.
 """
 
 import re
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,17 +45,17 @@ _EXPONENT = re.compile(r"(-?[1-9])(?:\.([0-9]+)(?:[eE]\+|E)|[eE]\+)([0-9]{1,3})"
 _TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2})[ T]([0-9]{2}:[0-9]{2}:[0-9]{2})(\.[0-9]+)?(Z|\+00:?00)?")
 _WORDS = {"-0": "0", **dict.fromkeys(("True", "true", "TRUE"), "1")}
 _WORDS |= dict.fromkeys(("False", "false", "FALSE"), "0")
-# Whatever one of the rules may change, and little else: most columns hold nothing of the kind.
+# Matches every text that a rule changes, and few others: most columns hold none.
 _SUSPECT = (
     r"^-?[0-9]+\.0+$|^-?[1-9](\.[0-9]+([eE]\+|E)|[eE]\+)[0-9]{1,3}$|^[0-9]{4}-[0-9]{2}-[0-9]{2}[ T]|"
     r"^(-0|[Tt]rue|TRUE|[Ff]alse|FALSE)$"
 )
-_SUSPECT_BYTES = b".+-tTlF"  # each of these texts holds one of them, and few columns do
+_SUSPECT_BYTES = b".+-tTlF"  # each of these texts holds one of them; few columns do
 _MAX_EXACT = 2**53
 
 
-def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
-    """The texts of an array of values of any flat type, null where missing; and which are inexact."""
+def canonical(values: pa.Array) -> tuple[pa.Array, npt.NDArray[np.bool_]]:
+    """Return the texts of an array of any flat type, null if missing; and which are inexact."""
     kind = values.type
     inexact_D = np.zeros(len(values), np.bool_)
     if pa.types.is_floating(kind):
@@ -65,7 +64,7 @@ def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
         texts = pa.array(numbers_D.astype(str), mask=np.isnan(numbers_D))
     elif pa.types.is_timestamp(kind) and kind.tz is not None:
         texts = pc.binary_join_element_wise(values.cast(pa.timestamp(kind.unit)).cast(pa.string()), "Z", "")
-    else:  # of times without a zone, too
+    else:  # times without a zone included
         texts = trimmed(values.cast(pa.string()))
     content = _content(texts).tobytes()
     if not any(byte in content for byte in _SUSPECT_BYTES):
@@ -83,21 +82,21 @@ def canonical(values: Any) -> tuple[Any, npt.NDArray[np.bool_]]:
     ), inexact_D
 
 
-def trimmed(texts: Any) -> Any:
-    """An array of texts without blanks around; where it holds no blank, it is given as it is."""
+def trimmed(texts: pa.Array) -> pa.Array:
+    """Return an array of texts without surrounding blanks; the same array if it holds no blank."""
     content = _content(texts)
     if not len(content) or (content.min() > ord(" ") and content.max() < 128):
         return texts
     return pc.utf8_trim_whitespace(texts)
 
 
-def _content(texts: Any) -> npt.NDArray[np.uint8]:
-    """The bytes of all texts of an array, and of what it is a slice of."""
+def _content(texts: pa.Array) -> npt.NDArray[np.uint8]:
+    """Return the bytes of all texts of an array, and of the array that it is a slice of."""
     return np.frombuffer(texts.buffers()[2] or b"", np.uint8)
 
 
 def canonical_text(text: str) -> tuple[str, bool]:
-    """The text of the value that ``text`` writes, and whether it is an integer out of too large a float."""
+    """Return the canonical text of ``text``, and whether it is an integer from too large a float."""
     if text in _WORDS:
         return _WORDS[text], False
     if match := _POINT.fullmatch(text):
@@ -116,11 +115,8 @@ def canonical_text(text: str) -> tuple[str, bool]:
     return text, False
 
 
-def stable_hashes(texts: Any) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of each of an array of texts, the same in every process and on every platform.
-
-    Null has that of the empty text.
-    """
+def stable_hashes(texts: pa.Array) -> npt.NDArray[np.uint64]:
+    """Return a 64-bit hash of each text, the same on every platform; null has that of the empty text."""
     contents = pc.fill_null(texts, "").cast(pa.large_binary()).to_numpy(zero_copy_only=False)
     digests = b"".join([blake2b(content, digest_size=8).digest() for content in contents])
     return np.frombuffer(digests, "<u8")

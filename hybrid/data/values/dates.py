@@ -1,4 +1,4 @@
-"""Dates and times as seconds since 1970, and the hours and weekdays of these.
+"""Dates and times as seconds since 1970, and their hours and weekdays.
 
 ======================================= =========================================================
 given                                   meaning
@@ -10,11 +10,10 @@ numbers                                 seconds since 1970, UTC
 dates and timestamps of Parquet         of a timestamp with a zone, the time in that zone
 ======================================= =========================================================
 
-Hours and weekdays are those that are written: no time zone is turned into another.
+Hours and weekdays are those of the written time zone; none is converted.
 """
 
 from datetime import date
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +30,7 @@ _TIME = (
     r"([ T]([01][0-9]|2[0-3])(:[0-5][0-9]){1,2}([.][0-9]+)?(Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
 )
 _ZONE = r"(Z|[+-][0-9]{2}:?[0-9]{2})$"
-_MAX_SECONDS = 253_402_300_800  # the year 10000; what is more counts something else, such as milliseconds
+_MAX_SECONDS = 253_402_300_800  # the year 10000; larger numbers count something else, such as milliseconds
 _DAY = 86_400
 _UNITS = {"date32[day]": _DAY, "date64[ms]": 1e-3, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # seconds
 _FIRST_DAY = date(1970, 1, 1).toordinal()  # a Thursday
@@ -40,16 +39,16 @@ Numbers = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 
-def parts_of_dates(column: Any, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
-    """The hour (0 to 23) or weekday (0 is Monday) of each row, NaN where missing; and which are no dates."""
+def parts_of_dates(column: pa.Array, missing: tuple[str, ...], kind: str) -> tuple[Numbers, Mask]:
+    """Return the hour (0-23) or weekday (Monday is 0) of each row, NaN if missing; and which are invalid."""
     seconds_B, wrong_B = seconds(column, missing)
     wrong_B |= np.abs(seconds_B) >= _MAX_SECONDS
     seconds_B[wrong_B] = np.nan
     return (seconds_B % _DAY // 3600 if kind == "hour" else (seconds_B // _DAY + 3) % 7), wrong_B
 
 
-def seconds(column: Any, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
-    """The seconds since 1970 of each row, NaN where missing; and which are neither times nor numbers."""
+def seconds(column: pa.Array, missing: tuple[str, ...]) -> tuple[Numbers, Mask]:
+    """Return the seconds since 1970 of each row, NaN if missing; and which are neither times nor numbers."""
     column = decoded(column)
     if pa.types.is_temporal(column.type):
         column, wrong_B = _without_impossible(column)
@@ -80,8 +79,8 @@ def _without_impossible(column: pa.Array) -> tuple[pa.Array, Mask]:
     return pc.if_else(pa.array(wrong_B), None, column) if wrong_B.any() else column, wrong_B
 
 
-def _seconds_of_texts(texts: Any) -> Numbers:
-    """The same of texts that look like dates, none of which is null; NaN of days that there are not."""
+def _seconds_of_texts(texts: pa.Array) -> Numbers:
+    """Return the seconds of texts that look like dates, none null; NaN for days that do not exist."""
     days = pc.utf8_slice_codeunits(texts, 0, 10).dictionary_encode()
     day_D = np.array([_day(day) for day in days.dictionary.to_pylist()], np.float64)
     past_minute = pc.replace_substring_regex(pc.utf8_slice_codeunits(texts, 16), _ZONE, "")

@@ -1,9 +1,9 @@
-"""The columns of data.sparse out of those of the files, each by its kind; what is wrong in a row is told."""
+"""Columns of data.sparse from the columns of the files, each by its kind; invalid rows are rejected."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ import pyarrow as pa
 from hybrid.config.resolved_columns import Column
 from hybrid.data.values import dates, weighted_ids
 from hybrid.data.values.column_values import MAX_VALUE_BYTES, Values, cut, is_list, numbers, values
-from hybrid.data.values.crosses import crossed
 from hybrid.data.values.invalid_rows import Reason, Reject
+
+_SEPARATOR = "\x1f"  # the unit separator of ASCII, between the values of a cross
 
 
 class Feature(NamedTuple):
@@ -21,59 +22,72 @@ class Feature(NamedTuple):
 
     Attributes:
         values: as in :class:`hybrid.data.parse.sources.RawBlock`.
-        weights: array of B lists of float32, where its ids have weights.
+        weights: array of B lists of float32, if its ids have weights.
     """
 
-    values: Any
-    weights: Any = None
+    values: pa.Array
+    weights: pa.Array | None = None
 
 
-def feature(column: Column, table: Mapping[str, Any], missing: tuple[str, ...], reject: Reject) -> Feature:
-    """A column, bad rows included.
+def feature(
+    column: Column, table: Mapping[str, pa.Array], missing: tuple[str, ...], reject: Reject
+) -> Feature:
+    """Compute a column, invalid rows included.
 
     Args:
         table: the columns of the file.
         missing: texts that mean missing.
 
     Raises:
-        ArrowException: a column of the file is of a type of which it cannot be made.
+        ArrowException: the type of a column of the file does not fit.
     """
     match column.kind:
         case "buckets":
             numbers_B, wrong_B = numbers(table[column.source], missing)
             reject(wrong_B, Reason.NUMBER, column.source, "a finite number")
-            return Feature(_nullable(numbers_B))
+            return Feature(pa.array(numbers_B, mask=np.isnan(numbers_B)))
         case "hour" | "weekday":
             numbers_B, wrong_B = dates.parts_of_dates(table[column.source], missing, column.kind)
             reject(wrong_B, Reason.DATE, column.source, dates.EXPECTED)
-            return Feature(_nullable(numbers_B))
+            return Feature(pa.array(numbers_B, mask=np.isnan(numbers_B)))
         case "cross":
-            return Feature(crossed([_one_value(table, source, missing, reject) for source in column.sources]))
+            crossed = []
+            for name in column.sources:
+                if is_list(table[name]):
+                    raise pa.ArrowTypeError(f"column {name} holds {table[name].type}, which has no cross")
+                found = values(table[name], missing)
+                _reject_values(found, name, reject)
+                crossed.append(found.coded)
+            return Feature(cross(crossed))
         case "weighted":
-            return _weighted(column, table[column.source], missing, reject)
+            weighted = weighted_ids.weighted(
+                table[column.source], missing, column.separator, column.weight_separator
+            )
+            _reject_values(weighted.values, column.source, reject)
+            reject(weighted.wrong_B, Reason.ID_WEIGHT, column.source, weighted_ids.EXPECTED)
+            return _limit_ids(column, Feature(weighted.values.coded, weighted.weights), reject)
         case _:
             found = values(table[column.source], missing, column.separator)
             _reject_values(found, column.source, reject)
-            return _limited(column, Feature(found.coded), reject)
+            return _limit_ids(column, Feature(found.coded), reject)
 
 
-def _nullable(numbers_B: npt.NDArray[np.float64]) -> Any:
-    return pa.array(numbers_B, mask=np.isnan(numbers_B))
-
-
-def _one_value(table: Mapping[str, Any], name: str, missing: tuple[str, ...], reject: Reject) -> Any:
-    if is_list(table[name]):
-        raise pa.ArrowTypeError(f"column {name} holds {table[name].type}, of which there is no cross")
-    found = values(table[name], missing)
-    _reject_values(found, name, reject)
-    return found.coded
-
-
-def _weighted(column: Column, given: Any, missing: tuple[str, ...], reject: Reject) -> Feature:
-    found = weighted_ids.weighted(given, missing, column.separator, column.weight_separator)
-    _reject_values(found.values, column.source, reject)
-    reject(found.wrong_B, Reason.ID_WEIGHT, column.source, weighted_ids.EXPECTED)
-    return _limited(column, Feature(found.values.coded, found.weights), reject)
+def cross(columns: Sequence[pa.DictionaryArray]) -> pa.DictionaryArray:
+    """Return the combination of the values of columns of one value a row; null where one of them is null."""
+    indices_CB = np.stack([np.asarray(each.indices.fill_null(-1)).astype(np.int64) for each in columns])
+    code_B: npt.NDArray[np.int64] = np.zeros(indices_CB.shape[1], np.int64)
+    for each, index_B in zip(columns, indices_CB, strict=True):
+        # Codes are numbered anew for each column, so that their products stay small.
+        _, code_B = np.unique(code_B * (len(each.dictionary) + 1) + index_B + 1, return_inverse=True)
+    _, first_N, code_B = np.unique(code_B, return_index=True, return_inverse=True)
+    texts = [
+        [None if i < 0 else words[i] for i in index_B[first_N].tolist()]
+        for words, index_B in zip((c.dictionary.to_pylist() for c in columns), indices_CB, strict=True)
+    ]
+    joined = [_SEPARATOR.join(text or "" for text in combination) for combination in zip(*texts, strict=True)]
+    absent_B = (indices_CB < 0).any(axis=0)
+    coded = pa.array(code_B.astype(np.int32), pa.int32(), mask=absent_B)
+    return pa.DictionaryArray.from_arrays(coded, pa.array(joined, pa.string()))
 
 
 def _reject_values(found: Values, name: str, reject: Reject) -> None:
@@ -81,14 +95,13 @@ def _reject_values(found: Values, name: str, reject: Reject) -> None:
     reject(found.too_long_B, Reason.LONG, name, f"at most {MAX_VALUE_BYTES:,} bytes")
 
 
-def _limited(column: Column, made: Feature, reject: Reject) -> Feature:
-    """``made`` with no more than ``max_ids`` ids a row, where there is such a limit."""
-    if not column.max_ids or not is_list(made.values):
-        return made
+def _limit_ids(column: Column, found: Feature, reject: Reject) -> Feature:
+    """Return at most ``max_ids`` ids of each row, if there is such a limit."""
+    if not column.max_ids or not is_list(found.values):
+        return found
     if column.too_many_ids == "invalid_row":
-        is_over_B = np.diff(np.asarray(made.values.offsets)) > column.max_ids
+        is_over_B = np.diff(np.asarray(found.values.offsets)) > column.max_ids
         reject(is_over_B, Reason.MANY, column.source, f"at most {column.max_ids} ids")
-        return made
+        return found
     from_start = column.too_many_ids == "keep_first"
-    lists = [cut(each, column.max_ids, from_start=from_start) for each in made if each is not None]
-    return Feature(*lists)
+    return Feature(*(cut(each, column.max_ids, from_start=from_start) for each in found if each is not None))

@@ -1,4 +1,4 @@
-"""Rows that break a rule: counted and reported, or fatal, as the configuration says."""
+"""Invalid rows: counted and reported, or fatal, as the configuration says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOPELESS_ROWS = 10_000
 
 
 class Reason(StrEnum):
-    """What is wrong with a row; the values are the keys of a report."""
+    """Why a row is invalid; the values are the keys of a report."""
 
     COLUMNS = "wrong_column_count"
     LABEL = "unknown_label"
@@ -38,7 +38,7 @@ class Reason(StrEnum):
     SPLIT = "no_split_value"
 
 
-# Told which rows are bad, why, in which column of the file, and what was expected there.
+# Receives which rows are invalid, why, in which column of the file, and what is expected there.
 Reject: TypeAlias = Callable[[npt.NDArray[np.bool_], Reason, str, str], None]
 
 _ADVICE = {
@@ -59,13 +59,13 @@ _ADVICE = {
 
 
 class InvalidRow(NamedTuple):
-    """A row that cannot be used.
+    """An invalid row.
 
     Attributes:
         line: its line, 1-based.
-        reason: why.
-        found: what was found.
-        last: its last line where it takes several, else 0.
+        reason: why it is invalid.
+        found: what the row holds.
+        last: its last line if it takes several, else 0.
     """
 
     line: int
@@ -74,17 +74,17 @@ class InvalidRow(NamedTuple):
     last: int = 0
 
     def after(self, lines: int) -> InvalidRow:
-        """The same row where so many lines come before."""
+        """Return the row with line numbers that count ``lines`` more before it."""
         return self._replace(line=self.line + lines, last=self.last + lines if self.last else 0)
 
     @property
     def text(self) -> str:
-        """What was found, with its last line where there are several."""
+        """What the row holds, with its last line if it takes several."""
         return f"{self.found}, to line {self.last}" if self.last else self.found
 
 
 def shown(value: object) -> str:
-    """A value of a file as it is shown in a message: on one line, and not at length."""
+    """Return a value of a file as a message shows it: on one line, and not too long."""
     text = str(value).strip()
     return repr(text) if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]!r}... ({len(text):,} characters)"
 
@@ -99,7 +99,7 @@ def shown_cell(column: pa.Array, i: int) -> str:
 
 @dataclass(frozen=True)
 class InvalidRowReport:
-    """How many rows were skipped, by reason, and the first of them as ``FILE:LINE: what is wrong``."""
+    """The number of skipped rows by reason, and the first of them as ``FILE:LINE: what is wrong``."""
 
     counts: dict[str, int]
     examples: tuple[str, ...]
@@ -110,7 +110,7 @@ class InvalidRowReport:
 
 
 class InvalidRowLog:
-    """Collects the bad rows of one pass over the files of a split.
+    """Collects the invalid rows of one pass over the files of a split.
 
     Args:
         max_fraction: ``finish`` raises DataError if a larger fraction of rows is invalid; 0 raises it at the
@@ -125,13 +125,13 @@ class InvalidRowLog:
         self.start_file()
 
     def start_file(self) -> None:
-        """The rows that follow are those of another file."""
+        """Begin another file."""
         self._file_good = 0
         self._file_bad: Counter[Reason] = Counter()
         self._file_first: dict[Reason, InvalidRow] = {}
 
     def add(self, path: StoragePath, num_good: int, bad: Sequence[InvalidRow]) -> None:
-        """Record a block of ``path``, which comes after the blocks recorded before."""
+        """Record the next block of ``path``."""
         self._good += num_good
         self._file_good += num_good
         for row in sorted(bad):
@@ -148,7 +148,7 @@ class InvalidRowLog:
             self.finish_file(path)
 
     def finish_file(self, path: StoragePath) -> None:
-        """Raise DataError where ``path`` held bad rows only: then the configuration is at fault."""
+        """Raise DataError if all rows of ``path`` are invalid: then the configuration is wrong."""
         if self._file_good or not self._file_bad:
             return
         reason, count = self._file_bad.most_common(1)[0]
@@ -159,11 +159,11 @@ class InvalidRowLog:
         )
 
     def finish(self) -> InvalidRowReport:
-        """The report of the pass; DataError where there were too many bad rows."""
+        """Return the report of the pass; DataError if too many rows are invalid."""
         bad = self._counts.total()
         if bad > self._max_fraction * (self._good + bad):
             raise DataError(
-                f"{bad} of {self._good + bad} rows are bad, more than data.max_invalid_fraction = "
+                f"{bad} of {self._good + bad} rows are invalid, more than data.max_invalid_fraction = "
                 f"{self._max_fraction}; the first: {self._examples[0]}"
             )
         return InvalidRowReport(

@@ -1,4 +1,4 @@
-"""Numbers on a scale that nets take: a transform, then (x - shift) / scale, fitted on the training rows."""
+"""Scaling of numbers: a transform, then (x - shift) / scale, fitted on the training rows."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hybrid.data.values.column_values import MAX_NUMBER
 
 @dataclass(frozen=True)
 class DenseEncoding:
-    """How one numeric column is scaled.
+    """The scaling of a numeric column.
 
     Attributes:
         name: of the column.
-        shift, scale: what the transformed numbers are less, and then divided by.
-        missing: what a missing number becomes: the mean of the training rows, as scaled; 0 without scaling.
+        shift, scale: subtracted from the transformed numbers, and dividing the difference.
+        missing: the scaled value of a missing number, that of the training mean; 0 without scaling.
         transform: "none", or "log" for sign(x) * log(1 + |x|).
     """
 
@@ -32,15 +32,15 @@ class DenseEncoding:
     missing: float = 0.0
     transform: str = "none"
 
-    def is_right(self) -> bool:
-        """Whether it can be one, which comes out of a file."""
+    def is_valid(self) -> bool:
+        """Return whether values that come from a file make an encoding."""
         numbers = (self.shift, self.scale, self.missing)
         are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
         return isinstance(self.name, str) and are_numbers and self.scale > 0 and self.transform in TRANSFORMS
 
 
 def scaled(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]) -> npt.NDArray[np.float32]:
-    """The numbers of B rows as the net takes them; NaN means missing."""
+    """Scale the numbers of B rows; NaN means missing."""
     shift_F = np.array([each.shift for each in encodings])
     scale_F = np.array([each.scale for each in encodings])
     missing_F = np.array([each.missing for each in encodings])
@@ -50,7 +50,7 @@ def scaled(dense_BF: npt.NDArray[np.float64], encodings: Sequence[DenseEncoding]
 
 
 def transformed(dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> npt.NDArray[np.float64]:
-    """Columns, each by its transform."""
+    """Transform columns."""
     is_log_F = np.array([transform == "log" for transform in transforms], np.bool_)
     if not is_log_F.any():
         return dense_BF
@@ -58,7 +58,7 @@ def transformed(dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) ->
 
 
 class BlockMoments(NamedTuple):
-    """Mean, deviation and range of F transformed columns of some rows, NaN left out."""
+    """Mean, deviation and range of F transformed columns of some rows, without NaN."""
 
     num_rows: int
     count_F: npt.NDArray[np.int64]
@@ -69,7 +69,7 @@ class BlockMoments(NamedTuple):
 
     @classmethod
     def of(cls, dense_BF: npt.NDArray[np.float64], transforms: Sequence[str]) -> BlockMoments:
-        """Those of B rows of numbers as they are in the files."""
+        """Compute the moments of B rows of numbers as the files hold them."""
         dense_BF = transformed(dense_BF, transforms)
         given_BF = ~np.isnan(dense_BF)
         count_F = given_BF.sum(0)
@@ -81,7 +81,7 @@ class BlockMoments(NamedTuple):
 
 
 class Moments:
-    """Mean, deviation and range of columns given block by block, NaN left out (Chan et al., 1979)."""
+    """Mean, deviation and range of columns that come block by block, without NaN (Chan et al., 1979)."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.num_rows = 0
@@ -93,7 +93,7 @@ class Moments:
         self._highest_F = np.full(len(columns), -np.inf)
 
     def add(self, block: BlockMoments) -> None:
-        """Add those of some further rows."""
+        """Add the moments of further rows."""
         self.num_rows += block.num_rows
         total_F = np.maximum(self._count_F + block.count_F, 1)
         delta_F = block.mean_F - self._mean_F
@@ -104,7 +104,7 @@ class Moments:
         self._highest_F = np.maximum(self._highest_F, block.highest_F)
 
     def encodings(self) -> tuple[DenseEncoding, ...]:
-        """How each column is scaled; a constant one becomes zeros."""
+        """Return the scaling of each column; a constant column becomes zeros."""
         deviation_F = np.sqrt(self._squares_F / np.maximum(self._count_F, 1))
         size_F = np.abs(self._mean_F)
         constant_F = deviation_F <= 1e-12 * size_F

@@ -128,9 +128,9 @@ def test_groups_stay_whole_where_that_is_asked_for(tmp_path: Path) -> None:
         assert sum(len(each.values["group"].unique()) for each in step) == len(alone.values["group"].unique())
     with pytest.raises(DataError, match=r"whole = 'user' .* data\.group"):
         list(train.local_batches(0, 1, 15, [], "user"))
-    with pytest.raises(DataError, match="only training rows are in whole groups"):
+    with pytest.raises(DataError, match="complete groups need"):
         list(test.local_batches(0, 1, 15, [], "group"))
-    with pytest.raises(DataError, match="more than a batch of 5, which has whole groups: raise"):
+    with pytest.raises(DataError, match="more than a batch of 5, which has complete groups: raise"):
         list(train.local_batches(0, 1, 5, [], "group"))
 
 

@@ -9,8 +9,7 @@ import torch
 from support.trained import clicks_config, shop_config
 
 from hybrid.config import RunConfig
-from hybrid.data.dataset.batch_tensors import unlabelled_batch
-from hybrid.data.dataset.prepared_dataset import PreparedDataset
+from hybrid.data.dataset.prepared_dataset import PreparedDataset, unlabeled_batch
 from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.sources import Source
 from hybrid.data.prepare.preparation import prepare
@@ -23,7 +22,7 @@ def test_a_block_is_the_batch_of_its_rows(tmp_path: Path, make: Callable[..., Ru
     encoder, dataset = FeatureEncoder.load(folder), PreparedDataset.open(folder, "train")
     files = tuple(map(Path, config.data.path))
     (block,) = Source(files, config.data, tasks=config.tasks, columns=config.columns).blocks()
-    found = unlabelled_batch(encoder.encode(block), encoder.input_spec)
+    found = unlabeled_batch(encoder.encode(block), encoder.input_spec)
     expected = dataset.gather(np.arange(dataset.num_samples), dataset.num_samples)
     assert torch.equal(found.dense_features, expected.dense_features)
     assert found.labels.isnan().all()

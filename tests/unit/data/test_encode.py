@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from support.samples import fit
 
 from hybrid.config import DataSection
 from hybrid.data.encode.feature_encoder import FORMAT_VERSION, FeatureEncoder
@@ -30,7 +31,7 @@ def raw(x: list[float], city: Sequence[str | list[str] | None]) -> RawBlock:
 
 def test_vocabulary_goes_by_falling_frequency_then_value() -> None:
     blocks = [raw([0, 0, 0], ["b", "c", "a"]), raw([0, 0, 0], ["c", None, "d"])]
-    encoder = FeatureEncoder.fit(blocks, DATA)
+    encoder = fit(blocks, DATA)
     assert encoder.sparse[0].values == ("c", "a", "b", "d")
     assert encoder.input_spec.sparse_features == (FeatureSpec("city", 5),)
     encoded = encoder.encode(raw([0] * 5, ["c", "a", "d", None, "new"]))
@@ -40,13 +41,13 @@ def test_vocabulary_goes_by_falling_frequency_then_value() -> None:
 
 def test_rare_values_share_row_zero() -> None:
     data = DataSection(dense=("x",), sparse=("city",), vocabulary="build(2)")
-    encoder = FeatureEncoder.fit([raw([0, 0, 0], ["a", "b", "a"])], data)
+    encoder = fit([raw([0, 0, 0], ["a", "b", "a"])], data)
     assert encoder.encode(raw([0, 0], ["a", "b"])).ids_BK.tolist() == [[1], [0]]
 
 
 def test_hashing_keeps_row_zero_for_missing_values() -> None:
     data = DataSection(dense=("x",), sparse=("city",), vocabulary="hash(5)")
-    encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
+    encoder = fit([raw([0], ["a"])], data)
     ids = encoder.encode(raw([0] * 201, [*(f"v{i}" for i in range(200)), None])).ids_BK[:, 0]
     assert set(ids[:-1].tolist()) == {1, 2, 3, 4}
     assert ids[-1] == 0
@@ -77,7 +78,7 @@ def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> N
     x = 1e6 + rng.standard_normal(1000)
     x[::7] = np.nan
     blocks = [raw(part.tolist(), ["a"] * len(part)) for part in np.array_split(x, 9)]
-    encoder = FeatureEncoder.fit(blocks, DATA)
+    encoder = fit(blocks, DATA)
     assert encoder.dense[0].shift == pytest.approx(np.nanmean(x), abs=1e-9)
     assert encoder.dense[0].scale == pytest.approx(np.nanstd(x), rel=1e-9)
     encoded = encoder.encode(raw([np.nan, float(np.nanmean(x))], ["a", "a"]))
@@ -87,19 +88,19 @@ def test_numbers_are_scaled_over_all_blocks_and_missing_ones_are_the_mean() -> N
 
 def test_log_transform_and_no_scaling() -> None:
     data = DataSection(dense=("x",), sparse=("city",), numeric_scaling="none(log = true)")
-    encoder = FeatureEncoder.fit([raw([0], ["a"])], data)
+    encoder = fit([raw([0], ["a"])], data)
     encoded = encoder.encode(raw([np.e - 1, 1 - np.e, np.nan], ["a"] * 3))
     np.testing.assert_allclose(encoded.dense_BF[:, 0], [1, -1, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e30])
 def test_a_constant_column_becomes_zero(value: float) -> None:
-    encoder = FeatureEncoder.fit([raw([value] * 3, ["a"] * 3)] * 3, DATA)
+    encoder = fit([raw([value] * 3, ["a"] * 3)] * 3, DATA)
     assert encoder.encode(raw([value], ["a"])).dense_BF.item() == pytest.approx(0, abs=1e-9)
 
 
 def test_bags_of_ids() -> None:
-    encoder = FeatureEncoder.fit([raw([0, 0], [["a", "b"], ["a"]])], DATA)
+    encoder = fit([raw([0, 0], [["a", "b"], ["a"]])], DATA)
     assert encoder.input_spec.sparse_features == (FeatureSpec("city", 3, multi_hot=True),)
     encoded = encoder.encode(raw([0, 0, 0], [["b", "new"], [], ["a"]]))
     assert encoded.ids_BK.shape == (3, 0)
@@ -108,7 +109,7 @@ def test_bags_of_ids() -> None:
 
 
 def test_lists_of_one_value_are_one_id_and_several_are_unknown() -> None:
-    encoder = FeatureEncoder.fit([raw([0, 0], [["a"], []])], DATA)
+    encoder = fit([raw([0, 0], [["a"], []])], DATA)
     assert encoder.input_spec.sparse_features == (FeatureSpec("city", 2),)
     assert not isinstance(encoder.sparse[0].encode(raw([0], [["a"]]).sparse[0]), Bags)
     encoded = encoder.encode(raw([0, 0, 0], [["a", "a"], ["a"], []]))
@@ -120,7 +121,7 @@ def test_save_and_load_encode_alike(tmp_path: Path, vocabulary: str) -> None:
     scaling = "standardize(log = true)"
     data = DataSection(dense=("x",), sparse=("city",), numeric_scaling=scaling, vocabulary=vocabulary)
     block = raw([0.1, 1 / 3, np.nan], ["Zürich", 'a"\\\n', "東京"])
-    encoder = FeatureEncoder.fit([block], data)
+    encoder = fit([block], data)
     encoder.save(tmp_path)
     loaded = FeatureEncoder.load(tmp_path)
     assert loaded == encoder
@@ -158,7 +159,7 @@ WRONG: list[dict[str, Any]] = [
         ("[]", "format None, this version reads 3 and 4"),
         ("{}", "format None, this version reads 3 and 4"),
         ('{"format": 99}', "format 99, this version reads 3 and 4"),
-        *((json.dumps({**SOUND, **change}), "does not say how columns become numbers") for change in WRONG),
+        *((json.dumps({**SOUND, **change}), "does not define the encoding of columns") for change in WRONG),
     ],
     ids=lambda value: str(value)[-60:],
 )

@@ -249,7 +249,7 @@ def test_the_files_beside_the_rows_can_be_had_too(folder: Path, far: FakeFolder,
 
 
 def test_whole_groups_are_of_the_disk_alone(far: FakeFolder, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.cache_folder is a folder"):
+    with pytest.raises(DataError, match=r"a folder as data"):
         BatchLoader(opened(far, tmp_path), batch_size=5000, by_group=True)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.samples import located, read, write
+from support.samples import fit, located, read, write
 
 from hybrid.config import ColumnSection, DataSection, TableSection
 from hybrid.data.encode.feature_encoder import FeatureEncoder
@@ -27,7 +27,7 @@ def encoded(
     """What the rows of a file come to, with an encoder that is fitted on them."""
     block, report = read(data, path, columns=columns)
     assert report.total == 0
-    encoder = FeatureEncoder.fit([block], data, columns)
+    encoder = fit([block], data, columns)
     result = encoder.encode(block)
     return encoder, result.ids_BK.T.tolist(), list(result.bags)
 
@@ -133,7 +133,7 @@ def test_scales_by_column(tmp_path: Path) -> None:
         "again": ColumnSection(source=("x",)),
     }
     block, _ = read(data, path, columns=columns)
-    encoder = FeatureEncoder.fit([block], data, columns)
+    encoder = fit([block], data, columns)
     dense_BF = encoder.encode(block).dense_BF
     np.testing.assert_allclose(dense_BF[:, 0], [0, 1, 0.5])  # what is missing is the mean
     np.testing.assert_allclose(dense_BF[:, 1], [np.log(4), 0, np.log(2)], rtol=1e-6)
@@ -192,7 +192,7 @@ def test_columns_that_cannot_be_made(tmp_path: Path) -> None:
     for section, message in (
         (
             ColumnSection(kind="cross", source=("tags", "n")),
-            "column tags holds list<.*of which there is no cross",
+            "column tags holds list<.*which has no cross",
         ),
         (ColumnSection(kind="weighted", source=("n",)), "no ids with weights, but int64"),
         (ColumnSection(kind="buckets(1.0)", source=("tags",)), "cast"),
@@ -211,9 +211,9 @@ def test_columns_that_share_a_table_share_its_vocabulary(tmp_path: Path) -> None
     columns = {"item": ColumnSection(vocabulary="build(2)")}
     block, _ = read(data, path, columns=columns)
     tables = {"item": TableSection(features=("item", "seen"))}
-    item, seen, shop = FeatureEncoder.fit([block], data, columns, tables).sparse
+    item, seen, shop = fit([block], data, columns, tables).sparse
     assert seen.values == ("b", "c", "a", "d")
     assert item.values == ("b", "c")
     assert shop.values == ("b", "d", "x")
-    apart = FeatureEncoder.fit([block], data, columns).sparse
+    apart = fit([block], data, columns).sparse
     assert [each.values for each in apart] == [("b",), ("c", "b", "a"), ("b", "d", "x")]

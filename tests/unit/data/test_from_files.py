@@ -12,19 +12,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.samples import csv_config, write
+from support.samples import csv_config, fit, write
 
 from hybrid.config import ColumnSection, RunConfig, TableSection, TaskSection
 from hybrid.data.dataset import atomic_directory
-from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse import segments as parts_module
+from hybrid.data.parse.column_layout import Layout
 from hybrid.data.parse.segments import Segment, split_files
 from hybrid.data.parse.sources import Source
 from hybrid.data.prepare import file_preparation, preparation, stages, vocabulary_order
 from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.memory_limit import MemoryLimit
 from hybrid.data.prepare.preparation import prepare
-from hybrid.data.prepare.stages import ParseJob, Reading, parse_segment
+from hybrid.data.prepare.stages import parse_segment
 from hybrid.data.prepare.vocabulary_order import RankJob
 from hybrid.errors import DataError, HybridError
 from hybrid.primitives.progress import ignore_progress
@@ -88,10 +88,9 @@ def outcome(
     memory_bytes: int = ENOUGH,
 ) -> Any:
     """All that is made of some files, or what is wrong with them."""
-    reading = Reading(config.data, dict(config.columns), dict(config.tasks), block_bytes)
     parts = folder.with_suffix(".parts")
     preparation = FilesPreparation(
-        config, reading, folder, parts, ignore_progress, lambda: None, memory_bytes
+        config, folder, parts, ignore_progress, lambda: None, memory_bytes, block_bytes
     )
     try:
         encoder, reports = preparation.write(paths, ())
@@ -201,13 +200,12 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = write(tmp_path / "a.csv", text(3000, 2))
     in_parts(monkeypatch, 2)
     config = config_of(path, "plain")
-    reading = Reading(config.data, {}, {}, 5000)
 
     def check() -> None:
         raise DataError("stopped")
 
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", lambda line: None, check, ENOUGH
+        config, tmp_path / "new", tmp_path / "parts", ignore_progress, check, ENOUGH, 5000
     )
     with pytest.raises(DataError, match="stopped"):
         preparation.write([path], [])
@@ -216,9 +214,8 @@ def test_what_asks_to_stop_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_test_file_without_rows_is_refused(tmp_path: Path) -> None:
     path, empty = write(tmp_path / "a.csv", text(50, 2)), write(tmp_path / "b.csv", HEAD)
     config = config_of(path, "plain")
-    reading, nothing = Reading(config.data, {}, {}), lambda line: None
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None, ENOUGH
+        config, tmp_path / "new", tmp_path / "parts", ignore_progress, lambda: None, ENOUGH
     )
     with pytest.raises(DataError, match=rf"{empty}: no rows; check data.test_path"):
         preparation.write([path], [empty])
@@ -229,7 +226,7 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
 ) -> None:
     """And ends with the bytes of one that was not; parts of other samples are removed."""
     path, cache = write(tmp_path / "a.csv", text(4000, 2)), tmp_path / "cache"
-    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=4000))
+    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=4000))
     config = config_of(path, "plain")
     undisturbed = prepare(config, tmp_path / "other")
     read, parsed = parts_module.read_segment, list[int]()
@@ -250,7 +247,7 @@ def test_one_that_was_interrupted_goes_on_with_its_parts(
         assert len(list(kept.glob("train-*"))) == 5
     left = -1
     found = prepare(config, cache)
-    assert parsed == [part.start for part in split_files([path], Reading(config.data, {}, {}).layout, 4000)]
+    assert parsed == [part.start for part in split_files([path], Layout.of(config.data), 4000)]
     for file in (each.relative_to(found) for each in found.rglob("*") if each.is_file()):
         assert (found / file).read_bytes() == (undisturbed / file).read_bytes(), file
     assert [*cache.iterdir()] == [found]
@@ -266,9 +263,9 @@ def test_a_part_is_on_the_disk_before_it_is_there(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(atomic_directory, "sync", lambda synced: seen.append(synced.name))
     monkeypatch.setattr(Path, "rename", renamed)
-    reading = Reading(config_of(path, "plain").data, {}, {})
-    (part,) = split_files([path], reading.layout)
-    parse_segment(ParseJob(part, reading, tmp_path / "part"), lambda rows, share: None)
+    layout = Layout.of(config_of(path, "plain").data)
+    (part,) = split_files([path], layout)
+    parse_segment(part, layout, 1 << 20, tmp_path / "part", lambda rows, fraction: None)
     files = {file.name for file in (tmp_path / "part").rglob("*")}
     assert {"rows.arrow", "words.arrow", "part.json"} < files
     assert files < set(seen[: seen.index("rename")])
@@ -279,10 +276,9 @@ def test_blocks_are_those_of_files_read_at_one_go(tmp_path: Path, monkeypatch: p
     path = write(tmp_path / "a.csv", text(4000, 1).replace(b'"', b""))
     config = config_of(path, "plain", test_fraction=0.0)
     source = Source((path,), config.data, block_bytes=3000)
-    expected = FeatureEncoder.fit(source.blocks(), config.data).dense
+    expected = fit(source.blocks(), config.data).dense
     in_parts(monkeypatch, 1)
-    reading, nothing = Reading(config.data, {}, {}, 3000), lambda line: None
     preparation = FilesPreparation(
-        config, reading, tmp_path / "new", tmp_path / "parts", nothing, lambda: None, ENOUGH
+        config, tmp_path / "new", tmp_path / "parts", ignore_progress, lambda: None, ENOUGH, 3000
     )
     assert preparation.write([path], [])[0].dense == expected

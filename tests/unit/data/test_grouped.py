@@ -160,10 +160,10 @@ def test_a_group_larger_than_a_batch_is_refused(tmp_path: Path) -> None:
     message = r"^the largest group of data\.group has 4 training rows, more than a batch of 3, .*batch_size$"
     with pytest.raises(DataError, match=message):
         BatchLoader(dataset, batch_size=3, by_group=True)
-    with pytest.raises(DataError, match="only training rows are in whole groups"):
+    with pytest.raises(DataError, match="complete groups need"):
         BatchLoader(test, batch_size=3, by_group=True)
     with pytest.raises(
-        DataError, match=r"^whole groups are not shuffled by lanes: set data\.shuffle to rows$"
+        DataError, match=r"^complete groups are not shuffled by lanes: set data\.shuffle to rows$"
     ):
         BatchLoader(dataset, batch_size=4, by_group=True, shuffle=True, lanes=8)
     ranked = {**TASKS, "click": TaskSection(ranking_loss="pairwise")}

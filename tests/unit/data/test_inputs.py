@@ -16,8 +16,8 @@ from hybrid.data.dataset import dataset_manifest
 from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.parse import input_files as module
-from hybrid.data.parse.column_check import check_columns
 from hybrid.data.parse.input_files import input_files, list_files, sampled_checksum
+from hybrid.data.parse.sources import check_columns
 from hybrid.data.prepare.preparation import fingerprint, prepare
 from hybrid.errors import ConfigError, DataError
 

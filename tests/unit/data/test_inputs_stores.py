@@ -15,12 +15,10 @@ from support.samples import csv_config, write
 from support.stores import BUCKET, Proxy, Store, sent
 
 from hybrid.config import RunConfig
-from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.input_files import input_files, list_files
 from hybrid.data.prepare import file_preparation, preparation
-from hybrid.data.prepare.new_rows import encode_files
+from hybrid.data.prepare.file_preparation import FilesPreparation
 from hybrid.data.prepare.preparation import fingerprint, prepare
-from hybrid.data.prepare.stages import Reading
 from hybrid.errors import ConfigError, DataError, HybridError, StorageError
 from hybrid.storage import files
 from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
@@ -90,7 +88,7 @@ def test_samples_are_those_of_the_same_files_on_the_disk(
     (here := tmp_path / "here").mkdir()
     write_files(here)
     sent(here, there)
-    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=BLOCK_BYTES))
     monkeypatch.setattr("hybrid.data.parse.segments.SEGMENT_ROWS", 500)
     kind = "parquet" if write_files is write_parquet else "csv"
     expected = prepare(config_of(here, format=kind), tmp_path / "cache")
@@ -99,21 +97,6 @@ def test_samples_are_those_of_the_same_files_on_the_disk(
     found = prepare(config_of(there, format=kind), tmp_path / "cache")
     assert found != expected
     assert samples_of(found) == samples_of(expected)
-
-
-@pytest.mark.long  # beside what hybrid predict is tried with
-def test_new_rows_are_encoded_as_from_the_disk(tmp_path: Path, there: RemotePath) -> None:
-    (here := tmp_path / "here").mkdir()
-    write_csv(here)
-    sent(here, there)
-    config = config_of(here)
-    encoder = FeatureEncoder.load(prepare(config, tmp_path / "cache"))
-    datasets = [
-        encode_files(config, [str(paths)], encoder, tmp_path / name, with_labels=False)
-        for name, paths in (("expected", here), ("found", there))
-    ]
-    assert datasets[0].num_samples == 5000
-    assert samples_of(tmp_path / "found") == samples_of(tmp_path / "expected")
 
 
 def test_a_part_of_a_file_is_read_by_itself(
@@ -125,7 +108,7 @@ def test_a_part_of_a_file_is_read_by_itself(
     rows = columns(9_000, 1)
     pq.write_table(pa.table({**rows, **{f"other{i}": rows["x"] for i in range(9)}}), here / "a.parquet")
     sent(here, there)
-    monkeypatch.setattr(preparation, "Reading", partial(Reading, block_bytes=50_000))
+    monkeypatch.setattr(preparation, "FilesPreparation", partial(FilesPreparation, block_bytes=50_000))
     for module, name in (
         ("text_lines", "MAX_RECORD_BYTES"),
         ("delimited_text", "MAX_RECORD_BYTES"),

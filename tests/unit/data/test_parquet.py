@@ -80,7 +80,7 @@ def test_a_small_file_takes_little_memory(
 def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_DECODED_BYTES", 100)
     cities = [f"{i:02}" * (1 + i % 5) for i in range(80)]
     tags = [[city, "x" * (i % 3)] if i % 4 else None for i, city in enumerate(cities)]
     table = pa.table({"label": [*labels(80).to_pylist(), 2], "city": [*cities, "b"], "tags": [*tags, None]})
@@ -93,7 +93,7 @@ def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
     assert block.sparse[0].to_pylist() == cities
     assert block.sparse[1].to_pylist() == [[item for item in items or [] if item] for items in tags]
     assert block.source_rows_B.tolist() == list(range(80))
-    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 5)
+    monkeypatch.setattr(module, "MAX_DECODED_BYTES", 5)
     with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column city"):
         read(data, path)
 
@@ -102,7 +102,7 @@ def test_blocks_are_cut_to_what_their_texts_take_and_rows_stay_in_order(
 def test_texts_of_pairs_are_unfolded_no_further_than_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_map: bool
 ) -> None:
-    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 100)
+    monkeypatch.setattr(module, "MAX_DECODED_BYTES", 100)
     pairs: list[Any] = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
     kind: Any = pa.map_(pa.string(), pa.float64())
     if not is_map:
@@ -116,7 +116,7 @@ def test_texts_of_pairs_are_unfolded_no_further_than_others(
     expected = [[(f"{i:02}" * (1 + i % 5), float(i)), ("x", 1.0)][: i % 3] for i in range(80)]
     assert block.sparse[0].to_pylist() == [[each for each, _ in row] for row in expected]
     assert block.weights[0].to_pylist() == [[weight for _, weight in row] for row in expected]
-    monkeypatch.setattr(module, "MAX_UNFOLDED_BYTES", 5)
+    monkeypatch.setattr(module, "MAX_DECODED_BYTES", 5)
     with pytest.raises(DataError, match=r"a\.parquet: a row has more than 0 MiB in column tags"):
         read(data, path, columns=columns)
 

@@ -45,7 +45,7 @@ def test_text_is_cut_at_rows_near_every_few_blocks(tmp_path: Path, end: str) -> 
 
 def rows_of(part: Segment) -> int:
     """How many rows a part has, bad ones included; those of several lines are bad."""
-    return sum(len(table.lines) + len(table.bad) for table, _ in read_segment(part, LAYOUT, BLOCK_BYTES))
+    return sum(len(table.lines) + len(table.invalid) for table, _ in read_segment(part, LAYOUT, BLOCK_BYTES))
 
 
 def test_a_packed_file_is_one_part(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from hybrid.data.dataset.dataset_manifest import DataManifest
 from hybrid.data.dataset.prepared_dataset import PreparedDataset
 from hybrid.data.encode.feature_encoder import EncodedBlock, FeatureEncoder
 from hybrid.data.encode.sparse_encoding import Bags
-from hybrid.data.prepare.new_rows import encode_files
 from hybrid.data.prepare.preparation import cache_folder, prepare
 from hybrid.data.prepare.split_writer import SplitWriter
 from hybrid.errors import DataError
@@ -184,11 +183,6 @@ def test_weights_are_stored_and_gathered_with_their_ids(tmp_path: Path) -> None:
     assert sparse.weights_L.tolist() == [1, 1, 1, 38.5, 38.5, 2.5, 2.5]
     assert sparse.offsets is not None
     assert sparse.offsets.tolist() == [0, 1, 2, 3, 5, 5, 7]
-    again = encode_files(weighted, [str(path)], FeatureEncoder.load(dataset.folder), tmp_path / "again")
-    stored, read_again = (whole(each).sparse_features.weights_L for each in (dataset, again))
-    assert stored is not None
-    assert read_again is not None
-    assert torch.equal(stored, read_again)
     plain, _ = prepared(config, tmp_path / "cache")
     assert plain.folder != dataset.folder
     assert whole(plain).sparse_features.weights_L is None

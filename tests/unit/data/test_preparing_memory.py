@@ -83,15 +83,13 @@ import sys
 from pathlib import Path
 from hybrid.config.loading import load_config
 from hybrid.data.prepare.file_preparation import FilesPreparation
-from hybrid.data.prepare.stages import Reading
 path, folder, limit = sys.argv[1:]
 names = [f"c{i}" for i in range(WIDTH)]
 columns = [f"data.label={names[0]}", f"data.sparse={names[-1]}", f"data.dense={names[1:-1]}"]
 config = load_config(None, ["data.format=csv", f"data.path={path}", *columns])
-reading = Reading(config.data, {}, {})
 nothing = lambda *said: None
 parts = Path(folder, "parts")
-preparation = FilesPreparation(config, reading, Path(folder), parts, nothing, nothing, int(limit))
+preparation = FilesPreparation(config, Path(folder), parts, nothing, nothing, int(limit))
 print(flush=True)
 input()
 preparation.write([Path(path)], [])

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 from support.hostile import LAYOUTS, TOKENS, read_hostile
+from support.samples import fit
 
 from hybrid.config import ColumnSection, DataSection
-from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.parse.sources import Source
 
 FILES = st.lists(st.one_of(st.sampled_from(TOKENS), st.binary(max_size=4)), max_size=40).map(b"".join)
@@ -117,4 +117,4 @@ def test_columns_of_every_kind_take_hostile_fields(
     whole = read_hostile(path, data, True, 1 << 20, columns)
     assert whole == read_hostile(path, data, True, 7, columns)
     if whole is not None and whole[1]:
-        FeatureEncoder.fit(Source((path,), data, columns=columns).blocks(), data, columns)
+        fit(Source((path,), data, columns=columns).blocks(), data, columns)

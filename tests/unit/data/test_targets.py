@@ -242,12 +242,20 @@ def test_the_click_log_has_more_labels_and_the_same_clicks(tmp_path: Path) -> No
         (
             {"a": TaskSection()},
             {},
-            "tasks.a.label = 'a': must be label or converted of the built-in click log",
+            "tasks.a.label = 'a': must be label or converted of the synthetic click log",
         ),
         ({"label": TaskSection(mask="x")}, {}, "tasks.label.mask = 'x': must be label or converted"),
         ({"stars": TaskSection(kind="classes", classes=4)}, {}, "tasks.stars.classes = 4: must be 5"),
-        ({}, {"weight": "w"}, "data.weight = 'w': must be a column of the built-in click log, one of weight"),
-        ({}, {"group": "user"}, "data.group = 'user': must be a column of the built-in click log, one of C1"),
+        (
+            {},
+            {"weight": "w"},
+            "data.weight = 'w': must be a column of the synthetic click log, one of weight",
+        ),
+        (
+            {},
+            {"group": "user"},
+            "data.group = 'user': must be a column of the synthetic click log, one of C1",
+        ),
     ],
 )
 def test_the_click_log_has_no_other_columns(

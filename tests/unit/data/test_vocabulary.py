@@ -32,21 +32,21 @@ def words(count: int, seed: int) -> list[str]:
 @pytest.mark.parametrize("bits", [64, 5, 0])
 def test_places_are_those_of_a_dict(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many texts have the same hash."""
-    hashes = vocabulary._hashes
-    monkeypatch.setattr(vocabulary, "_hashes", lambda texts: hashes(texts) & np.uint64(2**bits - 1))
+    hashes = vocabulary._hash
+    monkeypatch.setattr(vocabulary, "_hash", lambda texts: hashes(texts) & np.uint64(2**bits - 1))
     known, asked = words(300, 1), words(500, 2)
     found = Vocabulary.of(known)
     place_of = {word: place for place, word in enumerate(known)}
     texts = pa.array([*asked, None, *known], pa.string())
     expected = [*(place_of.get(word, -1) for word in asked), -1, *range(300)]
-    assert found.places(texts).tolist() == expected
-    assert found.places(texts.slice(7, 400)).tolist() == expected[7:407]
-    assert found[100:].places(texts).tolist() == [max(place - 100, -1) for place in expected]
+    assert found.indices(texts).tolist() == expected
+    assert found.indices(texts.slice(7, 400)).tolist() == expected[7:407]
+    assert found[100:].indices(texts).tolist() == [max(place - 100, -1) for place in expected]
 
 
 def test_nothing_is_known_to_an_empty_one() -> None:
-    assert Vocabulary.of([]).places(pa.array(["a", None])).tolist() == [-1, -1]
-    assert Vocabulary.of(["a"]).places(pa.array([], pa.string())).tolist() == []
+    assert Vocabulary.of([]).indices(pa.array(["a", None])).tolist() == [-1, -1]
+    assert Vocabulary.of(["a"]).indices(pa.array([], pa.string())).tolist() == []
 
 
 def test_many_values_take_a_few_bytes_each() -> None:
@@ -146,5 +146,5 @@ def test_a_checkpoint_finds_those_of_its_run(tmp_path: Path) -> None:
 def test_what_names_another_file_is_refused(tmp_path: Path, sha256: object) -> None:
     content = {"format": 4, "dense": [], "sparse": [], "vocabularies": sha256}
     (tmp_path / "features.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match="does not say how columns become numbers"):
+    with pytest.raises(DataError, match="does not define the encoding of columns"):
         FeatureEncoder.load(tmp_path)

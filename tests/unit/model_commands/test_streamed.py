@@ -112,7 +112,11 @@ def test_equal_rows_of_a_block_get_the_same(
         ("price,age,user,tags\n1,2,u,\n", (), "^data.sparse = 'item': standard input has no such column"),
         ("price,age,user,item,tags\n1,2,u,i,\n", ("usr",), "^--keep = 'usr': .*did you mean 'user'"),
         ("price,age,user,item,tags\n1,2,u,i,\n", ("row",), "^--keep = 'row': is the name of another"),
-        ("price,age,user,item,tags\n1,2,u,i,\nx,2,u,i,\n", (), "^1 of 2 rows are bad, more than data.max"),
+        (
+            "price,age,user,item,tags\n1,2,u,i,\nx,2,u,i,\n",
+            (),
+            "^1 of 2 rows are invalid, more than data.max",
+        ),
         ("price,age,user,item,tags\nx,2,u,i,\n", (), "^standard input: no row can be used, 1 of 1 as line 2"),
     ],
 )
