@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+from support.shards import LocalTables
 from torch import Tensor, nn
 
 from hybrid.checkpoint import checkpoint_folders
@@ -23,9 +24,16 @@ from hybrid.data.encode.feature_encoder import FeatureEncoder
 from hybrid.data.prepare.preparation import prepare
 from hybrid.dense.net_builder import extra_columns
 from hybrid.embedding.placement import place
+from hybrid.embedding.trainer.embeddings import Embeddings
 from hybrid.embedding.worker.table_shards import TableShards
 from hybrid.engine.model_builder import Blueprint
 from hybrid.engine.table_setup import table_specs
+from hybrid.engine.train_step import predict_step
+from hybrid.inference.model_outputs import prediction_columns
+from hybrid.inference.raw_rows import file_rows
+from hybrid.inference.trained_run import TrainedRun
+from hybrid.primitives.step_timings import StepClock
+from hybrid.protocol.ticket import Purpose, Ticket
 from hybrid.protocol.update_rules import UpdateRules
 from hybrid.user_code.run_signature import signed_toml
 from workers.model_commands.prediction_commands import predict
@@ -130,6 +138,24 @@ def predicted_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float
     header, *rows = csv.reader(output.read_text().splitlines())
     assert header[0] == "row"
     return {name: np.array([float(row[i]) for row in rows]) for i, name in enumerate(header) if i}
+
+
+def engine_columns(run: Path, inputs: Path) -> dict[str, npt.NDArray[np.float64]]:
+    """What the training engine computes for the rows of a file, by column of ``hybrid predict``."""
+    trained = TrainedRun.read(run, print)
+    blueprint, step = trained.blueprint, trained.stored.manifest.step
+    placement = place(blueprint.tables, 1)
+    shards = TableShards(placement, 0, UpdateRules(1), blueprint.dtype)
+    shards.load(trained.stored.folder, step)
+    embeddings = Embeddings(blueprint.tables, blueprint.input_spec, placement, {0: LocalTables(shards)})
+    net, remote_net = trained.nets()
+    remote = None if remote_net is None else lambda ticket, hidden_BH: remote_net(hidden_BH)
+    model, ticket = blueprint.model(net, remote).eval(), Ticket(0, step, step, purpose=Purpose.PREDICT)
+    blocks = file_rows(trained, [str(inputs)], with_labels=False, report=print).blocks()
+    outputs = [predict_step(model, embeddings, each.batch, ticket, StepClock()) for each in blocks]
+    shards.close()
+    columns = prediction_columns(trained.config.all_tasks, torch.cat(outputs))
+    return {name: values.numpy() for name, values in columns.items()}
 
 
 def as_columns(given: Mapping[str, Tensor]) -> dict[str, npt.NDArray[np.float64]]:

@@ -26,7 +26,7 @@ from support.trained import (
 from hybrid.errors import HybridError
 from hybrid.export import program_export
 from hybrid.export.name_map import NameMap
-from hybrid.inference.trained_module import TrainedModule, load
+from hybrid.inference.trained_module import load
 from workers.model_commands.prediction_commands import evaluate
 from workers.model_commands.run_export import export_run
 
@@ -50,12 +50,6 @@ def served(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def model_of(run: Path) -> TrainedModule:
-    model = load(run)
-    assert isinstance(model, TrainedModule)
-    return model
-
-
 def by_program(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What the program gives."""
     names = [each["name"] for each in json.loads((served / "preprocessing.json").read_text())["inputs"]]
@@ -77,7 +71,7 @@ def by_onnx(served: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def check_as_predicted(run: Path, served: Path, new: Path) -> None:
     """See that a program and ONNX give what predict writes for the rows of a new file."""
-    inputs = model_of(run).encode(texts_of(new))
+    inputs = load(run).encode(texts_of(new))
     expected = predicted_columns(run, new)
     assert min(values.std() for values in expected.values()) > 1e-3
     assert largest_difference(by_program(served, inputs), expected) < 1e-6
@@ -116,7 +110,7 @@ def test_a_model_of_everything_at_once(tmp_path: Path) -> None:
     assert {rows.dtype for rows in load_file(tmp_path / "served/tables.safetensors").values()} == {
         torch.float64
     }
-    assert model_of(run).input_names == ("user", "item", "tags", "tags.offsets")
+    assert load(run).input_names == ("user", "item", "tags", "tags.offsets")
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
 
 
@@ -157,17 +151,6 @@ def test_sequences(tmp_path: Path, net: str, monkeypatch: pytest.MonkeyPatch) ->
     assert (given["seen"], given["seen.offsets"]) == (["ids of seen"], ["samples + 1"])
 
 
-@pytest.mark.parametrize("kind", ["classes", pytest.param("regression", marks=pytest.mark.long)])
-def test_one_task_of_another_kind(tmp_path: Path, kind: str) -> None:
-    sections: dict[str, dict[str, object]] = {
-        "tasks.stars": {"kind": kind, "classes": 5 if kind == "classes" else 0},
-        "data": {"path": write_shop(tmp_path / "shop.csv"), "sparse": ["user", "item", "seen"]},
-    }
-    run = write_trained(tmp_path / "run", clicks_config(tmp_path, **sections))
-    export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
-    check_as_predicted(run, tmp_path / "served", write_shop(tmp_path / "new.csv", 70, seed=2))
-
-
 def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
     """And not that of an output, in ONNX."""
     names = "cat,embedding,linear,scatter_add,sigmoid,val_0"
@@ -189,7 +172,7 @@ def test_columns_may_have_the_names_of_operators(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_any_number_of_samples_is_taken(run: Path, served: Path, size: int) -> None:
-    model = model_of(run)
+    model = load(run)
     tags: list[list[str]] = [[], ["a", "b"]][:size]
     inputs = model.encode(
         {
@@ -208,7 +191,7 @@ def test_any_number_of_samples_is_taken(run: Path, served: Path, size: int) -> N
 
 
 def test_the_program_is_loaded_without_this_project(run: Path, served: Path, tmp_path: Path) -> None:
-    model, new = model_of(run), write_clicks(tmp_path / "new.csv", 20, seed=2)
+    model, new = load(run), write_clicks(tmp_path / "new.csv", 20, seed=2)
     inputs = model.encode(texts_of(new))
     torch.save([inputs[name] for name in model.input_names], tmp_path / "inputs.pt")
     command = [
@@ -231,7 +214,7 @@ def test_narrow_tables_are_in_every_format(
     printed = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
     assert printed["tables"].startswith("bfloat16, 0.00 MiB of 0.00")
     assert "before" in printed["auc"]
-    model = model_of(run)
+    model = load(run)
     full = {name: model.rows(name).detach() for name in model.table_names}
     inputs = model.encode(texts_of(write_clicks(tmp_path / "new.csv", 40, seed=2)))
     with torch.no_grad():
@@ -243,19 +226,6 @@ def test_narrow_tables_are_in_every_format(
     assert all(torch.equal(tables[name], rows_RD.to(torch.bfloat16)) for name, rows_RD in full.items())
     largest = max(float((rows_RD - tables[name]).abs().max()) for name, rows_RD in full.items())
     assert printed["largest"].split()[1] == f"{largest:.2g}"
-
-
-def test_what_narrow_rows_cost_is_said_of_every_task(
-    shop_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export_run(shop_run, tmp_path / "served", ["tables"], "bfloat16", NO_NAMES)
-    said = [line.split(" before")[0] for line in capsys.readouterr().out.splitlines()]
-    measured = [line.rsplit(None, 1)[0] for line in said if line[0] != "/" and "." in line.split()[0]]
-    assert measured == [
-        *(f"click.{name}" for name in BINARY),
-        *(f"buy.{name}" for name in BINARY),
-        *("spent.rmse", "spent.mae", "stars.accuracy", "stars.log loss"),
-    ]
 
 
 def test_it_is_measured_by_weights_where_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +265,7 @@ def test_a_custom_net_may_reshape_some_columns(tmp_path: Path, monkeypatch: pyte
     export_run(run, tmp_path / "served", ["program", "onnx"], None, NO_NAMES)
     check_as_predicted(run, tmp_path / "served", write_clicks(tmp_path / "new.csv", 70, seed=2))
     one_row = write_clicks(tmp_path / "one.csv", 1)
-    found = by_program(tmp_path / "served", model_of(run).encode(texts_of(one_row)))
+    found = by_program(tmp_path / "served", load(run).encode(texts_of(one_row)))
     assert largest_difference(found, predicted_columns(run, one_row)) < 1e-6
 
 
@@ -321,7 +291,7 @@ def test_tables_are_named_by_a_map(run: Path, tmp_path: Path) -> None:
     export_run(run, tmp_path / "served", ["tables"], None, names)
     tables = load_file(tmp_path / "served/tables.safetensors")
     assert sorted(tables) == [f"embedding_bags.{table}.weight" for table in ("item", "tags", "user")]
-    model = model_of(run)
+    model = load(run)
     assert torch.equal(tables["embedding_bags.user.weight"], model.rows("user"))
     assert sorted(path.name for path in (tmp_path / "served").iterdir()) == [
         "preprocessing.json",
@@ -344,13 +314,6 @@ def test_the_preprocessing_says_what_the_inputs_are(run: Path, tmp_path: Path) -
     assert [(each["name"], each["multi_hot_separator"]) for each in said["sparse"]] == [
         *(("user", "|"), ("item", "|"), ("tags", "|"))
     ]
-
-
-def test_missing_packages_are_one_line(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_export, "find_spec", lambda name: None)
-    with pytest.raises(HybridError, match=r"^--format onnx: needs onnx and onnxscript: pip install 'hybrid"):
-        export_run(run, tmp_path / "served", ["onnx"], None, NO_NAMES)
-    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_is_overwritten_and_nothing_left(
