@@ -1,0 +1,273 @@
+"""Folders of checkpoints, on a disk and in a store: written atomically, listed, pruned."""
+
+import dataclasses
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import SHAPES, SHARDS, names, write_checkpoint, write_run
+from support.stores import BUCKET, Proxy, Store
+
+from hybrid.checkpoint import checkpoint_folders
+from hybrid.checkpoint.checkpoint_files import DENSE_FILE, MANIFEST_FILE, shard_file, write_text
+from hybrid.checkpoint.checkpoint_folders import list_checkpoints, parse_step, step_folder
+from hybrid.checkpoint.checkpoint_manifest import Manifest
+from hybrid.checkpoint.checkpoint_reader import Checkpoint
+from hybrid.checkpoint.tensor_file import write_tensors
+from hybrid.errors import CheckpointError, HybridError
+from hybrid.storage import files
+from hybrid.storage.remote_path import RemotePath, StoragePath, parse_path
+
+
+@pytest.fixture(params=["path", "url"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> StoragePath:
+    """The folder of a run without checkpoints, on a disk or in a store."""
+    if request.param == "path":
+        return tmp_path
+    request.getfixturevalue("store")
+    return parse_path(f"s3://{BUCKET}/runs/{tmp_path.name}")
+
+
+@pytest.fixture
+def proxy(store: Store) -> Iterator[Proxy]:
+    with Proxy(store) as each:
+        yield each
+
+
+def steps(run: StoragePath) -> list[int]:
+    return [parse_step(folder) for folder in list_checkpoints(run)]
+
+
+def all_files(run: StoragePath) -> list[StoragePath]:
+    return [each.path for each in files.list_entries(run, is_deep=True)]
+
+
+def test_a_checkpoint_is_read_as_it_was_written(run: StoragePath) -> None:
+    written = write_checkpoint(step_folder(run, 1))
+    assert (written, list_checkpoints(run)) == (step_folder(run, 1), [written])
+    stored = Checkpoint.newest_valid(run, pytest.fail)
+    manifest = stored.manifest
+    assert (stored.folder, manifest.step, manifest.epoch) == (written, 1, 2)
+    assert (manifest.metrics, manifest.progress) == ({"auc": 0.75}, {"samples": 7})
+    assert {name: tuple(shape) for name, shape in manifest.tables.items()} == SHAPES
+    assert {stored.parts / name for name in (DENSE_FILE, *SHARDS)} | {written / MANIFEST_FILE} == set(
+        all_files(written)
+    )
+    assert stored.tensors(DENSE_FILE)["net.w"].equal(torch.arange(4.0))
+    assert stored.read_rows("C1", SHAPES["C1"][:2]).equal(torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("table", ["../weird name/é", "商" * 28, "a" * 240, "/" * 500], ids=len)
+def test_a_table_may_have_any_name(table: str, tmp_path: Path) -> None:
+    tables = {table: (1, 2, 1), f"{table}b": (1, 2, 1)}
+    shards = [shard_file(name, 0, 1) for name in tables]
+    assert len(set(shards)) == 2
+    assert all((tmp_path / name).resolve().parent == tmp_path / "tables" for name in shards)
+    written = [write_tensors(tmp_path, name, {"weight": torch.ones(1, 2)}) for name in shards]
+    Manifest(1, 1, tables, written[0] | written[1]).write(tmp_path)
+    assert Checkpoint.open(tmp_path).read_rows(table, (1, 2)).sum() == 2
+
+
+def test_names_that_file_systems_accept_are_not_shortened() -> None:
+    assert shard_file("a" * 236, 0, 1) == f"tables/{'a' * 236}.0-of-1.safetensors"
+
+
+class Killed(BaseException):
+    """The death of the process."""
+
+
+def die(*_: object, **__: object) -> None:
+    raise Killed
+
+
+@pytest.mark.parametrize("last", ["tensor_file.struct.pack", "checkpoint_manifest.json.dumps", "os.rename"])
+def test_a_kill_while_writing_leaves_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """During the tensors, before the manifest, or between the manifest and the rename."""
+    write_run(tmp_path, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(last if last == "os.rename" else f"hybrid.checkpoint.{last}", die)
+        with pytest.raises(Killed):
+            write_run(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.partial"]
+    assert steps(tmp_path) == [1]
+    (tmp_path / "checkpoints/step-00000002.partial/stray").touch()
+    write_run(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["step-00000001", "step-00000002"]
+    assert names(step_folder(tmp_path, 2)) == [DENSE_FILE, MANIFEST_FILE, "tables"]
+
+
+def test_files_without_a_manifest_are_no_checkpoint(run: StoragePath) -> None:
+    partial = checkpoint_folders.begin(step_folder(run, 3))
+    write_tensors(partial, DENSE_FILE, {"net.w": torch.arange(4.0)})
+    assert list_checkpoints(run) == []
+    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+        Checkpoint.newest_valid(run, pytest.fail)
+    checkpoint_folders.drop_later(run, 0)
+    assert all_files(run) == []
+
+
+def test_checkpoints_are_sorted_by_number(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 110, 99_999_999, 1_000_000_000, 30)
+    for other in ("step-abc", "best", "step-00000004.partial"):
+        (tmp_path / "checkpoints" / other).mkdir()
+        (tmp_path / "checkpoints" / other / MANIFEST_FILE).touch()
+    assert steps(tmp_path) == [1_000_000_000, 99_999_999, 110, 30, 2]
+    assert steps(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize("damage", ["shorter", "longer", "missing", "a folder"])
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_file_of_another_size_is_refused(tmp_path: Path, damage: str, is_committed: bool) -> None:
+    """Before the commit, a host may have written to another folder; later, the file may be damaged."""
+    folder = checkpoint_folders.begin(tmp_path / "step-1")
+    written = write_text(folder, "one", "text")
+    if is_committed:
+        folder = checkpoint_folders.commit(folder, Manifest(1, 0, {}, written))
+    (folder / "one").unlink()
+    if damage == "a folder":
+        (folder / "one").mkdir()
+    elif damage != "missing":
+        (folder / "one").write_text("tex" if damage == "shorter" else "texts")
+    if is_committed:
+        with pytest.raises(CheckpointError, match=f"^{folder / 'one'}: missing or altered"):
+            Checkpoint.open(folder)
+    else:
+        with pytest.raises(CheckpointError, match=rf"^{folder / 'one'}: .*run\.folder"):
+            checkpoint_folders.commit(folder, Manifest(1, 0, {}, written))
+        assert not (tmp_path / "step-1").exists()
+
+
+def test_a_lost_file_in_a_store_is_found_before_it_is_read(run: StoragePath) -> None:
+    write_run(run, 1, 2)
+    newest = Checkpoint.open(step_folder(run, 2))
+    files.remove(newest.parts / SHARDS[0])
+    log: list[str] = []
+    assert Checkpoint.newest_valid(run, log.append).manifest.step == 1
+    assert log[0].startswith(f"{newest.parts / SHARDS[0]}: missing or altered")
+    files.remove(step_folder(run, 2) / MANIFEST_FILE)
+    assert Checkpoint.newest_valid(run, pytest.fail).manifest.step == 1
+
+
+def test_a_file_of_the_same_size_in_a_store_is_verified_when_it_is_read(store: Store) -> None:
+    stored = Checkpoint.open(write_checkpoint(parse_path(f"s3://{BUCKET}/altered/step-00000001")))
+    content = files.read_bytes(stored.parts / DENSE_FILE)
+    files.write_bytes(stored.parts / DENSE_FILE, content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="missing or altered"):
+        Checkpoint.open(stored.folder).tensors(DENSE_FILE)
+
+
+def test_folders_are_flushed_before_and_after_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    for module in ("checkpoint_manifest", "checkpoint_folders"):
+        monkeypatch.setattr(f"hybrid.checkpoint.{module}.sync", synced.append)
+    write_checkpoint(tmp_path / "step-1")
+    partial = tmp_path / "step-1.partial"
+    assert (set(synced[:-1]), synced[-1]) == ({partial, partial / "tables"}, tmp_path)
+
+
+def test_checkpoints_are_not_reached_through_a_link(tmp_path: Path) -> None:
+    write_run(tmp_path / "mine", 1, 2)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "mine/checkpoints")
+    for use in (
+        lambda: checkpoint_folders.prune(tmp_path / "run", 1, None),
+        lambda: checkpoint_folders.drop_later(tmp_path / "run", 0),
+        lambda: Checkpoint.newest_valid(tmp_path / "run", print),
+    ):
+        with pytest.raises(HybridError, match=rf"^{tmp_path}/run/checkpoints: is a symbolic link"):
+            use()
+    assert steps(tmp_path / "mine") == [2, 1]
+
+
+def test_a_checkpoint_is_not_overwritten(run: StoragePath) -> None:
+    folder = write_checkpoint(step_folder(run, 1))
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpoint_folders.begin(folder)
+    assert Checkpoint.open(folder).manifest.step == 1
+
+
+def test_two_runs_that_write_the_same_step_to_a_store_do_not_mix(store: Store) -> None:
+    run = parse_path(f"s3://{BUCKET}/mixed")
+    folder = step_folder(run, 3)
+    one, two = checkpoint_folders.begin(folder), checkpoint_folders.begin(folder)
+    written = [
+        write_tensors(each, DENSE_FILE, {"w": torch.full((3,), float(i))})
+        for i, each in enumerate((one, two))
+    ]
+    checkpoint_folders.commit(one, Manifest(3, 0, {}, written[0]))
+    with pytest.raises(CheckpointError, match=f"^{folder}: another run"):
+        checkpoint_folders.commit(two, Manifest(3, 0, {}, written[1]))
+    checkpoint_folders.drop_later(run, 3)
+    assert Checkpoint.open(folder).tensors(DENSE_FILE)["w"].eq(0).all()
+    assert {each.parent.name for each in all_files(run)} == {one.name, folder.name}
+
+
+@pytest.mark.parametrize("function", ["os.fsync", "os.rename", "pathlib.Path.mkdir", "shutil.rmtree"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_failure_of_the_disk_is_a_checkpoint_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, code: int
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    (tmp_path / "step-1.partial").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(function, refuse)
+        with pytest.raises(CheckpointError, match=f"^cannot write {tmp_path}/step-1.*{os.strerror(code)}"):
+            write_checkpoint(tmp_path / "step-1")
+    assert not (tmp_path / "step-1").exists()
+
+
+def test_a_manifest_that_the_store_refuses_leaves_no_checkpoint(proxy: Proxy) -> None:
+    run = parse_path(f"s3://{BUCKET}/refused?scheme=http&endpoint_override={proxy.address}")
+    assert isinstance(run, RemotePath)
+    proxy.plan = lambda method, path: "403" if method != "HEAD" and f"/{MANIFEST_FILE}" in path else None
+    with pytest.raises(CheckpointError, match=r"cannot write s3://.*manifest.json.*: .*credentials"):
+        write_checkpoint(step_folder(run, 1))
+    assert list_checkpoints(run) == []
+
+
+def test_a_manifest_can_be_replaced(run: StoragePath) -> None:
+    folder = write_checkpoint(step_folder(run, 1))
+    dataclasses.replace(Manifest.read(folder / MANIFEST_FILE), metrics={"auc": 0.5}).write(folder)
+    stored = Checkpoint.open(folder)
+    assert stored.manifest.metrics == {"auc": 0.5}
+    assert stored.tensors(DENSE_FILE)["net.w"].equal(torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "best", "kept"),
+    [(1, None, [5]), (2, None, [5, 4]), (2, 1, [5, 4, 1]), (2, 5, [5, 4]), (9, 2, [5, 4, 3, 2, 1])],
+)
+def test_the_newest_and_the_best_are_kept(
+    run: StoragePath, keep_last: int, best: int | None, kept: list[int]
+) -> None:
+    write_run(run, 1, 2, 3, 4, 5)
+    checkpoint_folders.prune(run, keep_last, best)
+    assert steps(run) == kept
+    assert {each.parent for each in all_files(run) if each.name == MANIFEST_FILE} == {*list_checkpoints(run)}
+
+
+def test_a_kill_while_removing_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(Killed):
+            checkpoint_folders.prune(tmp_path, 1, None)
+    assert names(tmp_path / "checkpoints") == ["step-00000001.partial", "step-00000002"]
+    assert steps(tmp_path) == [2]
+    checkpoint_folders.drop_later(tmp_path, 2)
+    assert names(tmp_path / "checkpoints") == ["step-00000002"]
+
+
+def test_checkpoints_after_the_resumed_step_are_dropped(run: StoragePath) -> None:
+    write_run(run, 8, 9, 10, 100_000_000)
+    checkpoint_folders.drop_later(run, 9)
+    assert steps(run) == [9, 8]
